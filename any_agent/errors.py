@@ -1,0 +1,173 @@
+"""One exception tree. Each class names the HTTP status and the code that a caller sees.
+
+AnyAgentError                      500 internal_error
+├── InvalidRequest                 400 invalid_request
+│   ├── UnsupportedParameter       400 unsupported_parameter
+│   ├── ContextLengthExceeded      400 context_length_exceeded
+│   ├── TemplateError              400 template_error
+│   └── SessionMismatch            400 session_mismatch
+├── Unauthenticated                401 invalid_api_key
+├── Forbidden                      403 forbidden
+├── NotFound                       404 not_found
+├── Conflict                       409 conflict
+├── SessionClosed                  410 session_closed
+├── PayloadTooLarge                413 payload_too_large
+├── Unprocessable                  422 unprocessable
+├── TooManyRequests                429 no_capacity
+├── RunFinished                    409 run_finished
+├── EngineUnavailable              503 engine_unavailable
+├── StoreUnavailable               503 store_unavailable
+├── ConfigError                    (exit code 2)
+└── StartupError                   (exit code 1)
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class AnyAgentError(Exception):
+    """The root. ``message`` says what is wrong and what to do about it."""
+
+    status: ClassVar[int] = 500
+    default_code: ClassVar[str] = "internal_error"
+    retryable: ClassVar[bool] = False
+    """Whether the same request may succeed later; otherwise SDKs are told not to retry."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or self.default_code
+        self.param = param
+        self.retry_after = retry_after
+        self.details = details or {}
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's shape, so that its SDKs show the message."""
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": _openai_type(self.status),
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error | self.details}
+
+    def headers(self) -> dict[str, str]:
+        """``Retry-After`` where a later try may succeed, ``x-should-retry: false`` elsewhere."""
+        if self.retry_after is not None:
+            return {"Retry-After": str(max(1, round(self.retry_after)))}
+        return {} if self.retryable else {"x-should-retry": "false"}
+
+
+def _openai_type(status: int) -> str:
+    if status == 401:
+        return "authentication_error"
+    if status == 403:
+        return "permission_error"
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+class InvalidRequest(AnyAgentError):
+    status = 400
+    default_code = "invalid_request"
+
+
+class UnsupportedParameter(InvalidRequest):
+    default_code = "unsupported_parameter"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    default_code = "context_length_exceeded"
+
+
+class TemplateError(InvalidRequest):
+    """The chat template cannot render these messages."""
+
+    default_code = "template_error"
+
+
+class SessionMismatch(InvalidRequest):
+    """Two places of one request name different sessions."""
+
+    default_code = "session_mismatch"
+
+
+class Unauthenticated(AnyAgentError):
+    status = 401
+    default_code = "invalid_api_key"
+
+
+class Forbidden(AnyAgentError):
+    status = 403
+    default_code = "forbidden"
+
+
+class NotFound(AnyAgentError):
+    status = 404
+    default_code = "not_found"
+
+
+class Conflict(AnyAgentError):
+    status = 409
+    default_code = "conflict"
+
+
+class RunFinished(Conflict):
+    default_code = "run_finished"
+
+
+class SessionClosed(AnyAgentError):
+    status = 410
+    default_code = "session_closed"
+
+
+class PayloadTooLarge(AnyAgentError):
+    status = 413
+    default_code = "payload_too_large"
+
+
+class Unprocessable(AnyAgentError):
+    status = 422
+    default_code = "unprocessable"
+
+
+class TooManyRequests(AnyAgentError):
+    status = 429
+    default_code = "no_capacity"
+    retryable = True
+
+
+class EngineUnavailable(AnyAgentError):
+    status = 503
+    default_code = "engine_unavailable"
+    retryable = True
+
+
+class StoreUnavailable(AnyAgentError):
+    status = 503
+    default_code = "store_unavailable"
+    retryable = True
+
+
+class ConfigError(AnyAgentError):
+    """The configuration is wrong; nothing was started."""
+
+    default_code = "bad_config"
+    exit_code = 2
+
+
+class StartupError(AnyAgentError):
+    """A part could not start; what had started was stopped."""
+
+    default_code = "startup_failed"
+    exit_code = 1
