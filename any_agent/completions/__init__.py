@@ -1,1 +1,20 @@
+"""One chat request + one interaction tree -> one recorded completion."""
 
+from any_agent.completions.complete import (
+    Completed,
+    Completer,
+    Completion,
+    Delta,
+    Prepared,
+)
+from any_agent.completions.params import ChatCall, parse_chat
+
+__all__ = [
+    "ChatCall",
+    "Completed",
+    "Completer",
+    "Completion",
+    "Delta",
+    "Prepared",
+    "parse_chat",
+]

@@ -1,0 +1,221 @@
+"""From a checked chat call to a completion and the interaction that records it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, chain_keys
+from any_agent.completions.params import ChatCall
+from any_agent.engine import InferenceEngine
+from any_agent.errors import ContextLengthExceeded, EngineUnavailable
+from any_agent.record import InteractionTree
+from any_agent.types import (
+    Continuation,
+    GenerationHyperparameters,
+    Interaction,
+    Message,
+    ModelRequest,
+    id_array,
+    logprob_array,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call whose prompt is rendered and fits: nothing about the request can fail any more."""
+
+    id: str
+    call: ChatCall
+    prompt_ids: list[int]
+    prompt_delta_ids: list[int]
+    message_delta: list[Message]
+    parent_id: str | None
+    continuation: Continuation
+    branch_reason: str | None
+    gconfig: GenerationHyperparameters
+    key: bytes
+    """Chain key over the request's messages and tools."""
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Newly certain text, and the tokens sampled since the last delta."""
+
+    message: MessageDelta
+    output_ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The end of a call: the answer, and what is to be recorded."""
+
+    prepared: Prepared
+    parsed: ParsedMessage
+    interaction: Interaction
+    key: bytes
+    """Chain key under which a continuation finds the interaction."""
+
+
+Completed = Delta | Completion
+
+
+class Completer:
+    """Turns chat calls into completions of one engine with one chat format."""
+
+    def __init__(
+        self, engine: InferenceEngine, chat: ChatFormat, *, context_length: int
+    ) -> None:
+        self.engine = engine
+        self.chat = chat
+        self.context_length = context_length
+
+    def prepare(self, call: ChatCall, tree: InteractionTree | None) -> Prepared:
+        """Find the parent in the tree, continue its ids exactly or render anew.
+
+        Raises TemplateError, ContextLengthExceeded or InvalidRequest; nothing is recorded.
+        """
+        self.chat.validate(call.messages)
+        keys = chain_keys(call.messages, call.tools)
+        prompt, parent_id, covered, how, reason = self._prompt(call, keys, tree)
+        room = self.context_length - len(prompt)
+        if room < 1:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.context_length} tokens, but the "
+                f"messages are {len(prompt)} tokens long; shorten them",
+                param="messages",
+            )
+        start = 0
+        if parent_id is not None and tree is not None:
+            parent = tree[parent_id]
+            start = len(tree.prompt_ids(parent_id)) + len(parent.output_ids)
+        gconfig = call.gconfig
+        stop_ids = {*gconfig.stop_token_ids, *self.chat.stop_token_ids}
+        return Prepared(
+            id=f"chatcmpl-{uuid.uuid4().hex}",
+            call=call,
+            prompt_ids=prompt,
+            prompt_delta_ids=prompt[start:],
+            message_delta=call.messages[covered:],
+            parent_id=parent_id,
+            continuation=how,
+            branch_reason=reason,
+            gconfig=gconfig.new(
+                max_new_tokens=min(gconfig.max_new_tokens, room),
+                stop_token_ids=tuple(sorted(stop_ids)),
+            ),
+            key=keys[-1],
+            created_at=time.time(),
+        )
+
+    def _prompt(
+        self, call: ChatCall, keys: list[bytes], tree: InteractionTree | None
+    ) -> tuple[list[int], str | None, int, Continuation, str | None]:
+        """Prompt ids, parent, messages the parent covers, how it continues, why it branched."""
+        found = tree.find(keys, call.messages) if tree is not None else None
+        if found is None or tree is None:
+            return self.chat.render(call.messages, call.tools), None, 0, Continuation.ROOT, None
+        parent, covered = found
+        new = call.messages[covered:]
+        if new:
+            before = tree.prompt_ids(parent.id).tolist()
+            output = parent.output_ids.tolist()
+            bridged = self.chat.bridge(before, output, new, call.tools)
+            if bridged is not None:
+                # The law everything else rests on; a renderer's promise is not enough.
+                if bridged[: len(before) + len(output)] != before + output:
+                    raise AssertionError("a continued prompt must begin with its parent's ids")
+                return bridged, parent.id, covered, Continuation.EXACT, None
+            reason = "the template cannot continue the earlier ids"
+        else:
+            reason = "no message follows the recorded answer"
+        ids = self.chat.render(call.messages, call.tools)
+        return ids, None, 0, Continuation.BRANCH, reason
+
+    async def run(
+        self, prepared: Prepared, *, session_id: str, stream: bool
+    ) -> AsyncGenerator[Completed]:
+        """Deltas as they become certain (when streaming), then the Completion.
+
+        Closing the generator cancels the call in the engine; nothing is recorded then.
+        """
+        call = prepared.call
+        parser = self.chat.stream_parser(
+            prompt_ids=prepared.prompt_ids, tools=call.tools, stop=prepared.gconfig.stop
+        )
+        request = ModelRequest(prepared.id, prepared.prompt_ids, prepared.gconfig)
+        ids: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        async with aclosing(self.engine.generate(request, stream=stream)) as chunks:
+            async for chunk in chunks:
+                ids += chunk.output_ids
+                logprobs += chunk.logprobs
+                versions += chunk.versions
+                deltas = parser.feed(chunk.output_ids)
+                parsed = None
+                if chunk.stop_reason is not None:
+                    matched = chunk.matched_stop if isinstance(chunk.matched_stop, str) else None
+                    rest, parsed = parser.finish(matched_stop=matched)
+                    deltas += rest
+                if stream:
+                    fresh = (chunk.output_ids, chunk.logprobs)
+                    for delta in deltas or [MessageDelta()]:
+                        yield Delta(delta, *fresh)
+                        fresh = ([], [])
+                if parsed is not None:
+                    reason = chunk.stop_reason or "stop"
+                    yield self._completion(
+                        prepared, parsed, reason, session_id, ids, logprobs, versions
+                    )
+                    return
+        raise EngineUnavailable("the engine ended without an end", retry_after=2)
+
+    def _completion(
+        self,
+        prepared: Prepared,
+        parsed: ParsedMessage,
+        stop_reason: str,
+        session_id: str,
+        ids: list[int],
+        logprobs: list[float],
+        versions: list[int],
+    ) -> Completion:
+        message = parsed.to_message()
+        call = prepared.call
+        finish = "tool_calls" if parsed.tool_calls and stop_reason == "stop" else stop_reason
+        interaction = Interaction(
+            id=prepared.id,
+            session_id=session_id,
+            parent_id=prepared.parent_id,
+            prompt_delta_ids=id_array(prepared.prompt_delta_ids),
+            output_ids=id_array(ids),
+            output_logprobs=logprob_array(logprobs),
+            output_versions=id_array(versions),
+            message_delta=prepared.message_delta,
+            output_message=message,
+            finish_reason=finish,
+            gconfig=prepared.gconfig,
+            model=call.model,
+            tools=call.tools,
+            continuation=prepared.continuation,
+            branch_reason=prepared.branch_reason,
+            untrainable_reason=_untrainable(prepared.gconfig, ids),
+            request={"overridden": call.overrides, "recorded": call.recorded},
+            created_at=prepared.created_at,
+        )
+        (key,) = chain_keys([message], call.tools, start=prepared.key)
+        return Completion(prepared, parsed, interaction, key)
+
+
+def _untrainable(gconfig: GenerationHyperparameters, ids: list[int]) -> str | None:
+    if not ids:
+        return "no tokens were sampled"
+    if gconfig.temperature == 0 or gconfig.top_p != 1 or gconfig.top_k > 0:
+        return "sampled from a truncated distribution"
+    return None

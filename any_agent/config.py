@@ -1,0 +1,308 @@
+"""One configuration tree. Source of every setting: command line > environment > YAML > default.
+
+A setting's name is its dotted path (``train.lr``). In the environment it is
+``ANY_AGENT_TRAIN__LR``, on the command line ``train.lr=1e-3``. Unknown names are refused with the
+nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import getpass
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic.types import StringConstraints
+
+from any_agent.errors import ConfigError
+
+ENV_PREFIX = "ANY_AGENT_"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
+
+
+def _user() -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", getpass.getuser()) or "user"
+    return name if name[0].isalnum() else f"u{name}"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelConfig(_Section):
+    path: str = ""
+    """The policy: a local folder or a hub name in Hugging Face's layout."""
+    name: str = "policy"
+    """What `/v1/models` calls it."""
+    renderer: str = "auto"
+    """The family of `renderers` that turns messages into ids; auto reads the model's type."""
+    enable_thinking: bool | None = None
+    """Whether the template opens a thinking block; None: the family's default."""
+    thinking_retention: Literal["all", "tool_cycle", "template"] = "all"
+    """Which earlier thinking later turns still see; only `all` continues every turn exactly."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The engine's precision. Training keeps float32 masters."""
+
+
+class ServerConfig(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    """0 picks a free one."""
+    public_url: str | None = None
+    """The URL that agents reach, if it is not http://host:port."""
+    admin_key: SecretStr | None = None
+    """Opens sessions and the trainer's routes. Without one, only loopback may be bound."""
+    max_body_bytes: int = Field(32 * 2**20, ge=1024)
+    max_inflight_calls: int = Field(1024, ge=1)
+    """Model calls under way at once; further ones get 429."""
+    client_timeout: float = Field(60.0, gt=0)
+    """Seconds after which a client that takes no byte of its answer is cut off."""
+
+    @model_validator(mode="after")
+    def _key_unless_loopback(self) -> Self:
+        if self.host not in LOOPBACK and self.admin_key is None:
+            raise ValueError(
+                f"server.host={self.host} is reachable from outside, so server.admin_key must be "
+                "set (ANY_AGENT_SERVER__ADMIN_KEY); without a key only 127.0.0.1 may be bound"
+            )
+        return self
+
+
+class SamplingConfig(_Section):
+    """How train sessions are sampled, whatever the agent asks for."""
+
+    temperature: float = Field(1.0, gt=0, le=10)
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = Field(4096, ge=1)
+
+    @model_validator(mode="after")
+    def _untruncated(self) -> Self:
+        if self.top_p != 1.0 or self.top_k not in (-1, 0):
+            raise ValueError(
+                "sampling.top_p and sampling.top_k must be off (1.0 and -1) for training: a "
+                "truncated distribution makes the recorded log-probabilities wrong"
+            )
+        return self
+
+
+class EngineConfig(_Section):
+    url: str | None = None
+    """An engine that already runs (SGLang's native HTTP contract). None: start the embedded one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = Field(1, ge=1)
+    max_running_requests: int = Field(32, ge=1)
+    max_queued_requests: int = Field(1024, ge=1)
+    context_length: int | None = Field(None, ge=16)
+    """None: the model's own limit."""
+    update_mode: Literal["resume", "in_place"] = "resume"
+    """What a weight update does to calls under way: recompute them (exact) or keep their cache."""
+    update_wait: float = Field(120.0, gt=0)
+    """Seconds that a call waits for a weight update before it gets 503."""
+    request_timeout: float = Field(600.0, gt=0)
+    """Seconds without a byte from the engine after which a call fails."""
+
+
+class SessionConfig(_Section):
+    ttl: float = Field(3600.0, gt=0)
+    """Seconds that a session may stay open."""
+    max_wait: float = Field(300.0, ge=0)
+    """The most seconds that `start_session` may wait for a slot."""
+    max_waiting: int = Field(4096, ge=1)
+    """Opens that may wait at once; further ones get 429."""
+    group_size: int = Field(8, ge=1)
+    """Sessions of one task that share a baseline, unless the open says otherwise."""
+    group_timeout: float = Field(1800.0, gt=0)
+    """Seconds after which a group closes with the sessions that it has."""
+    require_reward: bool = True
+    """Refuse to finalize a train session that no reward was given to."""
+
+
+class RolloutConfig(_Section):
+    batch_size: int = Field(64, ge=1)
+    """Sessions in one training step."""
+    max_concurrent: int = Field(64, ge=1)
+    """Train sessions open at once."""
+    eta: int = Field(2, ge=0)
+    """Optimizer steps that a token may be older than the step that trains on it."""
+    lease_ttl: float = Field(600.0, gt=0)
+    """Seconds after which trajectories of a silent trainer are handed out again."""
+
+
+class TrainConfig(_Section):
+    steps: int = Field(100, ge=0)
+    """Optimizer steps; then train sessions are refused and inference goes on."""
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = Field(1, ge=1)
+    preset: Literal["grpo"] = "grpo"
+    discount: float = Field(1.0, ge=0, le=1)
+    """How much of a later turn's reward an earlier turn gets, per turn."""
+    normalize_std: bool = True
+    """Divide advantages by the group's standard deviation; false is Dr.GRPO."""
+    eps_low: float = Field(0.2, ge=0)
+    eps_high: float = Field(0.28, ge=0)
+    is_cap: float = Field(5.0, gt=0)
+    """C: the cap of the weight pi_prox / mu."""
+    kl_coef: Literal[0] = 0
+    """No KL term to a reference yet; only 0 is accepted."""
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    micro_batch_tokens: int = Field(16_384, ge=16)
+    """Padded tokens in one forward pass."""
+    checkpoint_every: int = Field(20, ge=1)
+    """Steps between checkpoints; the last step is always kept."""
+    keep_checkpoints: int = Field(3, ge=1)
+    keep_weights: int = Field(2, ge=1)
+    """Published weight versions kept on disk."""
+
+
+class Config(_Section):
+    experiment: Name = "my-exp"
+    trial: Name = "trial-1"
+    user: Name = Field(default_factory=_user)
+    root: Path = Path("runs")
+    """Everything a run keeps lies under <root>/<user>/<experiment>/<trial>."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    model: ModelConfig = ModelConfig()
+    server: ServerConfig = ServerConfig()  # type: ignore[call-arg]
+    sampling: SamplingConfig = SamplingConfig()  # type: ignore[call-arg]
+    engine: EngineConfig = EngineConfig()  # type: ignore[call-arg]
+    sessions: SessionConfig = SessionConfig()  # type: ignore[call-arg]
+    rollout: RolloutConfig = RolloutConfig()  # type: ignore[call-arg]
+    train: TrainConfig = TrainConfig()  # type: ignore[call-arg]
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> Self:
+        size = self.sessions.group_size
+        if size > self.rollout.batch_size or size > self.rollout.max_concurrent:
+            raise ValueError(
+                f"sessions.group_size={size} must not exceed rollout.batch_size="
+                f"{self.rollout.batch_size} or rollout.max_concurrent="
+                f"{self.rollout.max_concurrent}: such a group could never be admitted"
+            )
+        return self
+
+    def dump(self) -> dict[str, Any]:
+        """Plain data with every secret left out, fit for a file or a log."""
+        data = self.model_dump(mode="json", exclude={"server": {"admin_key"}})
+        return data
+
+
+def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted setting name."""
+    for name, info in model.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from known_keys(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def load_config(
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Merge YAML, environment and ``key=value`` overrides.
+
+    Raises ConfigError naming the file, the key and what to do.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        _merge(data, _read_yaml(Path(path)))
+    for key, value in _from_environ(os.environ if environ is None else environ):
+        _assign(data, key, value)
+    for item in overrides:
+        key, sep, value = item.partition("=")
+        if not sep:
+            raise ConfigError(f"{item!r} is not of the form key=value, e.g. train.lr=1e-3")
+        _assign(data, key.strip().lstrip("-"), _scalar(value))
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, path)) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, not a {type(data).__name__}")
+    return data
+
+
+def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    for name, value in sorted(environ.items()):
+        if name.startswith(ENV_PREFIX):
+            key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+            # A lone word is a tool's own switch unless it names a setting: the root's are few.
+            if "." in key or key in Config.model_fields:
+                yield key, _scalar(value)
+
+
+def _scalar(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str):
+        # YAML 1.1 reads 1e-3 as a string.
+        try:
+            return float(value) if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
+        except ValueError:
+            return value
+    return value
+
+
+def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _assign(data: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, leaf = dotted.split(".")
+    for section in sections:
+        data = data.setdefault(section, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"{dotted}: {section} is a value, not a section")
+    data[leaf] = value
+
+
+def _explain(error: ValidationError, path: str | Path | None) -> str:
+    source = f" (from {path}, the environment or the command line)" if path else ""
+    lines = [f"the configuration is wrong{source}:"]
+    keys = [*known_keys(), *Config.model_fields]
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, keys, n=1, cutoff=0.4)
+            if not near:
+                near = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]][:1]
+            hint = f"did you mean {near[0]}?" if near else "see `any-agent config` for all keys"
+            lines.append(f"  unknown key {key}: {hint}")
+        else:
+            lines.append(
+                f"  {key + ': ' if key else ''}{item['msg'].removeprefix('Value error, ')}"
+            )
+    return "\n".join(lines)

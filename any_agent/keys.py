@@ -1,0 +1,66 @@
+"""Session keys: ``sk-v1.<rank>.<lane>.<hmac>``, derived from one secret and never stored.
+
+A key names a lane on a rank and nothing else, so a router can read the rank without a table and a
+rank can check a key without one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from dataclasses import dataclass
+
+SESSION_KEY_PREFIX = "sk-v1."
+_KEY = re.compile(r"sk-v1\.(\d{1,4})\.([0-9a-f]{24})\.([0-9a-f]{32})")
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The identity behind a session key."""
+
+    rank: int
+    id: str
+
+
+class KeySigner:
+    """Mints and checks session keys with one secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def mint(self, rank: int) -> tuple[Lane, str]:
+        """A new lane and its key."""
+        lane = Lane(rank, secrets.token_hex(12))
+        return lane, self.key_of(lane)
+
+    def key_of(self, lane: Lane) -> str:
+        """The key of a lane; always the same one."""
+        return f"{SESSION_KEY_PREFIX}{lane.rank}.{lane.id}.{self._mac(lane)}"
+
+    def verify(self, key: str) -> Lane | None:
+        """The lane of a genuine key; None for anything else."""
+        match = _KEY.fullmatch(key)
+        if match is None:
+            return None
+        lane = Lane(int(match[1]), match[2])
+        return lane if hmac.compare_digest(match[3], self._mac(lane)) else None
+
+    def _mac(self, lane: Lane) -> str:
+        message = f"v1.{lane.rank}.{lane.id}".encode()
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:32]
+
+
+class SecretHash:
+    """A secret kept as its hash and compared in constant time."""
+
+    def __init__(self, secret: str) -> None:
+        self._digest = self._hash(secret)
+
+    def matches(self, candidate: str) -> bool:
+        return hmac.compare_digest(self._digest, self._hash(candidate))
+
+    @staticmethod
+    def _hash(text: str) -> bytes:
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,171 @@
+"""The bodies of the `/rl` routes, shared by the proxy, the trainer and the SDK."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic.types import StringConstraints
+
+from any_agent.config import NAME_PATTERN
+
+Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError("a reward must be a finite number")
+    return value
+
+
+Reward = Annotated[float, AfterValidator(_finite)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class StartSession(_Body):
+    task_id: Name | None = None
+    group_id: Name | None = None
+    group_size: int | None = Field(None, ge=1)
+    mode: Literal["train", "eval"] = "train"
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    ttl: float | None = Field(None, gt=0)
+    wait: float = Field(0.0, ge=0)
+    """Seconds to wait for a free slot before 429."""
+    api_key: str | None = None
+    """An earlier session's key: its lane's next session opens under the same key."""
+
+
+class SessionStarted(BaseModel):
+    session_id: str
+    api_key: str
+    base_url: str
+    """What an OpenAI client takes as its base URL."""
+    mode: Literal["train", "eval"]
+    version: int
+    """The weight version that the engine serves now."""
+    group_id: str | None
+    task_id: str | None
+    expires_in: float
+
+
+class SetReward(_Body):
+    reward: Reward
+    completion_id: str | None = None
+    interaction_id: str | None = None
+    session_id: str | None = None
+
+
+class RewardSet(BaseModel):
+    session_id: str
+    interaction_id: str
+    reward: float
+
+
+class Finalize(_Body):
+    final_reward: Reward | None = None
+    session_id: str | None = None
+
+
+class Abort(_Body):
+    session_id: str | None = None
+    reason: str = Field("aborted by the caller", max_length=200)
+
+
+class SessionInfo(BaseModel):
+    session_id: str
+    state: str
+    mode: Literal["train", "eval"]
+    task_id: str | None
+    group_id: str | None
+    interactions: int
+    rewards: dict[str, float]
+    """Each rewarded interaction's own reward."""
+    final_reward: float | None
+    reason: str | None
+    created_at: float
+    expires_in: float | None
+
+
+class SetCapacity(_Body):
+    limit: int = Field(ge=0)
+    """Train sessions ever admitted on this rank."""
+    ttl: float = Field(gt=0, le=3600)
+    """Seconds after which the limit lapses unless it is set again."""
+    owner: str = Field(max_length=64)
+    """The trainer's incarnation: renews its leases, and takes back those of an earlier one."""
+
+
+class Capacity(BaseModel):
+    admitted: int
+    """Train sessions ever admitted, reservations of open groups counted in."""
+    reserved: int
+    """Slots kept for members of open groups that did not open yet."""
+    waiting: int
+    running: int
+    """Open train sessions."""
+    buffered: int
+    """Finalized or leased, neither trained nor rejected."""
+    limit: int
+
+
+class Lease(_Body):
+    owner: str = Field(max_length=64)
+    wait: float = Field(30.0, ge=0, le=300)
+    max_groups: int = Field(1, ge=1, le=1024)
+    session_ids: list[str] | None = None
+    """Lease just these sessions, whatever their group."""
+
+
+class Rejection(_Body):
+    session_id: str
+    reason: str = Field(max_length=200)
+
+
+class Ack(_Body):
+    owner: str = Field(max_length=64)
+    trained: list[str] = Field(default_factory=list)
+    rejected: list[Rejection] = Field(default_factory=list)
+
+
+class Acked(BaseModel):
+    acked: int
+
+
+class ExportTrajectories(_Body):
+    session_ids: list[str] = Field(min_length=1, max_length=1024)
+    discount: float = Field(1.0, ge=0, le=1)
+    style: Literal["individual", "concat"] = "individual"
+
+
+class Pause(_Body):
+    ttl: float = Field(120.0, gt=0, le=3600)
+    """Seconds after which the engine goes on by itself, if the trainer has died."""
+
+
+class PublishedVersion(_Body):
+    version: int = Field(ge=0)
+    path: str
+    step: int = Field(ge=0)
+    """Optimizer steps behind these weights."""
+
+
+class SetRun(_Body):
+    state: Literal["training", "finished", "serving"]
+    step: int = Field(0, ge=0)
+    checkpoint: str | None = None
+
+
+class RunInfo(BaseModel):
+    experiment: str
+    trial: str
+    user: str
+    model: str
+    state: Literal["training", "finished", "serving"]
+    version: int
+    step: int
+    checkpoint: str | None
+    """The newest checkpoint: what to load for inference."""

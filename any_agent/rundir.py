@@ -1,0 +1,127 @@
+"""Where the files of a run lie: ``<root>/<user>/<experiment>/<trial>/``.
+
+::
+
+    config.yaml       the settings that the run was started with, without secrets
+    secret.key        signs session keys; mode 0600
+    lock              held while a service uses the folder
+    state.json        the highest version ever published, the steps done
+    metrics.jsonl     one line per training step
+    journal/          the durable record of each rank's sessions
+    manifests/        what each training step consumed, written before the step
+    weights/          published versions, v00000001 ...
+    checkpoints/      step-00000010 ..., and `latest`
+    logs/             one file per process
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from any_agent.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths of one trial."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, root: Path, user: str, experiment: str, trial: str) -> RunDir:
+        return cls(Path(root).expanduser().absolute() / user / experiment / trial)
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def manifests(self) -> Path:
+        return self.path / "manifests"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def state(self) -> Path:
+        return self.path / "state.json"
+
+    def journal(self, rank: int) -> Path:
+        return self.path / "journal" / f"rank-{rank}.sqlite"
+
+    def create(self) -> None:
+        for folder in (self.weights, self.checkpoints, self.manifests, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.journal(0).parent.mkdir(exist_ok=True)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder for one service; StartupError if another one has it."""
+        with open(self.path / "lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise StartupError(
+                    f"another service is using {self.path}; stop it, or choose another trial"
+                ) from None
+            yield
+
+    def signing_secret(self) -> bytes:
+        """The secret behind session keys, made at the first call; the file is the owner's alone."""
+        path = self.path / "secret.key"
+        try:
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except FileExistsError:
+            return bytes.fromhex(path.read_text())
+        secret = secrets.token_bytes(32)
+        with os.fdopen(fd, "w") as file:
+            file.write(secret.hex())
+            file.flush()
+            os.fsync(file.fileno())
+        fsync_folder(self.path)
+        return secret
+
+
+def fsync_folder(path: Path) -> None:
+    """Make renames in a folder durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Replace a JSON file: durable, and never seen half-written."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(data, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_folder(path.parent)
+
+
+def read_json(path: Path, default: Any = None) -> Any:
+    """A JSON file's data, or ``default`` where there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return default

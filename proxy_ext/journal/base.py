@@ -1,0 +1,101 @@
+"""The journal's interface: what can be written, and what can be read back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from any_agent.types import Interaction, SessionState
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRow:
+    """A session as it is stored; times are seconds since the epoch."""
+
+    id: str
+    lane: str
+    mode: str
+    state: SessionState
+    task_id: str | None
+    group_id: str | None
+    """The generation of its group that it belongs to; None for a group of one."""
+    group_size: int
+    metadata: dict[str, Any]
+    created_at: float
+    expires_at: float
+    final_reward: float | None = None
+    reason: str | None = None
+    owner: str | None = None
+    """The trainer that holds its lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutSession:
+    """Insert or replace a session."""
+
+    row: SessionRow
+
+
+@dataclass(frozen=True, slots=True)
+class SetState:
+    """Move sessions to a state."""
+
+    session_ids: tuple[str, ...]
+    state: SessionState
+    reason: str | None = None
+    owner: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PutInteraction:
+    """Insert or replace an interaction."""
+
+    interaction: Interaction
+
+
+@dataclass(frozen=True, slots=True)
+class SetInteractionReward:
+    """An interaction's own reward."""
+
+    interaction_id: str
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class PutMeta:
+    """A named JSON value of the rank: counters, the run's state."""
+
+    key: str
+    value: Any
+
+
+Statement = PutSession | SetState | PutInteraction | SetInteractionReward | PutMeta
+
+
+class Journal(Protocol):
+    """One rank's store. Reads are of committed data only."""
+
+    async def commit(self, *statements: Statement) -> None:
+        """Write all of them durably or none; StoreUnavailable if the store cannot."""
+        ...
+
+    async def sessions(self, states: Iterable[SessionState]) -> list[SessionRow]:
+        """Sessions in any of the states, oldest first."""
+        ...
+
+    async def session_of_lane(self, lane: str) -> SessionRow | None:
+        """The newest session of a lane."""
+        ...
+
+    async def session(self, session_id: str) -> SessionRow | None: ...
+
+    async def interactions(self, session_id: str) -> list[Interaction]:
+        """In the order of their first commit: parents before children."""
+        ...
+
+    async def meta(self, key: str) -> Any:
+        """A named value, or None."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,277 @@
+"""The journal on SQLite: one file per rank on a local disk.
+
+WAL with `synchronous=FULL`. One thread owns the connection; it commits everything that has queued
+since its last commit in one transaction (group commit), so that concurrent calls share an fsync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+
+from any_agent.errors import StoreUnavailable
+from any_agent.record import pack_interaction, unpack_interaction
+from any_agent.types import Interaction, SessionState
+from proxy_ext.journal.base import (
+    PutInteraction,
+    PutMeta,
+    PutSession,
+    SessionRow,
+    SetInteractionReward,
+    SetState,
+    Statement,
+)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SCHEMA_VERSION = 1
+SCHEMA = """
+CREATE TABLE sessions (
+    id TEXT PRIMARY KEY, lane TEXT NOT NULL, mode TEXT NOT NULL, state TEXT NOT NULL,
+    task_id TEXT, group_id TEXT, group_size INTEGER NOT NULL, metadata BLOB NOT NULL,
+    created_at REAL NOT NULL, expires_at REAL NOT NULL, final_reward REAL, reason TEXT, owner TEXT
+) STRICT;
+CREATE INDEX sessions_by_state ON sessions (state, created_at);
+CREATE INDEX sessions_by_lane ON sessions (lane, created_at);
+CREATE TABLE interactions (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, session_id TEXT NOT NULL,
+    data BLOB NOT NULL, reward REAL
+) STRICT;
+CREATE INDEX interactions_by_session ON interactions (session_id, number);
+CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
+"""
+_MAX_BATCH = 512
+_MAX_QUEUE = 16_384
+_SESSION_FIELDS = tuple(SessionRow.__dataclass_fields__)
+_PUT_SESSION = (
+    f"INSERT OR REPLACE INTO sessions ({', '.join(_SESSION_FIELDS)}) "
+    f"VALUES ({', '.join('?' * len(_SESSION_FIELDS))})"
+)
+
+
+class _Job:
+    """Something for the writer thread, and the future that learns how it ended."""
+
+    __slots__ = ("future", "loop", "run", "writes")
+
+    def __init__(self, run: Callable[[sqlite3.Connection], Any], *, writes: bool) -> None:
+        self.run = run
+        self.writes = writes
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self.loop.create_future()
+
+    def settle(self, result: Any, error: Exception | None) -> None:
+        def deliver() -> None:
+            if self.future.cancelled():
+                return
+            if error is None:
+                self.future.set_result(result)
+            else:
+                self.future.set_exception(error)
+
+        try:
+            self.loop.call_soon_threadsafe(deliver)
+        except RuntimeError:
+            log.debug("the event loop ended before a journal write was reported")
+
+
+class SQLiteJournal:
+    """See :class:`proxy_ext.journal.base.Journal`."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file; StoreUnavailable if it cannot be used."""
+        self._path = path
+        self._queue: queue.Queue[_Job | None] = queue.Queue(_MAX_QUEUE)
+        self._closed = False
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = _connect(path)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreUnavailable(f"cannot open the journal {path}: {error}") from error
+        self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
+        self._thread.start()
+
+    async def commit(self, *statements: Statement) -> None:
+        # Packing token data is the costly part: it happens here, not in the writer's transaction.
+        prepared = [_prepare(statement) for statement in statements]
+
+        def write(connection: sqlite3.Connection) -> None:
+            for sql, values in prepared:
+                connection.execute(sql, values)
+
+        await self._submit(write, writes=True)
+
+    async def sessions(self, states: Iterable[SessionState]) -> list[SessionRow]:
+        wanted = tuple(str(state) for state in states)
+        marks = ", ".join("?" * len(wanted))
+        sql = f"SELECT * FROM sessions WHERE state IN ({marks}) ORDER BY created_at, rowid"
+        rows = await self._read(lambda c: c.execute(sql, wanted).fetchall())
+        return [_row(row) for row in rows]
+
+    async def session(self, session_id: str) -> SessionRow | None:
+        return await self._one("SELECT * FROM sessions WHERE id = ?", session_id)
+
+    async def session_of_lane(self, lane: str) -> SessionRow | None:
+        return await self._one(
+            "SELECT * FROM sessions WHERE lane = ? ORDER BY created_at DESC, rowid DESC LIMIT 1",
+            lane,
+        )
+
+    async def interactions(self, session_id: str) -> list[Interaction]:
+        sql = "SELECT data, reward FROM interactions WHERE session_id = ? ORDER BY number"
+        rows = await self._read(lambda c: c.execute(sql, (session_id,)).fetchall())
+        out = []
+        for data, reward in rows:
+            interaction = unpack_interaction(data)
+            interaction.reward = reward
+            out.append(interaction)
+        return out
+
+    async def meta(self, key: str) -> Any:
+        sql = "SELECT value FROM meta WHERE key = ?"
+        row = await self._read(lambda c: c.execute(sql, (key,)).fetchone())
+        return None if row is None else orjson.loads(row[0])
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await asyncio.to_thread(self._queue.put, None)
+            await asyncio.to_thread(self._thread.join, 30)
+
+    async def _one(self, sql: str, value: str) -> SessionRow | None:
+        row = await self._read(lambda c: c.execute(sql, (value,)).fetchone())
+        return None if row is None else _row(row)
+
+    async def _read(self, run: Callable[[sqlite3.Connection], T]) -> T:
+        result: T = await self._submit(run, writes=False)
+        return result
+
+    async def _submit(self, run: Callable[[sqlite3.Connection], Any], *, writes: bool) -> Any:
+        if self._closed:
+            raise StoreUnavailable("the journal is closed", retry_after=2)
+        job = _Job(run, writes=writes)
+        try:
+            self._queue.put_nowait(job)
+        except queue.Full:
+            raise StoreUnavailable("too many writes wait for the journal", retry_after=1) from None
+        return await job.future
+
+    def _work(self) -> None:
+        while True:
+            jobs = [self._queue.get()]
+            while len(jobs) < _MAX_BATCH and jobs[-1] is not None:
+                try:
+                    jobs.append(self._queue.get_nowait())
+                except queue.Empty:
+                    break
+            self._run([job for job in jobs if job is not None])
+            if jobs[-1] is None:
+                self._connection.close()
+                return
+
+    def _run(self, jobs: list[_Job]) -> None:
+        """One transaction for all; none of it is reported before the commit."""
+        results: list[Any] = []
+        error: Exception | None = None
+        try:
+            if any(job.writes for job in jobs):
+                self._connection.execute("BEGIN IMMEDIATE")
+            results = [job.run(self._connection) for job in jobs]
+            if self._connection.in_transaction:
+                self._connection.execute("COMMIT")
+        except Exception as cause:  # whatever it is, the callers must hear of it
+            log.error("journal write failed: %s", cause)
+            error = StoreUnavailable(
+                f"the journal cannot be written ({cause}); nothing was recorded, try again later",
+                retry_after=5,
+            )
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        for k, job in enumerate(jobs):
+            job.settle(None if error else results[k], error)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version == 0:
+        connection.executescript(
+            f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+        )
+    elif version != SCHEMA_VERSION:
+        connection.close()
+        raise StoreUnavailable(
+            f"the journal {path} has format {version}, this service writes {SCHEMA_VERSION}; "
+            "choose another trial"
+        )
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+@functools.singledispatch
+def _prepare(statement: Statement) -> tuple[str, tuple[Any, ...]]:
+    raise TypeError(f"the journal cannot write {type(statement).__name__}")
+
+
+@_prepare.register
+def _(statement: PutSession) -> tuple[str, tuple[Any, ...]]:
+    row = statement.row
+    values = [getattr(row, name) for name in _SESSION_FIELDS]
+    values[_SESSION_FIELDS.index("metadata")] = orjson.dumps(row.metadata)
+    values[_SESSION_FIELDS.index("state")] = str(row.state)
+    return _PUT_SESSION, tuple(values)
+
+
+@_prepare.register
+def _(statement: SetState) -> tuple[str, tuple[Any, ...]]:
+    ids = orjson.dumps(statement.session_ids).decode()
+    return (
+        "UPDATE sessions SET state = ?, reason = ?, owner = ? "
+        "WHERE id IN (SELECT value FROM json_each(?))",
+        (str(statement.state), statement.reason, statement.owner, ids),
+    )
+
+
+@_prepare.register
+def _(statement: PutInteraction) -> tuple[str, tuple[Any, ...]]:
+    i = statement.interaction
+    return (
+        "INSERT INTO interactions (id, session_id, data, reward) VALUES (?, ?, ?, ?) "
+        "ON CONFLICT (id) DO UPDATE SET data = excluded.data, reward = excluded.reward",
+        (i.id, i.session_id, pack_interaction(i), i.reward),
+    )
+
+
+@_prepare.register
+def _(statement: SetInteractionReward) -> tuple[str, tuple[Any, ...]]:
+    return (
+        "UPDATE interactions SET reward = ? WHERE id = ?",
+        (statement.reward, statement.interaction_id),
+    )
+
+
+@_prepare.register
+def _(statement: PutMeta) -> tuple[str, tuple[Any, ...]]:
+    return (
+        "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)",
+        (statement.key, orjson.dumps(statement.value)),
+    )
+
+
+def _row(row: sqlite3.Row) -> SessionRow:
+    data = {name: row[name] for name in _SESSION_FIELDS}
+    data["state"] = SessionState(data["state"])
+    data["metadata"] = orjson.loads(data["metadata"])
+    return SessionRow(**data)
