@@ -1,1 +1,20 @@
+"""The embedded engine: an inference server without SGLang, for CPUs, tests and small GPUs.
 
+``python -m any_agent.engine.embedded --model-path DIR`` speaks SGLang's native HTTP contract, so
+that one client drives both. In one process,
+:class:`any_agent.engine.embedded.engine.EmbeddedEngine` is the same engine without HTTP.
+
+Life of a request: ``contract`` checks the body -> ``engine`` admits it (duplicate ids, bounded
+queue) -> ``loop`` prefills it into a row of ``cache`` and steps all rows together, ``sampling``
+draws, ``stops`` decides -> one hand-over per step to asyncio -> ``server`` writes JSON or events.
+
+Design points:
+
+- One thread runs the model; every change of its state is a function in its inbox, run between two
+  steps. So cancelling takes one step, and a weight update falls exactly between two tokens.
+- Key/value states lie in slots: one row per request, each with its own length. A request joins by
+  being prefilled into a free row and leaves by the last row moving into its place; a step writes
+  one column per row and copies nothing else.
+- There is no prefix cache, so nothing computed under old weights is ever served to a new request.
+- Weights are read from safetensors only, checked in full, and copied in between two steps.
+"""

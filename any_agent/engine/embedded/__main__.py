@@ -1,0 +1,76 @@
+"""``python -m any_agent.engine.embedded``: serve a model over SGLang's native HTTP contract."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m any_agent.engine.embedded",
+        description="Serve a causal language model over SGLang's native HTTP contract.",
+    )
+    add = parser.add_argument
+    add("--model-path", required=True, help="a directory, or a name on the Hugging Face hub")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=30000, help="0: any free one")
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    add("--context-length", type=int, help="default: the model's")
+    add("--weight-version", default="0")
+    add("--max-running-requests", type=int, default=32)
+    add("--max-queued-requests", type=int, default=1024)
+    add("--max-total-tokens", type=int, help="bound of the key/value states, in tokens")
+    add("--threads", type=int, default=1, help="CPU threads of the model")
+    add("--random-seed", type=int)
+    add("--incremental-streaming-output", action="store_true", help="events hold only new tokens")
+    return parser
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
+    from any_agent.engine.embedded.server import EngineServer, listen
+
+    options = EngineOptions(
+        device=args.device,
+        dtype=args.dtype,
+        context_length=args.context_length,
+        weight_version=args.weight_version,
+        max_running_requests=args.max_running_requests,
+        max_queued_requests=args.max_queued_requests,
+        max_total_tokens=args.max_total_tokens,
+        threads=args.threads,
+        seed=args.random_seed,
+    )
+    stop = asyncio.Event()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    async with EmbeddedEngine.load(args.model_path, options) as engine:
+        server = EngineServer(engine, incremental=args.incremental_streaming_output)
+        runner, port = await listen(server, args.host, args.port)
+        print(f"ready on http://{args.host}:{port}", flush=True)
+        await stop.wait()
+    await runner.cleanup()
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    # asyncio and the loop's thread take turns; the default of 5 ms is longer than a small step.
+    sys.setswitchinterval(0.0005)
+    from any_agent.errors import StartupError
+
+    try:
+        asyncio.run(_serve(args))
+    except StartupError as exc:
+        print(f"error: {exc.message}", file=sys.stderr)
+        return exc.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

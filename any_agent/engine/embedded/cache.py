@@ -1,0 +1,167 @@
+"""Key/value states in slots: one row per running request, each row with its own length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+_COLUMN_STEP = 64
+
+
+class SlotLayer(DynamicLayer):  # type: ignore[misc]
+    """One model layer's keys and values, each [rows, heads, columns, dim]; grown when needed.
+
+    Buffers are zeroed, not empty: a masked column still enters the product with weight 0, and
+    0 * NaN would spoil the row.
+    """
+
+    keys: Tensor | None
+    values: Tensor | None
+
+    def __init__(self, slots: SlotCache) -> None:
+        super().__init__()
+        self.slots = slots
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        slots = self.slots
+        if (
+            self.keys is None
+            or self.keys.shape[0] < slots.rows
+            or self.keys.shape[2] < slots.columns
+        ):
+            self.keys = _grown(self.keys, key_states, slots.rows, slots.columns)
+            self.values = _grown(self.values, value_states, slots.rows, slots.columns)
+            self.is_initialized = True
+        if slots.prefill_at is not None:
+            n, _, length, _ = key_states.shape
+            rows = slice(slots.prefill_at, slots.prefill_at + n)
+            self.keys[rows, :, :length] = key_states
+            self.values[rows, :, :length] = value_states
+            return key_states, value_states
+        n, end = slots.active, slots.longest + 1
+        if slots.mask_now is None:  # all rows are equally long
+            self.keys[:n, :, end - 1] = key_states[:, :, 0]
+            self.values[:n, :, end - 1] = value_states[:, :, 0]
+        else:
+            self.keys[slots.row_index, :, slots.length_index] = key_states[:, :, 0]
+            self.values[slots.row_index, :, slots.length_index] = value_states[:, :, 0]
+        return self.keys[:n, :, :end], self.values[:n, :, :end]
+
+    def get_seq_length(self) -> int:
+        return 0 if self.slots.prefill_at is not None else self.slots.longest
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+
+def _grown(old: Tensor | None, like: Tensor, rows: int, columns: int) -> Tensor:
+    new = like.new_zeros((rows, like.shape[1], columns, like.shape[3]))
+    if old is not None:
+        new[: old.shape[0], :, : old.shape[2]] = old
+    return new
+
+
+class SlotCache:
+    """The rows of all layers; rows 0 .. ``active`` - 1 are in use, in the running batch's order.
+
+    ``kv`` is what the model gets as ``past_key_values``. All methods run in the loop's thread.
+    """
+
+    def __init__(self, layers: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.kv = Cache(layers=[SlotLayer(self) for _ in range(layers)])
+        self.dtype = dtype
+        self.device = device
+        self.clear()
+
+    def clear(self) -> None:
+        """Free everything; only without active rows."""
+        for layer in self.kv.layers:
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+        self.rows = self.columns = self.active = self.longest = 0
+        self.lengths: list[int] = []
+        self.prefill_at: int | None = None
+        # Additive mask [rows, columns]: 0 where a row has a key, the lowest number elsewhere.
+        self.mask = torch.empty((0, 0), dtype=self.dtype, device=self.device)
+        self.mask_now: Tensor | None = None
+        self.row_index = self.length_index = torch.empty(0, dtype=torch.long, device=self.device)
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Make room; layers grow when they are next written."""
+        if rows > self.rows:
+            self.rows = max(rows, min(2 * self.rows, rows + 32))
+        if columns > self.columns:
+            # A quarter in advance, so that a growing row is copied a logarithmic number of times.
+            wanted = max(columns, self.columns + self.columns // 4)
+            self.columns = -(-wanted // _COLUMN_STEP) * _COLUMN_STEP
+        if self.mask.shape != (self.rows, self.columns):
+            old = self.mask
+            lowest = torch.finfo(self.dtype).min
+            self.mask = torch.full((self.rows, self.columns), lowest, dtype=self.dtype)
+            self.mask = self.mask.to(self.device)
+            self.mask[: old.shape[0], : old.shape[1]] = old
+
+    def begin_prefill(self, lengths: Sequence[int]) -> None:
+        """The next forward pass fills new rows, right-padded to the longest."""
+        self.reserve(self.active + len(lengths), max(lengths) + 1)
+        self.prefill_at = self.active
+
+    def end_prefill(self, lengths: Sequence[int]) -> None:
+        """Take the rows just written into use."""
+        self.prefill_at = None
+        lowest = torch.finfo(self.dtype).min
+        for length in lengths:
+            self.mask[self.active, :length] = 0
+            self.mask[self.active, length:] = lowest
+            self.lengths.append(length)
+            self.active += 1
+        self._reindex()
+
+    def begin_decode(self) -> Tensor | None:
+        """The next forward pass adds one column to each active row.
+
+        Returns the additive mask [active, 1, 1, longest + 1], or None where all rows are equally
+        long and none is needed.
+        """
+        self.reserve(self.active, self.longest + 1)
+        if min(self.lengths) == self.longest:
+            self.mask[: self.active, self.longest] = 0
+            self.mask_now = None
+        else:
+            self.mask[self.row_index, self.length_index] = 0
+            self.mask_now = self.mask[: self.active, None, None, : self.longest + 1]
+        return self.mask_now
+
+    def end_decode(self) -> None:
+        self.lengths = [n + 1 for n in self.lengths]
+        self.longest += 1
+        self.length_index = self.length_index + 1
+
+    def drop(self, row: int, *, wipe: bool = False) -> None:
+        """Free a row; the last one moves into its place. ``wipe`` where it may hold NaN."""
+        last = self.active - 1
+        end = self.lengths[last]
+        for layer in self.kv.layers:
+            if wipe:
+                layer.keys[row] = 0
+                layer.values[row] = 0
+            if row != last:
+                layer.keys[row, :, :end] = layer.keys[last, :, :end]
+                layer.values[row, :, :end] = layer.values[last, :, :end]
+        if row != last:
+            self.mask[row] = self.mask[last]
+            self.lengths[row] = end
+        self.lengths.pop()
+        self.active = last
+        self._reindex()
+
+    def _reindex(self) -> None:
+        self.longest = max(self.lengths, default=0)
+        self.row_index = torch.arange(self.active, device=self.device)
+        self.length_index = torch.tensor(self.lengths, dtype=torch.long, device=self.device)

@@ -1,0 +1,210 @@
+"""The JSON of SGLang's ``/generate``: a body to a checked call, an output to an answer."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import orjson
+
+from any_agent.engine.embedded.loop import Finish, Request
+from any_agent.errors import InvalidRequest, UnsupportedParameter
+from any_agent.types import GenerationHyperparameters, ModelRequest
+
+_DEFAULT_MAX_NEW_TOKENS = 128
+_MAX_RID_LENGTH = 256
+
+# Meaningful here, or harmless without a prefix cache and with one model.
+_TOLERATED = frozenset(
+    {
+        "input_ids",
+        "sampling_params",
+        "return_logprob",
+        "rid",
+        "stream",
+        "cache_salt",
+        "extra_key",
+        "logprob_start_len",
+        "return_text_in_logprobs",
+        "log_metrics",
+        "priority",
+        "routing_key",
+        "modalities",
+    }
+)
+# Sampling parameters that exist in SGLang but not here, with the value that changes nothing.
+_NEUTRAL: Mapping[str, Any] = {
+    "min_p": 0,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "min_new_tokens": 0,
+    "n": 1,
+    "stop_regex": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "custom_params": None,
+    "logit_bias": None,
+    "sampling_seed": None,
+}
+_IGNORED = frozenset({"spaces_between_special_tokens", "stream_interval"})
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """One checked ``/generate`` body."""
+
+    request: ModelRequest
+    stream: bool
+    return_logprob: bool
+    skip_special_tokens: bool
+    no_stop_trim: bool
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """A JSON object; an empty body is an empty one. Raises InvalidRequest."""
+    if not body:
+        return {}
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as exc:
+        raise InvalidRequest(f"the body is not JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return value
+
+
+def parse_generate(body: Mapping[str, Any]) -> GenerateCall:
+    """Check names and types. Raises InvalidRequest or UnsupportedParameter (both 400)."""
+    for name, value in body.items():
+        if name not in _TOLERATED and value not in (None, False, 0, "", [], {}):
+            hint = "; use input_ids" if name in ("text", "input_embeds") else ""
+            raise UnsupportedParameter(f"{name} is not supported{hint}", param=name)
+    ids = body.get("input_ids")
+    if not isinstance(ids, list):
+        raise InvalidRequest("input_ids must be a list of integers", param="input_ids")
+    if ids and isinstance(ids[0], list):
+        raise InvalidRequest("batches are not supported: send one request each", param="input_ids")
+    sampling = _value(body, "sampling_params", dict, {})
+    rid = _value(body, "rid", str, None) or uuid.uuid4().hex
+    if len(rid) > _MAX_RID_LENGTH:
+        raise InvalidRequest(f"rid is longer than {_MAX_RID_LENGTH}", param="rid")
+    return GenerateCall(
+        request=ModelRequest(rid=rid, input_ids=ids, gconfig=_hyperparameters(sampling)),
+        stream=_value(body, "stream", bool, False),
+        return_logprob=_value(body, "return_logprob", bool, False),
+        skip_special_tokens=_value(sampling, "skip_special_tokens", bool, True),
+        no_stop_trim=_value(sampling, "no_stop_trim", bool, False),
+    )
+
+
+def _hyperparameters(given: Mapping[str, Any]) -> GenerationHyperparameters:
+    known: dict[str, Callable[[], Any]] = {
+        "max_new_tokens": lambda: _value(given, "max_new_tokens", int, 1 << 30),
+        "temperature": lambda: _number(given, "temperature", 1.0),
+        "top_p": lambda: _number(given, "top_p", 1.0),
+        "top_k": lambda: _top_k(given),
+        "ignore_eos": lambda: _value(given, "ignore_eos", bool, False),
+        "stop": lambda: _listed(given, "stop", str),
+        "stop_token_ids": lambda: _listed(given, "stop_token_ids", int),
+    }
+    values: dict[str, Any] = {"max_new_tokens": _DEFAULT_MAX_NEW_TOKENS}
+    for name, value in given.items():
+        if name in known:
+            values[name] = known[name]()
+        elif name in _NEUTRAL:
+            if value is not None and value != _NEUTRAL[name]:
+                raise UnsupportedParameter(
+                    f"sampling parameter {name} is not supported", param=name
+                )
+        elif name not in _IGNORED and name not in ("skip_special_tokens", "no_stop_trim"):
+            raise UnsupportedParameter(f"unknown sampling parameter {name}", param=name)
+    return GenerationHyperparameters(**values)
+
+
+def _value(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = given.get(name)
+    if value is None:
+        return default
+    if type(value) is not kind:
+        raise InvalidRequest(f"{name} must be of type {kind.__name__}", param=name)
+    return value
+
+
+def _number(given: Mapping[str, Any], name: str, default: float) -> float:
+    value = given.get(name)
+    if value is None:
+        return default
+    if type(value) not in (int, float):
+        raise InvalidRequest(f"{name} must be a number", param=name)
+    return float(value)
+
+
+def _top_k(given: Mapping[str, Any]) -> int:
+    value: int = _value(given, "top_k", int, -1)
+    return min(value, 1 << 30)
+
+
+def _listed(given: Mapping[str, Any], name: str, kind: type) -> tuple[Any, ...]:
+    value = given.get(name)
+    if value is None:
+        return ()
+    values = value if isinstance(value, list) else [value]
+    if any(type(v) is not kind for v in values):
+        raise InvalidRequest(f"{name} must hold values of type {kind.__name__}", param=name)
+    return tuple(values)
+
+
+def finish_json(finish: Finish | None, completion_tokens: int) -> dict[str, Any] | None:
+    if finish is None:
+        return None
+    if finish.type == "stop":
+        return {"type": "stop", "matched": finish.matched}
+    if finish.type == "length":
+        return {"type": "length", "length": completion_tokens}
+    return {"type": "abort", "message": finish.message or "aborted"}
+
+
+def version_spans(versions: list[str], current: str) -> list[dict[str, Any]]:
+    """Half-open spans over the output. Without a token: one empty span of the current version."""
+    spans: list[dict[str, Any]] = []
+    for version, run in groupby(versions):
+        start = spans[-1]["end"] if spans else 0
+        spans.append({"version": version, "start": start, "end": start + sum(1 for _ in run)})
+    return spans or [{"version": current, "start": 0, "end": 0}]
+
+
+def answer(
+    call: GenerateCall,
+    request: Request,
+    text: str,
+    finish: Finish | None,
+    *,
+    start: int,
+    count: int,
+    latency: float,
+    current_version: str,
+) -> dict[str, Any]:
+    """One answer or event with the output tokens ``start`` .. ``count``; totals are of all."""
+    ids = request.output_ids[start:count]
+    spans = version_spans(request.versions[:count], current_version)
+    meta: dict[str, Any] = {
+        "id": request.rid,
+        "finish_reason": finish_json(finish, count),
+        "prompt_tokens": len(request.input_ids),
+        "completion_tokens": count,
+        "cached_tokens": 0,
+        "weight_version": spans[-1]["version"],
+        "weight_versions": spans,
+        "e2e_latency": latency,
+    }
+    if call.return_logprob:
+        logprobs = request.logprobs[start:count]
+        meta["input_token_logprobs"] = []
+        meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(logprobs, ids, strict=True)]
+    return {"text": text, "output_ids": ids, "meta_info": meta}

@@ -1,0 +1,254 @@
+"""The engine without HTTP: submit, pause, update, for one asyncio event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from any_agent.engine.embedded.loop import (
+    Event,
+    Finish,
+    GenerationLoop,
+    LoopLimits,
+    PauseMode,
+    Request,
+)
+from any_agent.engine.embedded.model import LoadedModel, load_model
+from any_agent.engine.embedded.stops import StopMatcher
+from any_agent.engine.embedded.validation import check_request
+from any_agent.engine.embedded.weights import apply_weights, read_weights
+from any_agent.errors import Conflict, EngineUnavailable, InvalidRequest
+from any_agent.types import GenerationChunk, ModelRequest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a model is loaded and served."""
+
+    device: str = "cpu"
+    dtype: str = "auto"
+    context_length: int | None = None
+    """None: the model's."""
+    weight_version: str = "0"
+    max_running_requests: int = 32
+    max_queued_requests: int = 1024
+    max_total_tokens: int | None = None
+    threads: int | None = 1
+    """Threads of the model on the CPU; None leaves PyTorch's setting alone."""
+    seed: int | None = None
+    update_timeout: float = 600.0
+    """Seconds that a weight update waits for the requests in flight."""
+
+
+class Generation:
+    """One submitted request, seen from the event loop."""
+
+    def __init__(self, request: Request, engine: EmbeddedEngine) -> None:
+        self.request = request
+        self._engine = engine
+        self._count = 0
+        self._finish: Finish | None = None
+        self._changed = asyncio.Event()
+
+    def push(self, count: int, finish: Finish | None) -> None:
+        self._count, self._finish = count, finish
+        self._changed.set()
+
+    async def progress(self) -> tuple[int, Finish | None]:
+        """Wait for news: the number of output tokens that may be read, and the end.
+
+        Raises EngineUnavailable if the engine failed. Cancelling the wait does not cancel the
+        request; :meth:`close` does.
+        """
+        await self._changed.wait()
+        self._changed.clear()
+        if self._finish is not None and self._finish.failed:
+            raise EngineUnavailable(self._finish.message or "the engine failed")
+        return self._count, self._finish
+
+    async def finished(self) -> Finish:
+        """Wait for the end."""
+        while True:
+            _, finish = await self.progress()
+            if finish is not None:
+                return finish
+
+    def close(self) -> None:
+        """Cancel the request if it has not ended."""
+        if self._finish is None:
+            with contextlib.suppress(EngineUnavailable):
+                self._engine.abort(self.request.rid, "the client went away")
+
+
+class EmbeddedEngine:
+    """A model, its generation loop, and the requests in flight.
+
+    Use as ``async with EmbeddedEngine.load(path) as engine``. All methods belong to the event loop
+    that started it; the model belongs to the engine's thread.
+    """
+
+    def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
+        self.loaded = loaded
+        self.options = options or EngineOptions()
+        self.model_path = loaded.path
+        self._generations: dict[str, Generation] = {}
+        self._home: asyncio.AbstractEventLoop | None = None
+        self._raw_decode = loaded.decoder(skip_special_tokens=False)
+        self.loop = GenerationLoop(
+            loaded.model,
+            loaded.new_cache(),
+            self._deliver,
+            limits=LoopLimits(self.options.max_running_requests, self.options.max_total_tokens),
+            version=self.options.weight_version,
+            threads=self.options.threads,
+            seed=self.options.seed,
+        )
+
+    @classmethod
+    def load(cls, path: str, options: EngineOptions | None = None) -> EmbeddedEngine:
+        """Load a checkpoint. Raises StartupError."""
+        o = options or EngineOptions()
+        loaded = load_model(path, device=o.device, dtype=o.dtype, context_length=o.context_length)
+        return cls(loaded, o)
+
+    async def start(self) -> None:
+        self._home = asyncio.get_running_loop()
+        self.loop.start()
+
+    async def stop(self) -> None:
+        """Abort what runs and end the thread."""
+        await asyncio.to_thread(self.loop.stop)
+
+    async def __aenter__(self) -> EmbeddedEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.stop()
+
+    @property
+    def version(self) -> str:
+        """The version of the weights that the next token will carry."""
+        return self.loop.version
+
+    @property
+    def alive(self) -> bool:
+        return self.loop.alive
+
+    @property
+    def paused(self) -> PauseMode | None:
+        return self.loop.paused
+
+    def submit(self, request: ModelRequest, *, stream: bool = True) -> Generation:
+        """Queue a request; with ``stream`` every step is reported, else only the end.
+
+        Raises InvalidRequest (nothing reached the model) or EngineUnavailable (queue full, dead).
+        """
+        config = check_request(request, self.loaded, self.options.max_total_tokens)
+        if request.rid in self._generations:
+            raise InvalidRequest(f"rid {request.rid!r} is in use by a request in flight")
+        if not self.alive:
+            raise EngineUnavailable("the generation loop has ended")
+        if len(self._generations) >= (
+            self.options.max_running_requests + self.options.max_queued_requests
+        ):
+            raise EngineUnavailable("The request queue is full.", retry_after=1)
+        stop_ids = frozenset(config.stop_token_ids)
+        inner = Request(
+            rid=request.rid,
+            input_ids=request.input_ids,
+            config=config,
+            stop_ids=stop_ids if config.ignore_eos else stop_ids | self.loaded.eos_ids,
+            matcher=StopMatcher(config.stop, self._raw_decode) if config.stop else None,
+            stream=stream,
+        )
+        inner.sink = generation = Generation(inner, self)
+        if config.max_new_tokens == 0:
+            generation.push(0, Finish("length"))
+            return generation
+        self.loop.submit(inner)
+        self._generations[request.rid] = generation
+        return generation
+
+    async def generate(self, request: ModelRequest) -> AsyncIterator[GenerationChunk]:
+        """Stream one request; leaving the iterator early cancels it.
+
+        Versions must be numbers here. A failure of the engine raises EngineUnavailable.
+        """
+        generation, sent = self.submit(request), 0
+        inner = generation.request
+        try:
+            finish: Finish | None = None
+            while finish is None:
+                count, finish = await generation.progress()
+                yield GenerationChunk(
+                    output_ids=inner.output_ids[sent:count],
+                    logprobs=inner.logprobs[sent:count],
+                    versions=[int(v) for v in inner.versions[sent:count]],
+                    stop_reason=finish.type if finish else None,
+                    matched_stop=finish.matched if finish else None,
+                )
+                sent = count
+        finally:
+            generation.close()
+
+    def abort(self, rid: str | None, message: str = "aborted") -> Future[None]:
+        """End one request, or all (None), within one step; they answer with what they have."""
+        return self.loop.abort(rid, message)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns when no step runs and, for ``abort``, every request has ended."""
+        await self._wait(self.loop.pause(mode))
+
+    async def resume(self) -> None:
+        await self._wait(self.loop.resume())
+
+    async def clear_cache(self) -> bool:
+        """Free the memory of key/value states; False while requests run."""
+        return await self._wait(self.loop.clear_cache())
+
+    async def update_weights(
+        self, path: str, version: str | None = None, *, abort_all: bool = False
+    ) -> int:
+        """Load a checkpoint into the model; returns how many requests were kept paused.
+
+        Raises InvalidRequest for a bad checkpoint (the old weights stay whole), Conflict when the
+        requests in flight did not end in time.
+        """
+        weights = await asyncio.to_thread(read_weights, self.loaded.model, Path(path))
+        if abort_all:
+            await self._wait(self.abort(None, "aborted by a weight update"))
+        done = self.loop.update(lambda: apply_weights(self.loaded.model, weights), version)
+        try:
+            kept = await asyncio.wait_for(self._wait(done), self.options.update_timeout)
+        except TimeoutError:
+            raise Conflict(
+                f"requests in flight did not end in {self.options.update_timeout:g} s"
+            ) from None
+        except RuntimeError as exc:
+            raise Conflict(str(exc)) from exc
+        self.model_path = path
+        return kept
+
+    async def _wait(self, future: Future[T]) -> T:
+        return await asyncio.wrap_future(future)
+
+    def _deliver(self, events: list[Event]) -> None:
+        assert self._home is not None
+        # A closed event loop has nobody left who waits.
+        with contextlib.suppress(RuntimeError):
+            self._home.call_soon_threadsafe(self._dispatch, events)
+
+    def _dispatch(self, events: list[Event]) -> None:
+        for request, count, finish in events:
+            if finish is not None:
+                self._generations.pop(request.rid, None)
+            generation: Any = request.sink
+            generation.push(count, finish)

@@ -1,0 +1,434 @@
+"""The continuous-batching loop: one thread that steps all running requests together.
+
+Requests join and leave between any two steps. Everything that changes the loop's state is a
+function posted to its inbox, so that no state is shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from any_agent.engine.embedded.cache import SlotCache
+from any_agent.engine.embedded.sampling import BatchSampler
+from any_agent.engine.embedded.stops import StopMatcher
+from any_agent.errors import EngineUnavailable
+from any_agent.types import GenerationHyperparameters, StopReason
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+PauseMode: TypeAlias = Literal["abort", "in_place"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a request ended. ``matched`` for stops, ``message`` for aborts; ``failed``: our fault."""
+
+    type: StopReason
+    matched: str | int | None = None
+    message: str | None = None
+    failed: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request inside the loop. Its lists only grow, so other threads may read a prefix."""
+
+    rid: str
+    input_ids: list[int]
+    config: GenerationHyperparameters
+    stop_ids: frozenset[int]
+    matcher: StopMatcher | None = None
+    stream: bool = True
+    """Whether each step is reported, or only the end."""
+    sink: Any = None
+    """The caller's own; the loop passes it through."""
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @property
+    def reach(self) -> int:
+        """The longest it can become, in tokens."""
+        return len(self.input_ids) + self.config.max_new_tokens
+
+    def accept(self, token: int, logprob: float, version: str) -> None:
+        """Add one sampled token and decide whether it ends the output."""
+        if not math.isfinite(logprob):
+            self.finish = Finish("abort", message="the model's logits are not finite", failed=True)
+            return
+        self.output_ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if token in self.stop_ids:
+            self.finish = Finish("stop", token)
+        elif self.matcher is not None and (matched := self.matcher.push(token)) is not None:
+            self.finish = Finish("stop", matched)
+        elif len(self.output_ids) >= self.config.max_new_tokens:
+            self.finish = Finish("length")
+
+
+Event: TypeAlias = tuple[Request, int, Finish | None]
+"""A request, how many output tokens it has now, and its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopLimits:
+    """What bounds the loop's memory."""
+
+    max_running: int = 32
+    max_total_tokens: int | None = None
+    """Rows x longest possible row, in tokens of key/value states."""
+    max_prefill_tokens: int = 8192
+    """Padded tokens of one joint prefill; a longer prompt goes alone."""
+
+
+class GenerationLoop:
+    """Owns the model between :meth:`start` and :meth:`stop`.
+
+    ``deliver`` is called in the loop's thread, at most once per step, with all that happened.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: SlotCache,
+        deliver: Callable[[list[Event]], None],
+        *,
+        limits: LoopLimits,
+        version: str,
+        threads: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._deliver = deliver
+        self._limits = limits
+        self._threads = threads
+        self._generator = torch.Generator(device=cache.device)
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+        self.version = version
+        self.paused: PauseMode | None = None
+        self.error: BaseException | None = None
+        self.steps = 0
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._sampler: BatchSampler | None = None
+        self._events: list[Event] = []
+        self._update: tuple[Callable[[], int], Future[int]] | None = None
+        self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Callable[[Exception], None]]]
+        self._inbox = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._stopping = False  # the thread is to end
+        self._closed = False  # nothing may be posted any more
+        self._thread = threading.Thread(target=self._run, name="generation-loop", daemon=True)
+
+    # What other threads may call.
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; whatever still runs is aborted. Returns when it is gone."""
+
+        def stop() -> None:
+            self._stopping = True
+
+        with contextlib.suppress(EngineUnavailable):
+            self._post(stop, lambda _: None)
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._closed
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Running and waiting requests, as of now."""
+        return len(self._running), len(self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises EngineUnavailable when the loop has ended."""
+
+        def fail(error: Exception) -> None:
+            request.finish = Finish("abort", message=str(error), failed=True)
+            self._report_end(request)
+
+        self._post(lambda: self._waiting.append(request), fail)
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function between two steps; the future has its result."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as exc:
+                    future.set_exception(exc)
+
+        self._post(run, future.set_exception)
+        return future
+
+    def abort(self, rid: str | None, message: str) -> Future[None]:
+        """End one request, or all of them (None), with what they have."""
+        return self.call(lambda: self._abort(rid, Finish("abort", message=message)))
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop stepping. ``abort`` ends every request first; ``in_place`` keeps them."""
+
+        def pause() -> None:
+            self.paused = mode
+            if mode == "abort":
+                self._abort(None, Finish("abort", message="generation was paused"))
+
+        return self.call(pause)
+
+    def resume(self) -> Future[None]:
+        def resume() -> None:
+            self.paused = None
+
+        return self.call(resume)
+
+    def clear_cache(self) -> Future[bool]:
+        """Free the key/value states; False where requests still need them."""
+
+        def clear() -> bool:
+            if self._running:
+                return False
+            self._cache.clear()
+            return True
+
+        return self.call(clear)
+
+    def update(self, apply: Callable[[], None], version: str | None) -> Future[int]:
+        """Apply new weights: at once when paused, else when no request runs (none is admitted).
+
+        The future has the number of requests that were kept paused; cancelling it while it waits
+        gives the update up.
+        """
+        future: Future[int] = Future()
+
+        def swap() -> int:
+            apply()
+            if version is not None:
+                self.version = version
+            return len(self._running)
+
+        def enqueue() -> None:
+            if self._update is not None and not self._update[1].cancelled():
+                future.set_exception(RuntimeError("another weight update is waiting"))
+            else:
+                self._update = (swap, future)
+
+        self._post(enqueue, future.set_exception)
+        return future
+
+    def _post(self, run: Callable[[], None], fail: Callable[[Exception], None]) -> None:
+        with self._lock:
+            if self._closed:
+                raise EngineUnavailable("the generation loop has ended")
+            self._inbox.put((run, fail))
+
+    # What runs in the loop's thread.
+
+    def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        try:
+            with torch.inference_mode():
+                while not self._stopping:
+                    self._receive()
+                    self._maybe_update()
+                    if self.paused is None and not self._stopping:
+                        self._step()
+                    self._flush()
+        except BaseException as exc:
+            logger.exception("the generation loop died")
+            self.error = exc
+        finally:
+            self._end()
+
+    def _receive(self) -> None:
+        """Run what was posted; wait for it where there is nothing to step."""
+        idle = self.paused is not None or not (self._running or self._waiting)
+        while True:
+            try:
+                run, _ = self._inbox.get(block=idle)
+            except queue.Empty:
+                return
+            run()
+            if self._events:
+                return
+            idle = False
+
+    def _maybe_update(self) -> None:
+        if self._update is None or (self._running and self.paused is None):
+            return
+        (swap, future), self._update = self._update, None
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(swap())
+            except Exception as exc:
+                future.set_exception(exc)
+
+    def _step(self) -> None:
+        """Prefill whoever can join, then one token for everyone."""
+        for group in _similar_lengths(self._admissible(), self._limits.max_prefill_tokens):
+            self._prefill(group)
+            self._flush()  # the first token need not wait for the second
+        if self._running:
+            self._decode()
+
+    def _admissible(self) -> list[Request]:
+        """Take from the head of the queue what fits; nobody overtakes, so nobody starves."""
+        taken: list[Request] = []
+        if self._update is not None:
+            if not self._update[1].cancelled():
+                return taken
+            self._update = None
+        reach = max((r.reach for r in self._running), default=0)
+        while self._waiting and len(self._running) + len(taken) < self._limits.max_running:
+            head = self._waiting[0]
+            reach = max(reach, head.reach)
+            rows = len(self._running) + len(taken) + 1
+            limit = self._limits.max_total_tokens
+            if limit is not None and rows > 1 and rows * reach > limit:
+                break
+            taken.append(self._waiting.popleft())
+        return taken
+
+    def _prefill(self, group: list[Request]) -> None:
+        lengths = [len(r.input_ids) for r in group]
+        longest, device = max(lengths), self._cache.device
+        ids = torch.tensor([r.input_ids + [0] * (longest - len(r.input_ids)) for r in group])
+        last = torch.tensor(sorted({n - 1 for n in lengths}))
+        # Padding is on the right, where the causal mask hides it from every real token.
+        self._cache.begin_prefill(lengths)
+        logits = self._forward(
+            ids.to(device),
+            torch.arange(longest, device=device).expand_as(ids),
+            None,
+            last.to(device),
+        )
+        self._cache.end_prefill(lengths)
+        which = torch.searchsorted(last, torch.tensor(lengths) - 1).to(device)
+        logits = logits[torch.arange(len(group), device=device), which]
+        sampler = BatchSampler([r.config for r in group], device)
+        self._running.extend(group)
+        self._sampler = None
+        self._accept(group, *sampler.sample(logits, self._generator))
+
+    def _decode(self) -> None:
+        cache, running = self._cache, self._running
+        if self._sampler is None:
+            self._sampler = BatchSampler([r.config for r in running], cache.device)
+        ids = torch.tensor([[r.output_ids[-1]] for r in running], device=cache.device)
+        positions = cache.length_index[:, None]
+        logits = self._forward(ids, positions, cache.begin_decode(), 1)[:, -1]
+        cache.end_decode()
+        self._accept(running, *self._sampler.sample(logits, self._generator))
+
+    def _forward(
+        self, ids: Tensor, positions: Tensor, mask: Tensor | None, keep: Tensor | int
+    ) -> Tensor:
+        output = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self._cache.kv,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        logits: Tensor = output.logits
+        return logits
+
+    def _accept(self, rows: list[Request], ids: list[int], logprobs: list[float]) -> None:
+        self.steps += 1
+        finished = False
+        for request, token, logprob in zip(rows, ids, logprobs, strict=True):
+            request.accept(token, logprob, self.version)
+            if request.finish is not None:
+                finished = True
+            elif request.stream:
+                self._events.append((request, len(request.output_ids), None))
+        if finished:
+            self._reap()
+
+    def _reap(self) -> None:
+        """Take finished requests out of the batch and report them."""
+        for row in range(len(self._running) - 1, -1, -1):
+            request = self._running[row]
+            if request.finish is None:
+                continue
+            self._cache.drop(row, wipe=request.finish.failed)
+            self._running[row] = self._running[-1]
+            self._running.pop()
+            self._report_end(request)
+        self._sampler = None
+
+    def _report_end(self, request: Request) -> None:
+        self._events.append((request, len(request.output_ids), request.finish))
+
+    def _abort(self, rid: str | None, finish: Finish) -> None:
+        for request in [r for r in self._waiting if rid is None or r.rid == rid]:
+            self._waiting.remove(request)
+            request.finish = finish
+            self._report_end(request)
+        for request in self._running:
+            if rid is None or request.rid == rid:
+                request.finish = finish
+        self._reap()
+
+    def _flush(self) -> None:
+        if self._events:
+            events, self._events = self._events, []
+            self._deliver(events)
+
+    def _end(self) -> None:
+        """Nobody may be left waiting: fail all that is posted, queued or running."""
+        with self._lock:
+            self._closed = True
+        reason = f"the generation loop died: {self.error!r}" if self.error else "the engine stopped"
+        error = EngineUnavailable(reason)
+        while not self._inbox.empty():
+            self._inbox.get_nowait()[1](error)
+        if self._update is not None and self._update[1].set_running_or_notify_cancel():
+            self._update[1].set_exception(error)
+        for request in (*self._running, *self._waiting):
+            request.finish = Finish("abort", message=reason, failed=True)
+            self._report_end(request)
+        self._running.clear()
+        self._waiting.clear()
+        self._flush()
+
+
+def _similar_lengths(requests: list[Request], max_tokens: int) -> Iterator[list[Request]]:
+    """Split into joint prefills that waste at most a third on padding."""
+    group: list[Request] = []
+    real = 0
+    for request in sorted(requests, key=lambda r: len(r.input_ids)):
+        length = len(request.input_ids)
+        padded = (len(group) + 1) * length
+        if group and (padded > max_tokens or padded > 1.5 * (real + length)):
+            yield group
+            group, real = [], 0
+        group.append(request)
+        real += length
+    if group:
+        yield group

@@ -1,0 +1,264 @@
+"""SGLang's native HTTP contract over the embedded engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from any_agent.engine.embedded.contract import (
+    GenerateCall,
+    answer,
+    json_object,
+    parse_generate,
+)
+from any_agent.engine.embedded.engine import EmbeddedEngine, Generation
+from any_agent.engine.embedded.text import StreamedText, final_text
+from any_agent.errors import AnyAgentError, EngineUnavailable, InvalidRequest, PayloadTooLarge
+from any_agent.types import GenerationHyperparameters, ModelRequest
+
+logger = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_HEALTH_TIMEOUT = 20.0
+_DONE = b"data: [DONE]\n\n"
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=orjson.dumps(value),
+        status=status,
+        headers=headers,
+        content_type="application/json",
+    )
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except AnyAgentError as exc:
+        return _json(exc.body(), exc.status, exc.headers())
+    except web.HTTPRequestEntityTooLarge as exc:
+        return _json(PayloadTooLarge(exc.text or "the body is too large").body(), 413)
+    except web.HTTPException:
+        raise
+    except Exception as exc:
+        logger.exception("%s failed", request.path)
+        return _json(AnyAgentError(f"{type(exc).__name__}: {exc}").body(), 500)
+
+
+class EngineServer:
+    """The routes. One instance per engine."""
+
+    def __init__(self, engine: EmbeddedEngine, *, incremental: bool = False) -> None:
+        self.engine = engine
+        self.incremental = incremental
+        self._health_checks = 0
+        decoder = engine.loaded.decoder
+        self._decode = {skip: decoder(skip_special_tokens=skip) for skip in (False, True)}
+
+    def app(self, *, max_body: int = 32 * 2**20) -> web.Application:
+        app = web.Application(client_max_size=max_body, middlewares=[_errors])
+        app.router.add_post("/generate", self.generate)
+        app.router.add_post("/abort_request", self.abort_request)
+        app.router.add_post("/pause_generation", self.pause_generation)
+        app.router.add_post("/continue_generation", self.continue_generation)
+        app.router.add_post("/update_weights_from_disk", self.update_weights_from_disk)
+        for method in ("GET", "POST"):
+            app.router.add_route(method, "/flush_cache", self.flush_cache)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/health_generate", self.health_generate)
+        app.router.add_get("/get_weight_version", self.weight_version)
+        for path in ("/model_info", "/get_model_info"):
+            app.router.add_get(path, self.model_info)
+        for path in ("/server_info", "/get_server_info"):
+            app.router.add_get(path, self.server_info)
+        return app
+
+    async def generate(self, http: web.Request) -> web.StreamResponse:
+        began = time.perf_counter()
+        call = parse_generate(json_object(await http.read()))
+        generation = self.engine.submit(call.request, stream=call.stream)
+        try:
+            if call.stream:
+                return await self._stream(http, call, generation, began)
+            finish = await generation.finished()
+            inner = generation.request
+            return _json(
+                answer(
+                    call,
+                    inner,
+                    final_text(call, inner, finish, self._decode[call.skip_special_tokens]),
+                    finish,
+                    start=0,
+                    count=len(inner.output_ids),
+                    latency=time.perf_counter() - began,
+                    current_version=self.engine.version,
+                )
+            )
+        finally:
+            generation.close()
+
+    async def _stream(
+        self, http: web.Request, call: GenerateCall, generation: Generation, began: float
+    ) -> web.StreamResponse:
+        inner = generation.request
+        texts = StreamedText(call, inner, self._decode[call.skip_special_tokens])
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+            }
+        )
+        await response.prepare(http)
+        sent, shown, finish = 0, 0, None
+        try:
+            while finish is None:
+                count, finish = await generation.progress()
+                text = texts.upto(count, finish)
+                event = answer(
+                    call,
+                    inner,
+                    text[shown:] if self.incremental else text,
+                    finish,
+                    start=sent if self.incremental else 0,
+                    count=count,
+                    latency=time.perf_counter() - began,
+                    current_version=self.engine.version,
+                )
+                sent, shown = count, len(text)
+                await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+        except AnyAgentError as exc:
+            # The status has left already: the error is an event, as in SGLang.
+            await response.write(b"data: " + orjson.dumps(exc.body()) + b"\n\n")
+        await response.write(_DONE)
+        await response.write_eof()
+        return response
+
+    async def abort_request(self, http: web.Request) -> web.Response:
+        body = json_object(await http.read())
+        rid, everything = body.get("rid"), body.get("abort_all") is True
+        if not everything and not isinstance(rid, str):
+            raise InvalidRequest("abort_request needs rid or abort_all", param="rid")
+        done = self.engine.abort(None if everything else rid, "aborted by request")
+        await asyncio.wrap_future(done)
+        return web.Response()
+
+    async def pause_generation(self, http: web.Request) -> web.Response:
+        mode = json_object(await http.read()).get("mode", "abort")
+        if mode not in ("abort", "in_place"):
+            raise InvalidRequest(f"mode must be abort or in_place, not {mode!r}", param="mode")
+        await self.engine.pause(mode)
+        return _json({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def continue_generation(self, http: web.Request) -> web.Response:
+        await self.engine.resume()
+        return _json({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def update_weights_from_disk(self, http: web.Request) -> web.Response:
+        try:
+            body = json_object(await http.read())
+            path, version = body.get("model_path"), body.get("weight_version")
+            if not isinstance(path, str) or not path:
+                raise InvalidRequest("model_path must be a string", param="model_path")
+            if version is not None and type(version) not in (str, int):
+                raise InvalidRequest("weight_version must be a string", param="weight_version")
+            kept = await self.engine.update_weights(
+                path,
+                None if version is None else str(version),
+                abort_all=body.get("abort_all_requests") is True,
+            )
+        except AnyAgentError as exc:
+            status = max(400, exc.status)
+            return _json(
+                {"success": False, "message": exc.message, "num_paused_requests": 0}, status
+            )
+        return _json(
+            {
+                "success": True,
+                "message": "Succeeded to update model weights.",
+                "num_paused_requests": kept,
+            }
+        )
+
+    async def flush_cache(self, http: web.Request) -> web.Response:
+        flushed = await self.engine.clear_cache()
+        text = "Cache flushed.\n" if flushed else "Not flushed: requests are running.\n"
+        return web.Response(text=text, status=200 if flushed else 400)
+
+    async def health(self, http: web.Request) -> web.Response:
+        return web.Response(status=200 if self.engine.alive else 503)
+
+    async def health_generate(self, http: web.Request) -> web.Response:
+        """Really generate one token."""
+        if self.engine.paused is not None:
+            raise EngineUnavailable("generation is paused")
+        self._health_checks += 1
+        config = GenerationHyperparameters(max_new_tokens=1, temperature=0)
+        request = ModelRequest(f"HEALTH_CHECK_{self._health_checks}", [0], config)
+        generation = self.engine.submit(request, stream=False)
+        try:
+            finish = await asyncio.wait_for(generation.finished(), _HEALTH_TIMEOUT)
+        except TimeoutError:
+            raise EngineUnavailable("no token within the time limit") from None
+        finally:
+            generation.close()
+        return web.Response(status=503 if finish.type == "abort" else 200)
+
+    async def weight_version(self, http: web.Request) -> web.Response:
+        return _json({"weight_version": self.engine.version})
+
+    async def model_info(self, http: web.Request) -> web.Response:
+        loaded = self.engine.loaded
+        return _json(
+            {
+                "model_path": self.engine.model_path,
+                "tokenizer_path": loaded.path,
+                "is_generation": True,
+                "weight_version": self.engine.version,
+                "model_type": loaded.model.config.model_type,
+                "architectures": loaded.model.config.architectures,
+                "vocab_size": loaded.vocab_size,
+                "context_length": loaded.context_length,
+            }
+        )
+
+    async def server_info(self, http: web.Request) -> web.Response:
+        options, (running, waiting) = self.engine.options, self.engine.loop.load
+        return _json(
+            {
+                "engine": "any-agent embedded",
+                "model_path": self.engine.model_path,
+                "tokenizer_path": self.engine.loaded.path,
+                "device": str(self.engine.loaded.device),
+                "dtype": str(self.engine.loaded.dtype).removeprefix("torch."),
+                "context_length": self.engine.loaded.context_length,
+                "max_running_requests": options.max_running_requests,
+                "max_queued_requests": options.max_queued_requests,
+                "max_total_tokens": options.max_total_tokens,
+                "incremental_streaming_output": self.incremental,
+                "weight_version": self.engine.version,
+                "paused": self.engine.paused,
+                "num_running_requests": running,
+                "num_waiting_requests": waiting,
+                "steps": self.engine.loop.steps,
+            }
+        )
+
+
+async def listen(server: EngineServer, host: str, port: int) -> tuple[web.AppRunner, int]:
+    """Serve on a socket; returns what to clean up and the real port (for port 0)."""
+    # handler_cancellation: a client that leaves ends its generation.
+    runner = web.AppRunner(
+        server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=5
+    )
+    await runner.setup()
+    site = web.TCPSite(runner, host, port)
+    await site.start()
+    return runner, int(runner.addresses[0][1])

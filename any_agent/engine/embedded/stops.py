@@ -1,0 +1,77 @@
+"""Where an output ends: incremental text, stop strings, and the text that an answer shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+"""Token ids to text; an incomplete multi-byte character at the end shows as U+FFFD."""
+
+_MAX_PENDING = 16
+
+
+class IncrementalDecoder:
+    """Text of a growing output, a piece per token.
+
+    Only a few tokens before the new one are decoded again: they give what depends on context (a
+    leading space), and hold back a character until its last byte is there.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._read = 0
+
+    def push(self, token: int) -> str:
+        """Add one token; returns the text that it completes, possibly empty."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        if text.endswith("\ufffd") and len(self._window) - self._read < _MAX_PENDING:
+            return ""
+        before = self._decode(self._window[: self._read]) if self._read else ""
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+        return text[len(before) :]
+
+
+class StopMatcher:
+    """Finds the token that completes a stop string, wherever the tokens' borders are."""
+
+    def __init__(self, stops: Sequence[str], decode: Decode) -> None:
+        self._stops = tuple(stops)
+        self._keep = max(map(len, self._stops)) - 1
+        self._tail = ""
+        self._decoder = IncrementalDecoder(decode)
+
+    def push(self, token: int) -> str | None:
+        """Add one token; returns the stop string that is now complete.
+
+        Of several, the one that ends first; of those, the longest.
+        """
+        piece = self._decoder.push(token)
+        if not piece:
+            return None
+        text = self._tail + piece
+        found = first_stop(text, self._stops)
+        self._tail = text[-self._keep :] if self._keep else ""
+        return found
+
+
+def first_stop(text: str, stops: Sequence[str]) -> str | None:
+    """The stop string whose first occurrence ends first; of those, the longest."""
+    best: tuple[int, int] | None = None
+    found = None
+    for stop in stops:
+        at = text.find(stop)
+        if at >= 0 and (best is None or (at + len(stop), at) < best):
+            best, found = (at + len(stop), at), stop
+    return found
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of ``text`` may be the beginning of a stop string."""
+    for n in range(min(len(text), max(map(len, stops), default=0)), 0, -1):
+        if any(s.startswith(text[-n:]) for s in stops):
+            return n
+    return 0
