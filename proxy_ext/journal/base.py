@@ -88,7 +88,17 @@ class Journal(Protocol):
         """The newest session of a lane."""
         ...
 
-    async def session(self, session_id: str) -> SessionRow | None: ...
+    async def session(self, session_id: str) -> SessionRow | None:
+        """One session, whatever its state."""
+        ...
+
+    async def group(self, group_id: str) -> list[SessionRow]:
+        """Every member that a group ever had, oldest first."""
+        ...
+
+    async def count(self, mode: str) -> int:
+        """Sessions of a mode, whatever their state."""
+        ...
 
     async def interactions(self, session_id: str) -> list[Interaction]:
         """In the order of their first commit: parents before children."""

@@ -42,6 +42,7 @@ CREATE TABLE sessions (
     created_at REAL NOT NULL, expires_at REAL NOT NULL, final_reward REAL, reason TEXT, owner TEXT
 ) STRICT;
 CREATE INDEX sessions_by_state ON sessions (state, created_at);
+CREATE INDEX sessions_by_group ON sessions (group_id, created_at);
 CREATE INDEX sessions_by_lane ON sessions (lane, created_at);
 CREATE TABLE interactions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, session_id TEXT NOT NULL,
@@ -126,6 +127,16 @@ class SQLiteJournal:
             "SELECT * FROM sessions WHERE lane = ? ORDER BY created_at DESC, rowid DESC LIMIT 1",
             lane,
         )
+
+    async def group(self, group_id: str) -> list[SessionRow]:
+        sql = "SELECT * FROM sessions WHERE group_id = ? ORDER BY created_at, rowid"
+        rows = await self._read(lambda c: c.execute(sql, (group_id,)).fetchall())
+        return [_row(row) for row in rows]
+
+    async def count(self, mode: str) -> int:
+        sql = "SELECT COUNT(*) FROM sessions WHERE mode = ?"
+        row = await self._read(lambda c: c.execute(sql, (str(mode),)).fetchone())
+        return int(row[0])
 
     async def interactions(self, session_id: str) -> list[Interaction]:
         sql = "SELECT data, reward FROM interactions WHERE session_id = ? ORDER BY number"

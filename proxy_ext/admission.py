@@ -1,0 +1,89 @@
+"""Slots for train sessions: a cap on sessions ever admitted, and a fair, bounded queue.
+
+The cap is absolute (`limit` sessions ever), so a repeated or lost capacity message changes nothing.
+Slots are taken in the order of asking; a group asks for all of its members at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+
+from any_agent.errors import TooManyRequests
+
+
+class Ticket:
+    """A place in the queue; ``granted`` once its slots are its own."""
+
+    __slots__ = ("future", "slots")
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def granted(self) -> bool:
+        return self.future.done() and not self.future.cancelled()
+
+    async def wait(self, seconds: float) -> bool:
+        """Whether the slots were granted within the time."""
+        if not self.future.done() and seconds > 0:
+            await asyncio.wait([self.future], timeout=seconds)
+        return self.granted
+
+
+class Admission:
+    """Counts of one rank. ``admitted`` includes slots reserved for members not open yet."""
+
+    def __init__(self, *, admitted: int = 0, max_waiting: int) -> None:
+        self.admitted = admitted
+        self._limit = 0
+        self._lapses = 0.0
+        self._max_waiting = max_waiting
+        self._queue: deque[Ticket] = deque()
+
+    @property
+    def limit(self) -> int:
+        """The cap in force; nothing more is admitted once its setter has gone silent."""
+        return self._limit if time.monotonic() < self._lapses else self.admitted
+
+    @property
+    def waiting(self) -> int:
+        """Slots that opens wait for."""
+        return sum(ticket.slots for ticket in self._queue)
+
+    def set_limit(self, limit: int, ttl: float) -> None:
+        """Set the cap for ``ttl`` seconds."""
+        self._limit = limit
+        self._lapses = time.monotonic() + ttl
+        self._grant()
+
+    def ask(self, slots: int) -> Ticket:
+        """Queue for slots; TooManyRequests when the queue is full."""
+        if len(self._queue) >= self._max_waiting:
+            raise TooManyRequests("too many sessions wait for a slot", retry_after=5)
+        ticket = Ticket(slots)
+        self._queue.append(ticket)
+        self._grant()
+        return ticket
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Leave the queue, or give granted slots back."""
+        if ticket.granted:
+            self.release(ticket.slots)
+        elif not ticket.future.done():
+            ticket.future.cancel()
+            self._queue.remove(ticket)
+            self._grant()
+
+    def release(self, slots: int) -> None:
+        """Give back slots that no session was opened on."""
+        self.admitted -= slots
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._queue and self._queue[0].slots <= self.limit - self.admitted:
+            ticket = self._queue.popleft()
+            self.admitted += ticket.slots
+            ticket.future.set_result(None)

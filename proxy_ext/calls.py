@@ -1,0 +1,115 @@
+"""Model calls under way: each runs in its own task, is recorded, and reports to its caller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+from any_agent.completions import Completed, Completer, Completion, Prepared
+from any_agent.errors import AnyAgentError, SessionClosed, TooManyRequests
+from proxy_ext.sessions import Session, Sessions
+
+log = logging.getLogger(__name__)
+
+
+class Call:
+    """One model call. Its items end with a Completion that is durable, or with an error."""
+
+    def __init__(self, prepared: Prepared, session: Session | None) -> None:
+        self.prepared = prepared
+        self.session = session
+        self.task: asyncio.Task[None] | None = None
+        self._items: asyncio.Queue[Completed | AnyAgentError] = asyncio.Queue()
+        self._recording = False
+        self._aborted: str | None = None
+
+    def abort(self, reason: str) -> None:
+        """Cancel the generation; without effect once the answer is being recorded."""
+        if self.task is not None and not self._recording and not self.task.done():
+            self._aborted = reason
+            self.task.cancel()
+
+    async def items(self) -> AsyncGenerator[Completed]:
+        """What the call produces, in order; raises what it failed with."""
+        while True:
+            item = await self._items.get()
+            if isinstance(item, AnyAgentError):
+                raise item
+            yield item
+            if isinstance(item, Completion):
+                return
+
+    async def run(self, completer: Completer, sessions: Sessions, *, stream: bool) -> None:
+        session = self.session
+        session_id = session.id if session is not None else ""
+        try:
+            async for item in completer.run(self.prepared, session_id=session_id, stream=stream):
+                if isinstance(item, Completion) and session is not None:
+                    self._recording = True
+                    await sessions.record(session, item.interaction, item.key)
+                self._items.put_nowait(item)
+        except asyncio.CancelledError:
+            self._items.put_nowait(SessionClosed(self._aborted or "the service is stopping"))
+            if self._aborted is None:
+                raise
+        except AnyAgentError as error:
+            self._items.put_nowait(error)
+        except Exception:
+            log.exception("a model call failed")
+            self._items.put_nowait(AnyAgentError("the call failed inside the service; see its log"))
+
+
+class Calls:
+    """Starts calls, bounds their number, and keeps them findable by their session."""
+
+    def __init__(self, completer: Completer, sessions: Sessions, *, limit: int) -> None:
+        self._completer = completer
+        self._sessions = sessions
+        self._limit = limit
+        self._running: set[Call] = set()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(self, prepared: Prepared, session: Session | None, *, stream: bool) -> Call:
+        """Begin a call; SessionClosed or TooManyRequests."""
+        if session is not None:
+            session.require_open()
+        if len(self._running) >= self._limit:
+            raise TooManyRequests(
+                f"{self._limit} model calls are under way; try again",
+                code="too_many_calls",
+                retry_after=1,
+            )
+        call = Call(prepared, session)
+        self._running.add(call)
+        if session is not None:
+            session.calls.add(call)
+        run = call.run(self._completer, self._sessions, stream=stream)
+        call.task = asyncio.create_task(run)
+        call.task.add_done_callback(lambda _: self._forget(call))
+        return call
+
+    async def undelivered(self, call: Call, completion: Completion) -> None:
+        """The answer was recorded but its client had left: never train on it."""
+        if call.session is not None:
+            try:
+                await self._sessions.mark_untrainable(
+                    call.session, completion.interaction.id, "undelivered"
+                )
+            except AnyAgentError as error:
+                log.error("could not mark %s undelivered: %s", call.prepared.id, error.message)
+
+    async def close(self) -> None:
+        """Abort every call."""
+        for call in tuple(self._running):
+            call.abort("the service is stopping")
+        tasks = [call.task for call in self._running if call.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=10)
+
+    def _forget(self, call: Call) -> None:
+        self._running.discard(call)
+        if call.session is not None:
+            call.session.calls.discard(call)

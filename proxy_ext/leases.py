@@ -1,0 +1,185 @@
+"""Handing finalized trajectories to the trainer: lease, redelivery, acknowledgement.
+
+Only closed groups are handed out. A lease ends by an ack, by its holder's silence, or when another
+incarnation of the trainer appears.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from any_agent.errors import Conflict
+from any_agent.protocol import Ack, Capacity, Lease, SetCapacity
+from any_agent.types import Interaction, SessionMode, SessionState, Trajectory
+from proxy_ext.sessions import Session, Sessions
+
+log = logging.getLogger(__name__)
+
+EXPORT_OWNER = "export"
+"""Holds what `export_trajectories` leased; a trainer does not take these back."""
+
+
+class Leases:
+    """Leases of one rank's sessions."""
+
+    def __init__(self, sessions: Sessions, *, ttl: float) -> None:
+        self._sessions = sessions
+        self._ttl = ttl
+        self._lock = asyncio.Lock()
+
+    async def set_capacity(self, body: SetCapacity) -> Capacity:
+        """Set the cap, renew the owner's leases, take back those of earlier trainers."""
+        stale = []
+        for session in self._leased():
+            if session.row.owner == body.owner:
+                session.lease_expires = time.monotonic() + self._ttl
+            elif session.row.owner != EXPORT_OWNER:
+                stale.append(session)
+        if stale:
+            log.info("taking back %d sessions leased by an earlier trainer", len(stale))
+            await self._give_back(stale)
+        self._sessions.admission.set_limit(body.limit, body.ttl)
+        return self.capacity()
+
+    def capacity(self) -> Capacity:
+        live = [s for s in self._sessions.live.values() if s.mode is SessionMode.TRAIN]
+        running = sum(s.state is SessionState.OPEN for s in live)
+        admission = self._sessions.admission
+        return Capacity(
+            admitted=admission.admitted,
+            reserved=self._sessions.groups.reserved,
+            waiting=admission.waiting,
+            running=running,
+            buffered=len(live) - running,
+            limit=admission.limit,
+        )
+
+    async def lease(self, body: Lease) -> list[Trajectory]:
+        """Closed groups, oldest first; waits for one up to ``wait`` seconds, then nothing."""
+        if body.session_ids is not None:
+            return await self.lease_sessions(body.session_ids, body.owner)
+        deadline = time.monotonic() + body.wait
+        ready = self._sessions.ready
+        while True:
+            async with self._lock:
+                chosen = self._closed_groups(body.max_groups)
+                if chosen:
+                    return await self._take(chosen, body.owner)
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return []
+            async with ready:
+                # Looked at again under the condition's lock: a group that closed since then
+                # has notified nobody.
+                if not self._closed_groups(1):
+                    try:
+                        async with asyncio.timeout(remaining):
+                            await ready.wait()
+                    except TimeoutError:
+                        return []
+
+    async def lease_sessions(self, session_ids: list[str], owner: str) -> list[Trajectory]:
+        """These sessions; Conflict if one is not waiting to be leased."""
+        async with self._lock:
+            chosen = []
+            for session_id in dict.fromkeys(session_ids):
+                session = await self._sessions.by_id(session_id)
+                ours = session.state is SessionState.LEASED and session.row.owner == owner
+                if session.state is not SessionState.FINALIZED and not ours:
+                    raise Conflict(
+                        f"session {session_id} is {session.state}; only finalized ones can be "
+                        "leased or exported",
+                        code="not_finalized",
+                    )
+                chosen.append(session)
+            return await self._take(chosen, owner)
+
+    async def ack(self, body: Ack) -> int:
+        """End leases for good. Sessions already in the wanted state are left so."""
+        reasons = {r.session_id: r.reason for r in body.rejected}
+        async with self._lock:
+            trained = await self._leased_by(body.owner, body.trained, SessionState.TRAINED)
+            rejected = await self._leased_by(body.owner, list(reasons), SessionState.REJECTED)
+            await self._sessions.set_states(trained, SessionState.TRAINED)
+            await self._sessions.set_states(rejected, SessionState.REJECTED, reasons=reasons)
+        return len(trained) + len(rejected)
+
+    async def expire(self) -> None:
+        """Give back what a silent holder leased."""
+        now = time.monotonic()
+        lapsed = [s for s in self._leased() if s.lease_expires <= now]
+        if lapsed:
+            log.warning("%d leases ran out; their sessions are handed out again", len(lapsed))
+            await self._give_back(lapsed)
+
+    # ------------------------------------------------------------------------------------------
+
+    def _leased(self) -> list[Session]:
+        return [s for s in self._sessions.live.values() if s.state is SessionState.LEASED]
+
+    async def _give_back(self, sessions: list[Session]) -> None:
+        async with self._lock:
+            held = [s for s in sessions if s.state is SessionState.LEASED]
+            await self._sessions.set_states(held, SessionState.FINALIZED)
+
+    def _closed_groups(self, most: int) -> list[Session]:
+        """The members of up to ``most`` closed groups that wait to be leased."""
+        chosen: list[Session] = []
+        count = 0
+        seen: set[str] = set()
+        for session in self._sessions.live.values():
+            if session.state is not SessionState.FINALIZED or session.mode is not SessionMode.TRAIN:
+                continue
+            if session.row.group_id is None:
+                chosen.append(session)
+                count += 1
+            elif session.row.group_id not in seen:
+                seen.add(session.row.group_id)
+                group = self._sessions.groups.get(session.row.group_id)
+                if group is None or not group.closed:
+                    continue
+                chosen += [self._sessions.live[id] for id in group.finalized]
+                count += 1
+            if count >= most:
+                break
+        return chosen
+
+    async def _take(self, chosen: list[Session], owner: str) -> list[Trajectory]:
+        fresh = [s for s in chosen if s.state is SessionState.FINALIZED]
+        await self._sessions.set_states(fresh, SessionState.LEASED, owner=owner)
+        for session in chosen:
+            session.lease_expires = time.monotonic() + self._ttl
+        return [trajectory(session) for session in chosen]
+
+    async def _leased_by(
+        self, owner: str, session_ids: list[str], state: SessionState
+    ) -> list[Session]:
+        found = []
+        for session_id in dict.fromkeys(session_ids):
+            session = await self._sessions.by_id(session_id)
+            if session.state is state:
+                continue
+            if session.state is not SessionState.LEASED or session.row.owner != owner:
+                raise Conflict(
+                    f"session {session_id} is {session.state} and not leased by {owner}; "
+                    "its lease ran out or was taken back",
+                    code="lease_lost",
+                )
+            found.append(session)
+        return found
+
+
+def trajectory(session: Session) -> Trajectory:
+    """A session as the trainer receives it."""
+    interactions: list[Interaction] = list(session.tree)
+    row = session.row
+    return Trajectory(
+        session_id=row.id,
+        group_id=row.group_id or row.id,
+        interactions=interactions,
+        final_reward=row.final_reward,
+        task_id=row.task_id,
+        metadata=row.metadata,
+    )

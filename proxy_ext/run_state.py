@@ -1,0 +1,105 @@
+"""What the rank knows of the run: weight version, steps, state, checkpoint; and the pause."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from any_agent.config import Config
+from any_agent.engine import SGLangEngine
+from any_agent.errors import AnyAgentError, Conflict, RunFinished
+from any_agent.protocol import PublishedVersion, RunInfo, SetRun
+from proxy_ext.journal import Journal, PutMeta
+
+log = logging.getLogger(__name__)
+
+
+class RunState:
+    """The run's state on one rank; kept in the journal, so that a restart knows it."""
+
+    def __init__(self, config: Config, engine: SGLangEngine, journal: Journal) -> None:
+        self._config = config
+        self._engine = engine
+        self._journal = journal
+        self._watchdog: asyncio.Task[None] | None = None
+        self.state = "serving"
+        self.step = 0
+        self.checkpoint: str | None = None
+        self.version = 0
+
+    async def recover(self) -> None:
+        """Load what the journal holds; the engine's own version counts where it is newer."""
+        saved: dict[str, Any] = await self._journal.meta("run") or {}
+        self.state = saved.get("state", self.state)
+        self.step = saved.get("step", 0)
+        self.checkpoint = saved.get("checkpoint")
+        self.version = self._engine.version
+
+    @property
+    def info(self) -> RunInfo:
+        c = self._config
+        return RunInfo.model_validate(
+            {
+                "experiment": c.experiment,
+                "trial": c.trial,
+                "user": c.user,
+                "model": c.model.name,
+                "state": self.state,
+                "version": self.version,
+                "step": self.step,
+                "checkpoint": self.checkpoint,
+            }
+        )
+
+    def require_training(self) -> None:
+        """RunFinished unless train sessions are wanted."""
+        if self.state != "training":
+            what = "training has ended" if self.state == "finished" else "no training is going on"
+            raise RunFinished(
+                f"{what} in {self._config.experiment}/{self._config.trial}, so train sessions are "
+                "refused; open one with mode=eval, or load the checkpoint for inference",
+                details={"run": self.info.model_dump()},
+            )
+
+    async def set_run(self, body: SetRun) -> None:
+        data = body.model_dump()
+        await self._journal.commit(PutMeta("run", data))
+        self.state, self.step, self.checkpoint = body.state, body.step, body.checkpoint
+
+    async def pause(self, ttl: float) -> None:
+        """Stop sampling for a weight update; goes on by itself after ``ttl`` seconds."""
+        self._watch(ttl)
+        await self._engine.pause()
+
+    async def publish(self, body: PublishedVersion) -> None:
+        """The engine has these weights now; used from `resume` on. Versions only grow."""
+        if body.version <= self.version:
+            raise Conflict(
+                f"version {body.version} is not above {self.version}; versions are never reused",
+                code="version_reused",
+            )
+        self.version, self.step = body.version, body.step
+
+    async def resume(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+        await self._engine.resume(self.version)
+
+    def _watch(self, ttl: float) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._watchdog = asyncio.create_task(self._resume_after(ttl))
+
+    async def _resume_after(self, ttl: float) -> None:
+        await asyncio.sleep(ttl)
+        log.warning("a weight update was not ended within %g s; the engine goes on", ttl)
+        self._watchdog = None
+        try:
+            # The trainer may have died before or after it loaded the weights: ask the engine.
+            await self._engine.info()
+            self.version = max(self.version, self._engine.version)
+            await self._engine.resume(self.version)
+        except AnyAgentError as error:
+            log.error("could not resume the engine: %s", error.message)
