@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.advantage import STD_FLOOR, SessionRewards, group_advantages
+
+
+def session(*rewards: float, counted: list[bool] | None = None) -> SessionRewards:
+    return SessionRewards(rewards, counted if counted is not None else [True] * len(rewards))
+
+
+def worked_example() -> None:
+    """Discount 0.9; sessions right; wrong then right; wrong, wrong; wrong, wrong."""
+    group = [session(1.0), session(0.9, 1.0), session(0.0, 0.0), session(0.0, 0.0)]
+    (got,) = group_advantages([group])
+    assert got.scores == (1.0, 0.95, 0.0, 0.0)
+    assert got.baseline == pytest.approx(0.4875)
+    assert got.std is not None and round(got.std, 4) == 0.5633
+    rounded = tuple(tuple(round(a, 2) for a in of_session) for of_session in got.advantages)
+    assert rounded == ((0.91,), (0.73, 0.91), (-0.87, -0.87), (-0.87, -0.87))
+    assert not got.zero_variance
+
+
+def test_worked_example() -> None:
+    worked_example()
+
+
+def test_each_session_counts_once_however_many_turns_it_has() -> None:
+    (got,) = group_advantages([[session(*[0.0] * 9), session(1.0)]])
+    assert got.baseline == 0.5
+
+
+def test_without_division() -> None:
+    (got,) = group_advantages([[session(1.0), session(0.0, 0.5)]], normalize_std=False)
+    assert got.baseline == 0.625
+    assert got.advantages == ((0.375,), (-0.625, -0.125))
+
+
+def test_equal_scores_are_zero_variance_even_if_turns_differ() -> None:
+    """Divided by 1e-4 their turns would get advantages in the hundreds."""
+    (got,) = group_advantages([[session(0.9, 1.0), session(1.0, 0.9)]])
+    assert got.zero_variance
+    assert got.advantages == ((0.0, 0.0), (0.0, 0.0))
+
+
+def test_rounding_is_not_variance() -> None:
+    (got,) = group_advantages([[session(0.1, 0.2, 0.3), session(0.2)]])
+    assert got.zero_variance
+
+
+def test_uncounted_interactions_make_no_score_and_get_no_advantage() -> None:
+    half = session(5.0, 1.0, counted=[False, True])
+    (got,) = group_advantages([[half, session(0.0)]], normalize_std=False)
+    assert got.scores == (1.0, 0.0)
+    assert got.advantages == ((0.0, 0.5), (-0.5,))
+
+
+def test_a_session_without_counted_interactions_stands_nowhere() -> None:
+    mute = session(9.0, counted=[False])
+    (got,) = group_advantages([[session(1.0), session(0.0), mute]])
+    (without,) = group_advantages([[session(1.0), session(0.0)]])
+    assert got.scores == (1.0, 0.0, None)
+    assert (got.baseline, got.std) == (without.baseline, without.std)
+    assert got.advantages == (*without.advantages, (0.0,))
+
+
+def test_one_score_in_a_group_of_several_is_nothing_to_compare() -> None:
+    (got,) = group_advantages([[session(1.0), session(9.0, counted=[False])]])
+    assert got.zero_variance and got.advantages == ((0.0,), (0.0,))
+
+
+def test_groups_of_one_use_the_batch_and_are_not_dropped() -> None:
+    groups = [[session(1.0)], [session(0.0, 0.0)], [session(0.25)]]
+    got = group_advantages(groups)
+    scores = [1.0, 0.0, 0.25]
+    mean, std = statistics.mean(scores), statistics.stdev(scores)
+    for g, score in zip(got, scores, strict=True):
+        assert not g.zero_variance
+        assert g.baseline == pytest.approx(mean) and g.std == pytest.approx(std)
+        assert g.advantages[0][0] == pytest.approx((score - mean) / (std + STD_FLOOR))
+
+
+def test_the_batch_is_all_of_it_but_for_dropped_groups() -> None:
+    groups = [[session(1.0)], [session(0.0), session(0.5)], [session(7.0), session(7.0)]]
+    assert group_advantages(groups)[0].baseline == pytest.approx(0.5)
+
+
+def test_groups_of_one_in_a_batch_without_variance_are_not_blown_up() -> None:
+    got = group_advantages([[session(0.9, 1.0)], [session(0.95)]])
+    assert got[0].advantages[0] == pytest.approx((-0.05, 0.05))
+    assert not got[0].zero_variance
+    (alone,) = group_advantages([[session(3.0)]])
+    assert alone.advantages == ((0.0,),) and alone.std is None and not alone.zero_variance
+
+
+def test_a_group_of_one_that_says_nothing_is_kept_at_zero() -> None:
+    (got,) = group_advantages([[session(3.0, counted=[False])]])
+    assert got.scores == (None,) and got.baseline is None and got.advantages == ((0.0,),)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_rewards_must_be_finite(bad: float) -> None:
+    with pytest.raises(ValueError, match="interaction 1"):
+        session(0.0, bad)
+
+
+def test_one_flag_per_reward() -> None:
+    with pytest.raises(ValueError, match="one flag per reward"):
+        SessionRewards([1.0], [])
+
+
+REWARDS = st.lists(st.floats(-10, 10), min_size=1, max_size=4)
+GROUPS = st.lists(st.lists(REWARDS, min_size=1, max_size=5), min_size=1, max_size=5)
+
+
+def build(groups: list[list[list[float]]]) -> list[list[SessionRewards]]:
+    return [[session(*rewards) for rewards in group] for group in groups]
+
+
+@given(GROUPS)
+def test_session_means_of_advantages_cancel_in_a_group(groups: list[list[list[float]]]) -> None:
+    for got in group_advantages(build(groups), normalize_std=False):
+        if len(got.scores) > 1:
+            means = [statistics.fmean(a) for a in got.advantages]
+            assert sum(means) == pytest.approx(0.0, abs=1e-9)
+
+
+@given(GROUPS, st.floats(-5, 5))
+def test_a_constant_added_to_all_rewards_changes_nothing(
+    groups: list[list[list[float]]], constant: float
+) -> None:
+    moved = [[[r + constant for r in s] for s in g] for g in groups]
+    pairs = zip(
+        group_advantages(build(groups), normalize_std=False),
+        group_advantages(build(moved), normalize_std=False),
+        strict=True,
+    )
+    for a, b in pairs:
+        if a.zero_variance == b.zero_variance:
+            for x, y in zip(a.advantages, b.advantages, strict=True):
+                assert x == pytest.approx(y, abs=1e-7)
+
+
+@given(GROUPS)
+def test_dropping_zero_variance_groups_first_changes_nothing(
+    groups: list[list[list[float]]],
+) -> None:
+    built = build(groups)
+    got = group_advantages(built)
+    stays = [k for k, g in enumerate(got) if not g.zero_variance]
+    assert group_advantages([built[k] for k in stays]) == [got[k] for k in stays]
+
+
+@given(GROUPS)
+def test_advantages_are_finite(groups: list[list[list[float]]]) -> None:
+    for got in group_advantages(build(groups)):
+        assert all(math.isfinite(a) for of_session in got.advantages for a in of_session)

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from any_agent.errors import ConfigError
+from trainer.loss import LossConfig, LossStats, policy_loss, preset
+
+
+def one(
+    *,
+    logprob: float,
+    prox: float | None,
+    mu: float,
+    advantage: float,
+    config: LossConfig | None = None,
+) -> tuple[float, float, LossStats]:
+    """Loss, gradient by the log-probability, statistics of a single token."""
+    lp = torch.tensor([logprob], dtype=torch.float64, requires_grad=True)
+    loss, stats = policy_loss(
+        lp,
+        torch.tensor([mu], dtype=torch.float64),
+        torch.tensor([advantage], dtype=torch.float64),
+        total_tokens=1,
+        config=config or LossConfig(),
+        proximal=None if prox is None else torch.tensor([prox], dtype=torch.float64),
+    )
+    loss.backward()
+    assert lp.grad is not None
+    return float(loss.detach()), float(lp.grad), stats
+
+
+def test_on_policy_the_loss_is_minus_a_and_so_is_its_slope() -> None:
+    loss, slope, stats = one(logprob=-1.0, prox=None, mu=-1.0, advantage=2.0)
+    assert (loss, slope) == (-2.0, -2.0)
+    assert stats.means()["mismatch"] == 0.0 and stats.means()["ratio"] == 1.0
+
+
+def test_the_importance_weight_scales_and_is_capped() -> None:
+    loss, slope, stats = one(logprob=-1.0, prox=None, mu=-1.5, advantage=1.0)
+    assert loss == pytest.approx(-math.exp(0.5)) and slope == pytest.approx(-math.exp(0.5))
+    assert stats.is_capped == 0
+    loss, slope, stats = one(logprob=-1.0, prox=None, mu=-9.0, advantage=1.0)
+    assert (loss, slope, stats.is_capped, stats.weight) == (-5.0, -5.0, 1.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("rho", "advantage", "expected", "moves", "low", "high"),
+    [
+        (1.2, 1.0, -1.2, True, 0, 0),
+        (1.3, 1.0, -1.28, False, 0, 1),
+        (1.3, -1.0, 1.3, True, 0, 0),
+        (0.7, 1.0, -0.7, True, 0, 0),
+        (0.7, -1.0, 0.8, False, 1, 0),
+        (0.9, -1.0, 0.9, True, 0, 0),
+    ],
+)
+def test_the_clip(
+    rho: float, advantage: float, expected: float, moves: bool, low: int, high: int
+) -> None:
+    prox = -2.0
+    loss, slope, stats = one(logprob=prox + math.log(rho), prox=prox, mu=prox, advantage=advantage)
+    assert loss == pytest.approx(expected)
+    assert slope == pytest.approx(-rho * advantage if moves else 0.0)
+    assert (stats.clipped_low, stats.clipped_high) == (low, high)
+
+
+def test_mismatch_is_k3_of_engine_against_trainer() -> None:
+    _, _, stats = one(logprob=-1.0, prox=None, mu=-1.3, advantage=0.0)
+    assert stats.mismatch == pytest.approx(math.exp(0.3) - 0.3 - 1)
+
+
+def test_kl_to_a_reference() -> None:
+    lp = torch.tensor([-1.0], requires_grad=True)
+    loss, stats = policy_loss(
+        lp,
+        torch.tensor([-1.0]),
+        torch.tensor([0.0]),
+        total_tokens=1,
+        config=LossConfig(kl_coef=0.1),
+        reference=torch.tensor([-1.4]),
+    )
+    expected = math.exp(-0.4) + 0.4 - 1
+    assert float(loss) == pytest.approx(0.1 * expected)
+    assert stats.kl == pytest.approx(expected)
+    loss.backward()
+    assert lp.grad is not None
+    assert float(lp.grad) == pytest.approx(0.1 * (1 - math.exp(-0.4)))
+    with pytest.raises(ValueError, match="reference"):
+        one(logprob=-1, prox=None, mu=-1, advantage=0, config=LossConfig(kl_coef=0.1))
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(-6, 0)] * 3, st.floats(-3, 3)), min_size=2, max_size=9),
+    st.data(),
+)
+def test_shares_of_any_split_add_up(
+    tokens: list[tuple[float, float, float, float]], data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(1, len(tokens) - 1))
+
+    def run(part: list[tuple[float, float, float, float]]) -> LossStats:
+        lp, prox, mu, a = (torch.tensor(c, dtype=torch.float64) for c in zip(*part, strict=True))
+        config = LossConfig()
+        return policy_loss(
+            lp, mu, a, total_tokens=len(tokens), config=config, proximal=prox, entropies=-lp
+        )[1]
+
+    whole, parts = run(tokens).means(), (run(tokens[:cut]) + run(tokens[cut:])).means()
+    assert whole == pytest.approx(parts, abs=1e-12)
+
+
+@pytest.mark.parametrize("which", ["logprobs", "behaviour", "advantages", "proximal"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_raises_with_its_place(which: str, bad: float) -> None:
+    tensors = {k: torch.zeros(3) for k in ("logprobs", "behaviour", "advantages", "proximal")}
+    tensors[which][1] = bad
+    with pytest.raises(FloatingPointError, match=r"session x, token 1.*1 of 3"):
+        policy_loss(
+            **tensors,
+            total_tokens=3,
+            config=LossConfig(),
+            place=lambda k: f"session x, token {k}",
+        )
+
+
+def test_a_ratio_that_overflows_raises_instead_of_a_nan_gradient() -> None:
+    with pytest.raises(FloatingPointError, match="the ratio at trained token 0"):
+        policy_loss(
+            torch.tensor([0.0]),
+            torch.tensor([-1.0]),
+            torch.tensor([1.0]),
+            total_tokens=1,
+            config=LossConfig(),
+            proximal=torch.tensor([-200.0]),
+        )
+
+
+def test_a_hopeless_behaviour_logprob_is_only_capped() -> None:
+    loss, slope, stats = one(logprob=-1.0, prox=None, mu=-1e5, advantage=1.0)
+    assert (loss, slope) == (-5.0, -5.0) and math.isfinite(stats.mismatch)
+
+
+def test_shapes_and_n_are_checked() -> None:
+    z = torch.zeros(2)
+    with pytest.raises(ValueError, match="shape"):
+        policy_loss(z, z[:1], z, total_tokens=2, config=LossConfig())
+    with pytest.raises(ValueError, match="N = 1"):
+        policy_loss(z, z, z, total_tokens=1, config=LossConfig())
+    with pytest.raises(ValueError, match="N = 0"):
+        policy_loss(z[:0], z[:0], z[:0], total_tokens=0, config=LossConfig())
+
+
+def test_presets_by_name() -> None:
+    grpo = preset("grpo")
+    assert grpo.loss == LossConfig(eps_low=0.2, eps_high=0.28, is_cap=5.0, kl_coef=0.0)
+    assert grpo.normalize_std
+    with pytest.raises(ConfigError, match="'gppo'; known: grpo"):
+        preset("gppo")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"eps_low": -0.1}, {"eps_low": 1.1}, {"eps_high": -1.0}, {"is_cap": 0}, {"kl_coef": -1}],
+)
+def test_constants_are_checked(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        LossConfig(**wrong)

@@ -1,0 +1,132 @@
+"""Advantages: each interaction's reward against the mean of its group's sessions.
+
+No torch here: rewards are few, float64, and the arithmetic is to be read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+STD_FLOOR = 1e-4
+"""Added to the standard deviation before dividing, as in TRL."""
+_SAME = 1e-8
+"""Scores whose spread is below this share of their size are equal: what is left is rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRewards:
+    """One session's interactions, in any fixed order.
+
+    ``rewards`` are r(i), after they ran back through the tree. ``counted`` marks the interactions
+    that are trainable in kind and not discarded; only those make the score and get an advantage.
+    Staleness plays no part: it is masked later.
+    """
+
+    rewards: Sequence[float]
+    counted: Sequence[bool]
+
+    def __post_init__(self) -> None:
+        if len(self.rewards) != len(self.counted):
+            raise ValueError("a session needs one flag per reward")
+        for i, reward in enumerate(self.rewards):
+            if not math.isfinite(reward):
+                raise ValueError(f"the reward of interaction {i} is {reward}")
+
+    @property
+    def score(self) -> float | None:
+        """The mean of r over the counted interactions.
+
+        None if none counts: such a session says nothing about the policy, so it stands neither in
+        the baseline nor in the standard deviation, rather than as a made-up 0.
+        """
+        counted = [r for r, c in zip(self.rewards, self.counted, strict=True) if c]
+        return math.fsum(counted) / len(counted) if counted else None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAdvantages:
+    """What one group's sessions are worth.
+
+    ``advantages[s][i]`` belongs to interaction i of session s; 0.0 where it is not counted.
+    ``std`` has ddof 1 and is None where fewer than two scores exist; for a group of one,
+    ``baseline`` and ``std`` are the batch's.
+    """
+
+    advantages: tuple[tuple[float, ...], ...]
+    scores: tuple[float | None, ...]
+    baseline: float | None
+    std: float | None
+    zero_variance: bool
+    """Nothing to learn from: the caller drops the group and refills. Its advantages are all 0."""
+
+
+def group_advantages(
+    groups: Sequence[Sequence[SessionRewards]], *, normalize_std: bool = True
+) -> list[GroupAdvantages]:
+    """``A(i) = (r(i) - b) / (std + 1e-4)`` for every group of one batch.
+
+    b is the mean and std the deviation (ddof 1) of the scores of the group's sessions, each
+    counting once however many turns it has. ``normalize_std=False`` gives Dr.GRPO's advantages.
+
+    A group of one session takes b and std from the batch: from all scores of the groups that stay
+    in it, that is without those of zero variance, so that dropping these first changes nothing.
+    It is never dropped itself. Where the batch's scores are equal, or are a single one, there is
+    no scale to divide by, and its advantages stay undivided.
+
+    A group of several sessions with fewer than two scores has nothing to compare: zero variance.
+
+    Source: GRPO (arXiv 2402.03300, eq. 10), over sessions instead of single completions;
+    Dr.GRPO (arXiv 2503.20783).
+    """
+    pools = [_pool(group) for group in groups]
+    stays = [len(group) == 1 or not _equal(pool) for group, pool in zip(groups, pools, strict=True)]
+    batch = [score for pool, stay in zip(pools, stays, strict=True) if stay for score in pool]
+    out = []
+    for group, own, stay in zip(groups, pools, stays, strict=True):
+        pool = batch if len(group) == 1 else own
+        baseline, std = _mean_and_std(pool)
+        scale = 1.0 if std is None or not normalize_std or _equal(pool) else std + STD_FLOOR
+        out.append(
+            GroupAdvantages(
+                advantages=tuple(_of_session(s, baseline, scale, stay) for s in group),
+                scores=tuple(session.score for session in group),
+                baseline=baseline,
+                std=std,
+                zero_variance=not stay,
+            )
+        )
+    return out
+
+
+def _pool(group: Sequence[SessionRewards]) -> list[float]:
+    """The scores that a group's baseline and deviation are taken over."""
+    return [score for session in group if (score := session.score) is not None]
+
+
+def _of_session(
+    session: SessionRewards, baseline: float | None, scale: float, stays: bool
+) -> tuple[float, ...]:
+    if baseline is None or not stays:
+        return (0.0,) * len(session.rewards)
+    return tuple(
+        (r - baseline) / scale if counted else 0.0
+        for r, counted in zip(session.rewards, session.counted, strict=True)
+    )
+
+
+def _mean_and_std(values: Sequence[float]) -> tuple[float | None, float | None]:
+    n = len(values)
+    if n == 0:
+        return None, None
+    mean = math.fsum(values) / n
+    if n == 1:
+        return mean, None
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
+
+
+def _equal(values: Sequence[float]) -> bool:
+    if len(values) < 2:
+        return True
+    return max(values) - min(values) <= _SAME * max(1.0, *map(abs, values))

@@ -1,0 +1,68 @@
+"""Folders and files that are there whole or not at all, also after a crash.
+
+One process writes into a parent folder at a time: what a killed writer left there is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_PREFIX = ".partial-"
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder next to ``target`` that becomes ``target`` on leaving.
+
+    On leaving, every file and folder is fsynced, then renamed, then the parent is fsynced. After
+    an exception nothing but the old state is left. Raises FileExistsError if ``target`` exists.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in target.parent.glob(f"{_PREFIX}*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+    temporary = target.with_name(f"{_PREFIX}{target.name}")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for folder, _, files in os.walk(temporary):
+            for name in files:
+                fsync(Path(folder, name))
+            fsync(Path(folder))
+        if target.exists():
+            raise FileExistsError(f"{target} exists")
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    fsync(target.parent)
+
+
+def write_whole(target: Path, text: str) -> None:
+    """Write a text file by way of a temporary one, fsync and rename."""
+    temporary = target.with_name(f"{_PREFIX}{target.name}")
+    temporary.write_text(text, encoding="utf-8")
+    fsync(temporary)
+    temporary.replace(target)
+    fsync(target.parent)
+
+
+def remove_folder(target: Path) -> None:
+    """Remove a folder so that no half of it is ever seen under its name."""
+    doomed = target.with_name(f"{_PREFIX}removed-{target.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    target.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def fsync(path: Path) -> None:
+    """Flush a file's or a folder's entry to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

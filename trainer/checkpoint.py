@@ -1,0 +1,253 @@
+"""Checkpoints: all that is needed to go on bit for bit, and weights that anyone can load.
+
+::
+
+    step-00000012/            model, configuration, tokenizer: Hugging Face's layout
+      trainer/                kept apart: engines load every *.safetensors beside the model
+        optimizer.safetensors   moments by parameter name
+        rng.safetensors         torch's generators
+        state.json              steps, optimizer scalars, Python's and numpy's generators,
+                                and what the caller counts
+      manifest.json           every file with its size, written last
+    latest                    the name of the newest one
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from any_agent.errors import NotFound, StartupError
+from trainer.atomic import remove_folder, whole_folder, write_whole
+from trainer.policy import Policy, PolicyConfig
+from trainer.weights import save_pretrained
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One whole checkpoint. ``step`` is the number of optimizer steps behind it."""
+
+    path: Path
+    step: int
+
+
+def save_checkpoint(
+    root: Path,
+    policy: Policy,
+    tokenizer: Any,
+    state: Mapping[str, Any],
+    *,
+    keep: int | None = None,
+) -> Path:
+    """Write ``root/step-{policy.steps:08d}``, point ``latest`` at it, prune to ``keep``.
+
+    ``state`` is what the caller counts (versions, consumed session ids, ...): JSON. A folder of
+    the same step, left by a history that was given up, is replaced.
+    """
+    target = root / f"step-{policy.steps:08d}"
+    document = _state_document(policy, state)
+    if target.exists():
+        remove_folder(target)
+    with whole_folder(target) as folder:
+        save_pretrained(policy, tokenizer, folder)
+        extra = folder / "trainer"
+        extra.mkdir()
+        save_file(_optimizer_tensors(policy), extra / "optimizer.safetensors")
+        save_file(_torch_generators(), extra / "rng.safetensors")
+        (extra / "state.json").write_text(document, encoding="utf-8")
+        _write_manifest(folder)
+    write_whole(root / "latest", target.name + "\n")
+    if keep is not None:
+        prune_checkpoints(root, keep)
+    return target
+
+
+def load_checkpoint(
+    path: Path, config: PolicyConfig | None = None
+) -> tuple[Policy, dict[str, Any]]:
+    """A policy that goes on exactly where :func:`save_checkpoint` was called, and its ``state``.
+
+    The optimizer's settings are those saved (the learning rate may be under a schedule); from
+    ``config`` come the device, chunks and the like. Restores the generators of torch, Python and
+    numpy. Raises NotFound if the folder is not a whole checkpoint, StartupError if it does not fit.
+    """
+    problem = _problem(path)
+    if problem:
+        raise NotFound(f"{path} is not a whole checkpoint: {problem}")
+    policy = Policy.load(path, config)
+    extra = path / "trainer"
+    saved = json.loads((extra / "state.json").read_text(encoding="utf-8"))
+    if saved["format"] != FORMAT:
+        raise StartupError(f"{path}: format {saved['format']}, this version reads {FORMAT}")
+    _restore_optimizer(policy, load_file(extra / "optimizer.safetensors"), saved["optimizer"])
+    policy.steps = saved["steps"]
+    # Last: building the model drew random numbers.
+    _restore_generators(load_file(extra / "rng.safetensors"), saved["generators"])
+    return policy, saved["state"]
+
+
+def list_checkpoints(root: Path) -> list[Checkpoint]:
+    """The whole checkpoints by step, ascending. Broken ones are left out, and a warning says so."""
+    out = []
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        match = _NAME.fullmatch(path.name)
+        if not match:
+            continue
+        if problem := _problem(path):
+            logger.warning("checkpoint %s is not whole and is passed over: %s", path, problem)
+        else:
+            out.append(Checkpoint(path, int(match[1])))
+    return sorted(out, key=lambda c: c.step)
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """The checkpoint to resume from: the one that ``latest`` names.
+
+    If that one is broken, the newest whole one before it, with a warning; never a later one, which
+    would belong to a history that was given up by resuming from an earlier step. Without a
+    readable ``latest``, the newest whole one.
+    """
+    limit = _latest_step(root)
+    whole = [c for c in list_checkpoints(root) if limit is None or c.step <= limit]
+    newest = whole[-1] if whole else None
+    if limit is not None and (newest is None or newest.step != limit):
+        logger.warning(
+            "checkpoint step %d is missing or broken; falling back to %s",
+            limit,
+            newest.path if newest else "none",
+        )
+    return newest.path if newest else None
+
+
+def prune_checkpoints(root: Path, keep: int) -> list[Path]:
+    """Remove all but the ``keep`` newest of the history that ``latest`` ends; returns the removed.
+
+    Later steps than ``latest`` belong to a history that was given up and go too.
+    """
+    if keep < 1:
+        raise ValueError("at least one checkpoint must be kept")
+    limit = _latest_step(root)
+    whole = list_checkpoints(root)
+    history = [c for c in whole if limit is None or c.step <= limit]
+    kept = {c.path for c in history[-keep:]}
+    removed = [c.path for c in whole if c.path not in kept]
+    for path in removed:
+        remove_folder(path)
+    return removed
+
+
+def _latest_step(root: Path) -> int | None:
+    try:
+        name = (root / "latest").read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _write_manifest(folder: Path) -> None:
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files}
+    text = json.dumps({"format": FORMAT, "files": sizes}, indent=1)
+    (folder / "manifest.json").write_text(text, encoding="utf-8")
+
+
+def _problem(folder: Path) -> str | None:
+    """Why this folder is not a whole checkpoint; None if it is."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        sizes: dict[str, int] = manifest["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its manifest cannot be read ({error})"
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def _named_parameters(policy: Policy) -> list[tuple[str, Tensor]]:
+    """In the optimizer's order."""
+    return [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
+
+
+def _optimizer_tensors(policy: Policy) -> dict[str, Tensor]:
+    out = {}
+    for name, parameter in _named_parameters(policy):
+        for key, value in policy.optimizer.state.get(parameter, {}).items():
+            out[f"{name}/{key}"] = value.detach().contiguous()
+    return out
+
+
+def _restore_optimizer(
+    policy: Policy, tensors: dict[str, Tensor], groups: list[dict[str, Any]]
+) -> None:
+    names = [name for name, _ in _named_parameters(policy)]
+    index = {name: k for k, name in enumerate(names)}
+    state: dict[int, dict[str, Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        name, key = full_name.rsplit("/", 1)
+        if name not in index:
+            raise StartupError(f"the optimizer's state names a parameter the model lacks: {name}")
+        state.setdefault(index[name], {})[key] = tensor
+    now = policy.optimizer.state_dict()["param_groups"]
+    merged = [group | saved for group, saved in zip(now, groups, strict=True)]
+    policy.optimizer.load_state_dict({"state": state, "param_groups": merged})
+
+
+def _state_document(policy: Policy, state: Mapping[str, Any]) -> str:
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in policy.optimizer.state_dict()["param_groups"]
+    ]
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    generators = {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+    }
+    document = {
+        "format": FORMAT,
+        "steps": policy.steps,
+        "optimizer": groups,
+        "generators": generators,
+        "state": dict(state),
+    }
+    return json.dumps(document, allow_nan=False)
+
+
+def _torch_generators() -> dict[str, Tensor]:
+    out = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        out |= {f"cuda.{k}": s for k, s in enumerate(torch.cuda.get_rng_state_all())}
+    return out
+
+
+def _restore_generators(tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
+    torch.set_rng_state(tensors["cpu"])
+    if torch.cuda.is_available():
+        for k in range(torch.cuda.device_count()):
+            if (key := f"cuda.{k}") in tensors:
+                torch.cuda.set_rng_state(tensors[key], k)
+    version, words, gauss = saved["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = saved["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))

@@ -1,0 +1,184 @@
+"""The policy loss over a flat list of trained tokens, and its presets.
+
+``L = -(1/N) sum_t w_t * min(rho_t A_t, clip(rho_t, 1 - eps_low, 1 + eps_high) A_t)`` with
+``rho = pi_theta / pi_prox`` and ``w = stop_grad(min(pi_prox / mu, C))``: PPO's clip
+(arXiv 1707.06347) around a proximal policy that differs from the behaviour policy mu
+(decoupled PPO, arXiv 2110.00641), asymmetric (DAPO, arXiv 2503.14476), truncated
+importance weights for what engine and trainer compute differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from any_agent.errors import ConfigError
+
+_LOG_RATIO_LIMIT = 20.0
+"""The mismatch is a gauge: one absurd token shall show, not turn it into infinity."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfig:
+    """The loss's constants.
+
+    ``eps_low`` and ``eps_high`` are the clip's distances from 1, ``is_cap`` is C,
+    ``kl_coef`` scales the penalty to a reference policy (0: no reference is needed).
+    """
+
+    eps_low: float = 0.2
+    eps_high: float = 0.28
+    is_cap: float = 5.0
+    kl_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eps_low <= 1 or self.eps_high < 0:
+            raise ConfigError("eps_low must lie in [0, 1] and eps_high must not be negative")
+        if self.is_cap <= 0 or self.kl_coef < 0:
+            raise ConfigError("is_cap must be positive and kl_coef must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """An algorithm: its loss, and whether advantages are divided by the deviation."""
+
+    loss: LossConfig = field(default_factory=LossConfig)
+    normalize_std: bool = True
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType({"grpo": Preset()})
+
+
+def preset(name: str) -> Preset:
+    """The preset of this name; ConfigError with the known ones if there is none."""
+    try:
+        return PRESETS[name]
+    except KeyError:
+        known = ", ".join(sorted(PRESETS))
+        raise ConfigError(f"no algorithm preset {name!r}; known: {known}") from None
+
+
+@dataclass(slots=True)
+class LossStats:
+    """Sums over trained tokens, so that micro-batches and ranks add up exactly.
+
+    Means come out of :meth:`means`. ``entropy`` is nan where it was not asked for.
+    """
+
+    tokens: int = 0
+    loss: float = 0.0
+    """Already divided by N: the parts of one batch add up to its loss."""
+    ratio: float = 0.0
+    clipped_low: float = 0.0
+    clipped_high: float = 0.0
+    weight: float = 0.0
+    is_capped: float = 0.0
+    mismatch: float = 0.0
+    kl: float = 0.0
+    entropy: float = 0.0
+
+    def __add__(self, other: LossStats) -> LossStats:
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return LossStats(*(a + b for a, b in pairs))
+
+    def means(self) -> dict[str, float]:
+        """``loss`` and ``tokens`` as they are, everything else per trained token.
+
+        ``mismatch`` is ``E[r - log r - 1]``, r = pi_prox / mu: how far the engine's
+        log-probabilities are from the trainer's (an estimate of their KL divergence, nats).
+        """
+        n = max(self.tokens, 1)
+        whole = {"tokens": float(self.tokens), "loss": self.loss}
+        rest = (f.name for f in fields(self) if f.name not in whole)
+        return whole | {name: getattr(self, name) / n for name in rest}
+
+
+def policy_loss(
+    logprobs: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    *,
+    total_tokens: int,
+    config: LossConfig,
+    proximal: Tensor | None = None,
+    reference: Tensor | None = None,
+    entropies: Tensor | None = None,
+    place: Callable[[int], str] = "trained token {}".format,
+) -> tuple[Tensor, LossStats]:
+    """The loss's share of these tokens, a scalar to call ``backward`` on, and its statistics.
+
+    All tensors are float, shape [n], one entry per trained token, natural logarithms:
+    ``logprobs`` of pi_theta (with gradient), ``behaviour`` of mu as recorded, ``proximal`` of
+    pi_prox (default: ``logprobs`` without gradient, right for one optimizer step per batch),
+    ``reference`` of the policy that ``kl_coef`` ties to. ``total_tokens`` is N, the trained tokens
+    of **all** micro-batches and ranks: shares are to be summed, over ranks too.
+
+    The KL penalty is ``kl_coef * mean(exp(d) - d - 1)``, d = reference - logprobs
+    (http://joschu.net/blog/kl-approx.html); the importance weight does not apply to it, as in TRL.
+
+    Raises ValueError on shapes that do not match or a missing reference, FloatingPointError with
+    the token's ``place`` where anything that goes in, or the loss of a token, is not finite.
+    """
+    if config.kl_coef and reference is None:
+        raise ValueError("kl_coef needs the reference policy's log-probabilities")
+    if total_tokens < max(1, logprobs.numel()):
+        raise ValueError(f"N = {total_tokens} is less than the {logprobs.numel()} tokens given")
+    given = {
+        "log-probability": logprobs,
+        "behaviour log-probability": behaviour,
+        "advantage": advantages,
+        "proximal log-probability": proximal,
+        "reference log-probability": reference,
+    }
+    for name, values in given.items():
+        if values is not None:
+            if values.shape != logprobs.shape:
+                raise ValueError(f"{name}: shape {tuple(values.shape)} is not that of logprobs")
+            _require_finite(name, values, place)
+
+    fixed = logprobs.detach() if proximal is None else proximal.detach()
+    ratio = torch.exp(logprobs - fixed)
+    _require_finite("ratio", ratio, place)
+    clipped = ratio.clamp(1 - config.eps_low, 1 + config.eps_high)
+    raw_weight = torch.exp(fixed - behaviour)
+    weight = raw_weight.clamp(max=config.is_cap)
+    per_token = -weight * torch.min(ratio * advantages, clipped * advantages)
+    kl = torch.zeros_like(per_token)
+    if reference is not None:
+        distance = reference.detach() - logprobs
+        kl = torch.exp(distance) - distance - 1
+        per_token = per_token + config.kl_coef * kl
+    _require_finite("loss", per_token, place)
+    loss = per_token.sum() / total_tokens
+
+    with torch.no_grad():
+        log_r = (fixed - behaviour).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+        low = (ratio < 1 - config.eps_low) & (advantages < 0)
+        high = (ratio > 1 + config.eps_high) & (advantages > 0)
+        stats = LossStats(
+            tokens=logprobs.numel(),
+            loss=float(loss.detach()),
+            ratio=float(ratio.sum()),
+            clipped_low=float(low.sum()),
+            clipped_high=float(high.sum()),
+            weight=float(weight.sum()),
+            is_capped=float((raw_weight > config.is_cap).sum()),
+            mismatch=float((torch.exp(log_r) - log_r - 1).sum()),
+            kl=float(kl.sum()),
+            entropy=float("nan") if entropies is None else float(entropies.sum()),
+        )
+    return loss, stats
+
+
+def _require_finite(name: str, values: Tensor, place: Callable[[int], str]) -> None:
+    bad = ~torch.isfinite(values.detach())
+    if bool(bad.any()):
+        k = int(bad.nonzero()[0])
+        count = int(bad.sum())
+        raise FloatingPointError(
+            f"the {name} at {place(k)} is {float(values[k])} ({count} of {values.numel()} tokens)"
+        )

@@ -1,0 +1,175 @@
+"""From interactions to micro-batches: padding, splitting, the staleness mask, and the shift.
+
+An interaction's tensors have shape [seq_len], a batch's [batch, seq_len], padded on the right:
+
+================  =========  =========================================================
+``input_ids``     int32      prompt, then output (possibly several outputs: concat rows)
+``loss_mask``     int32      1 on the tokens to train on
+``logprobs``      float32    behaviour log-probabilities, nats; 0 on prompts
+``versions``      int32      the weights that sampled the token; -1 on prompts and padding
+``attention_mask``  bool     False on padding
+``rewards``       float32    scalar, per batch [batch]
+``advantages``    float32    scalar, per batch [batch]
+``temperatures``  float32    scalar, per batch [batch]; what the tokens were sampled at
+================  =========  =========================================================
+
+Everything is **unshifted**: entry t of every tensor speaks of token t. That token t is predicted
+at position t - 1 is known in one place, :attr:`TrainedTokens.sources`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Row: TypeAlias = dict[str, Tensor]
+"""One interaction's tensors, [seq_len] or scalar."""
+Batch: TypeAlias = dict[str, Tensor]
+"""Padded rows: [batch, seq_len] or [batch]."""
+
+_PADDING: Mapping[str, int] = {"versions": -1}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTokens:
+    """Where a batch's n trained tokens lie, row by row. All tensors int64, shape [n]."""
+
+    rows: Tensor
+    positions: Tensor
+    """Of the token itself."""
+    labels: Tensor
+
+    @property
+    def sources(self) -> Tensor:
+        """The position whose hidden state predicts the token: the one before it."""
+        return self.positions - 1
+
+    def __len__(self) -> int:
+        return self.rows.numel()
+
+    def gather(self, per_token: Tensor) -> Tensor:
+        """The entries [n] of an unshifted [batch, seq_len] tensor."""
+        return per_token[self.rows, self.positions]
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """A [batch] tensor's entry for each token: [n]."""
+        return per_row[self.rows]
+
+    def place(self, k: int) -> str:
+        """Where token k lies, for an error message."""
+        return f"row {int(self.rows[k])}, position {int(self.positions[k])}"
+
+
+def trained_tokens(batch: Batch) -> TrainedTokens:
+    """Find the tokens that enter the loss: ``loss_mask`` is 1.
+
+    Raises ValueError where a batch cannot be trained on: padding on the left or inside a row,
+    a loss on padding, or on a row's first token, which nothing predicts.
+    """
+    mask, attention = batch["loss_mask"].bool(), batch["attention_mask"].bool()
+    if bool((attention[:, 1:] & ~attention[:, :-1]).any()):
+        raise ValueError("rows must be padded on the right only")
+    if bool((mask & ~attention).any()):
+        raise ValueError("the loss mask covers padding")
+    if bool(mask[:, :1].any()):
+        raise ValueError("a row's first token has no predecessor to be predicted from")
+    rows, positions = mask.nonzero(as_tuple=True)
+    return TrainedTokens(rows, positions, batch["input_ids"][rows, positions].long())
+
+
+def count_trained(rows: Sequence[Row | Batch]) -> int:
+    """N of the loss, for these rows."""
+    return sum(int(row["loss_mask"].sum()) for row in rows)
+
+
+def with_training_signal(row: Row, *, advantage: float, temperature: float) -> Row:
+    """The row plus what the loss needs to know of it."""
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature}: greedy tokens have no behaviour probability")
+    return row | {
+        "advantages": torch.tensor(advantage, dtype=torch.float32),
+        "temperatures": torch.tensor(temperature, dtype=torch.float32),
+    }
+
+
+def concat_padded_tensors(tensors: Sequence[Row | Batch]) -> Batch:
+    """Put interactions ([seq_len]) or batches ([batch, seq_len]) into one batch, padded right.
+
+    Padding is 0, and -1 for ``versions``. Scalars become [batch]. Raises ValueError if nothing is
+    given or if the keys differ.
+    """
+    if not tensors:
+        raise ValueError("nothing to concatenate")
+    batches = [_as_batch(t) for t in tensors]
+    keys = batches[0].keys()
+    for k, batch in enumerate(batches):
+        if batch.keys() != keys:
+            odd = ", ".join(sorted(batch.keys() ^ keys))
+            raise ValueError(f"item {k} and item 0 differ in their keys: {odd}")
+    length = max(batch["input_ids"].shape[1] for batch in batches)
+    return {key: torch.cat([_pad(key, batch[key], length) for batch in batches]) for key in keys}
+
+
+def _as_batch(tensors: Row | Batch) -> Batch:
+    if tensors["input_ids"].ndim == 2:
+        return tensors
+    return {key: tensor.unsqueeze(0) for key, tensor in tensors.items()}
+
+
+def _pad(key: str, tensor: Tensor, length: int) -> Tensor:
+    if tensor.ndim == 1:
+        return tensor
+    missing = length - tensor.shape[1]
+    value = _PADDING.get(key, 0)
+    return functional.pad(tensor, (0, missing), value=value) if missing else tensor
+
+
+def micro_batches(rows: Sequence[Row], token_budget: int) -> list[Batch]:
+    """Split rows into batches of at most ``token_budget`` padded tokens, longest first.
+
+    Sorted by length, so that little is padded; longest first, so that memory runs out at once or
+    never. Rows with nothing to train on are left out. A row above the budget stands alone: it is
+    never cut.
+    """
+    if token_budget < 1:
+        raise ValueError("the token budget must be positive")
+    wanted = [row for row in rows if bool(row["loss_mask"].any())]
+    wanted.sort(key=lambda row: row["input_ids"].shape[0], reverse=True)
+    out: list[list[Row]] = []
+    for row in wanted:
+        if out and (len(out[-1]) + 1) * out[-1][0]["input_ids"].shape[0] <= token_budget:
+            out[-1].append(row)
+        else:
+            out.append([row])
+    return [concat_padded_tensors(part) for part in out]
+
+
+def mask_stale(row: Row, *, step_of_version: Mapping[int, int], step: int, eta: int) -> Row:
+    """Take tokens older than ``eta`` optimizer steps out of the loss; the row itself is kept.
+
+    ``step`` counts the optimizer steps made so far, ``step_of_version`` says after how many a
+    version was published: its tokens' age is the difference. Tokens of a later step than ``step``
+    (sampled by a history that a resume gave up) have a negative age and stay; their importance
+    weight is capped as any other's.
+
+    To be called after scores, baselines and advantages are computed. Works on rows and batches.
+    Raises ValueError for a trained token whose version is not in ``step_of_version``.
+    """
+    mask, versions = row["loss_mask"], row["versions"]
+    trained = mask.bool()
+    stale = torch.zeros_like(trained)
+    for version in sorted(set(versions[trained].tolist())):
+        if version not in step_of_version:
+            raise ValueError(f"no step is recorded for weight version {version}")
+        if _too_old(step - step_of_version[version], eta):
+            stale |= trained & (versions == version)
+    return row | {"loss_mask": mask.masked_fill(stale, 0)}
+
+
+def _too_old(age: int, eta: int) -> bool:
+    return age > eta

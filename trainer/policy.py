@@ -1,0 +1,288 @@
+"""The model being trained: log-probabilities of trained tokens, and optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from any_agent.errors import ConfigError, StartupError
+from trainer.loss import LossConfig, LossStats, policy_loss
+from trainer.packing import Batch, TrainedTokens, trained_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """How the policy is held and optimised.
+
+    ``head_chunk`` is the number of trained tokens whose logits [head_chunk, vocab] exist at a
+    time, forward and backward. ``threads`` None leaves torch's choice; one is best for tiny
+    models. ``attention`` is transformers' ``attn_implementation``.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    head_chunk: int = 1024
+    attention: str = "sdpa"
+    gradient_checkpointing: bool = False
+    device: str = "cpu"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.head_chunk < 1 or self.grad_clip <= 0:
+            raise ConfigError("head_chunk and grad_clip must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What the policy says of a batch's n trained tokens: float, shape [n], nats."""
+
+    tokens: TrainedTokens
+    logprobs: Tensor
+    entropies: Tensor | None
+    """Without gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step. ``grad_norm`` is the global L2 norm before clipping."""
+
+    stats: LossStats
+    grad_norm: float
+    micro_batches: int
+
+
+class Policy:
+    """A causal language model, its AdamW, and how many optimizer steps it has made.
+
+    ``model`` is a transformers causal LM, its parameters the float32 master copy. Dropout is off:
+    the policy trained must be the one that sampled. Nothing in here draws random numbers: the same
+    weights, optimizer state and batches give the same step, bit for bit (on one kind of machine).
+    """
+
+    def __init__(self, model: Any, config: PolicyConfig | None = None) -> None:
+        self.config = config or PolicyConfig()
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
+        self.model: Any = model
+        self.model.to(self.config.device).eval()
+        _switch_dropout_off(self.model)
+        if self.config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            # transformers checkpoints in training mode only; dropout is already off.
+            self.model.train()
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.model.parameters() if p.requires_grad],
+            lr=self.config.lr,
+            betas=self.config.betas,
+            eps=self.config.eps,
+            weight_decay=self.config.weight_decay,
+        )
+        self.steps = 0
+        self._require_plain_head()
+
+    @classmethod
+    def load(cls, source: str | Path, config: PolicyConfig | None = None) -> Policy:
+        """From a local folder or a hub name, safetensors only, in float32.
+
+        Raises StartupError where weights are missing: transformers would draw them at random.
+        """
+        from transformers import AutoModelForCausalLM
+
+        config = config or PolicyConfig()
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(source),
+            dtype=torch.float32,
+            use_safetensors=True,
+            attn_implementation=config.attention,
+            output_loading_info=True,
+        )
+        wrong = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
+        if wrong:
+            raise StartupError(f"{source}: weights are missing or misshapen: {', '.join(wrong)}")
+        return cls(model, config)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.config.device)
+
+    def set_lr(self, lr: float) -> None:
+        """For schedules: the rate of the next steps."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def token_logprobs(
+        self, batch: Batch, temperature: float | Tensor = 1.0, *, entropy: bool = False
+    ) -> TokenLogprobs:
+        """``log_softmax(logits / T)`` of every trained token; if asked, the entropies as well.
+
+        ``temperature`` is one for all or [batch]. The head runs only where the next token is
+        trained, chunk by chunk, and again in the backward pass, so that [tokens, vocab] logits
+        never exist at once. At least float32, whatever the model computes in.
+        """
+        tokens = trained_tokens(batch)
+        per_row = torch.as_tensor(temperature, device=batch["input_ids"].device)
+        per_row = per_row.expand(batch["input_ids"].shape[0])
+        if not bool((per_row > 0).all()):
+            raise ValueError("temperatures must be positive: greedy tokens cannot be trained on")
+        # Right padding and causal attention: no trained token sees padding, so no mask is needed,
+        # and sdpa takes its causal path instead of a dense [seq_len, seq_len] one.
+        hidden = self.model.base_model(
+            input_ids=batch["input_ids"].long(), use_cache=False
+        ).last_hidden_state
+        selected = hidden[tokens.rows, tokens.sources]
+        return self._head(tokens, selected, tokens.spread(per_row), entropy)
+
+    def _head(
+        self, tokens: TrainedTokens, hidden: Tensor, temperatures: Tensor, entropy: bool
+    ) -> TokenLogprobs:
+        head = self.model.get_output_embeddings()
+        chunk = self.config.head_chunk
+        logprobs, entropies = [], []
+        parts = (hidden, tokens.labels, temperatures)
+        for h, labels, t in zip(*(torch.split(part, chunk) for part in parts), strict=True):
+            arguments = (h, head.weight, getattr(head, "bias", None), labels, t, entropy)
+            if torch.is_grad_enabled():
+                lp, ent = checkpoint(
+                    _label_logprobs, *arguments, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                lp, ent = _label_logprobs(*arguments)
+            logprobs.append(lp)
+            entropies.append(ent)
+        if not len(tokens):
+            empty = hidden.new_zeros(0)
+            return TokenLogprobs(tokens, empty, empty if entropy else None)
+        return TokenLogprobs(tokens, torch.cat(logprobs), torch.cat(entropies) if entropy else None)
+
+    def step(
+        self,
+        batches: Sequence[Batch],
+        total_tokens: int,
+        config: LossConfig | None = None,
+        *,
+        entropy: bool = False,
+        reference: Policy | None = None,
+    ) -> StepResult:
+        """One optimizer step over all micro-batches: accumulate, clip, update.
+
+        ``batches`` carry ``advantages`` and ``temperatures``; ``total_tokens`` is N over all
+        micro-batches and ranks. pi_prox is the policy before the step. The result does not depend
+        on how rows are split into batches, but for rounding.
+
+        Raises FloatingPointError, the weights untouched, where a log-probability, the loss or the
+        gradient is not finite.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            stats = self.accumulate(
+                batches, total_tokens, config or LossConfig(), entropy=entropy, reference=reference
+            )
+            norm = float(
+                nn.utils.clip_grad_norm_(
+                    [p for p in self.model.parameters() if p.requires_grad], self.config.grad_clip
+                )
+            )
+            if not math.isfinite(norm):
+                raise FloatingPointError(f"the gradient's norm is {norm} at step {self.steps}")
+            self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return StepResult(stats, norm, len(batches))
+
+    def accumulate(
+        self,
+        batches: Sequence[Batch],
+        total_tokens: int,
+        config: LossConfig,
+        *,
+        entropy: bool = False,
+        reference: Policy | None = None,
+    ) -> LossStats:
+        """Add the gradient of every micro-batch's share of the loss to the parameters' ``grad``."""
+        stats = LossStats()
+        for k, batch in enumerate(batches):
+            loss, part = self._loss(k, batch, total_tokens, config, entropy, reference)
+            loss.backward()  # type: ignore[no-untyped-call]
+            stats = stats + part
+        return stats
+
+    def _loss(
+        self,
+        k: int,
+        batch: Batch,
+        total_tokens: int,
+        config: LossConfig,
+        entropy: bool,
+        reference: Policy | None,
+    ) -> tuple[Tensor, LossStats]:
+        batch = {key: tensor.to(self.device) for key, tensor in batch.items()}
+        now = self.token_logprobs(batch, batch["temperatures"], entropy=entropy)
+        ref = None
+        if reference is not None and config.kl_coef:
+            with torch.no_grad():
+                ref = reference.token_logprobs(batch, batch["temperatures"]).logprobs
+        return policy_loss(
+            now.logprobs,
+            now.tokens.gather(batch["logprobs"]),
+            now.tokens.spread(batch["advantages"]),
+            total_tokens=total_tokens,
+            config=config,
+            reference=ref,
+            entropies=now.entropies,
+            place=lambda i: f"micro-batch {k}, {now.tokens.place(i)}",
+        )
+
+    def _require_plain_head(self) -> None:
+        """Some models bend their logits after the head (soft caps, scales); they would be wrong."""
+        head = self.model.get_output_embeddings()
+        ids = torch.arange(1, 5, device=self.device)[None] % head.weight.shape[0]
+        with torch.no_grad():
+            whole = self.model(input_ids=ids, use_cache=False).logits
+            parts = head(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+        bent = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+        if bent or not torch.allclose(whole, parts, rtol=1e-6, atol=1e-6):
+            raise StartupError(
+                f"{type(self.model).__name__} changes its logits after the output head; "
+                "such models cannot be trained yet"
+            )
+
+
+def _label_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperatures: Tensor,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """One chunk: log-softmax(logits / T) [n] of the labels, and the distributions' entropies."""
+    logits = functional.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits / temperatures.to(logits.dtype)[:, None]
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, labels[:, None])[:, 0] - normaliser
+    if not entropy:
+        return logprobs, None
+    with torch.no_grad():
+        entropies = normaliser - (logits.softmax(-1) * logits).sum(-1)
+    return logprobs, entropies
+
+
+def _switch_dropout_off(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - mypy takes it for a tensor
