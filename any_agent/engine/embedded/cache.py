@@ -30,28 +30,22 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         slots = self.slots
-        if (
-            self.keys is None
-            or self.keys.shape[0] < slots.rows
-            or self.keys.shape[2] < slots.columns
-        ):
-            self.keys = _grown(self.keys, key_states, slots.rows, slots.columns)
-            self.values = _grown(self.values, value_states, slots.rows, slots.columns)
-            self.is_initialized = True
+        keys = self.keys = _grown(self.keys, key_states, slots)
+        values = self.values = _grown(self.values, value_states, slots)
         if slots.prefill_at is not None:
             n, _, length, _ = key_states.shape
             rows = slice(slots.prefill_at, slots.prefill_at + n)
-            self.keys[rows, :, :length] = key_states
-            self.values[rows, :, :length] = value_states
+            keys[rows, :, :length] = key_states
+            values[rows, :, :length] = value_states
             return key_states, value_states
         n, end = slots.active, slots.longest + 1
         if slots.mask_now is None:  # all rows are equally long
-            self.keys[:n, :, end - 1] = key_states[:, :, 0]
-            self.values[:n, :, end - 1] = value_states[:, :, 0]
+            keys[:n, :, end - 1] = key_states[:, :, 0]
+            values[:n, :, end - 1] = value_states[:, :, 0]
         else:
-            self.keys[slots.row_index, :, slots.length_index] = key_states[:, :, 0]
-            self.values[slots.row_index, :, slots.length_index] = value_states[:, :, 0]
-        return self.keys[:n, :, :end], self.values[:n, :, :end]
+            keys[slots.row_index, :, slots.length_index] = key_states[:, :, 0]
+            values[slots.row_index, :, slots.length_index] = value_states[:, :, 0]
+        return keys[:n, :, :end], values[:n, :, :end]
 
     def get_seq_length(self) -> int:
         return 0 if self.slots.prefill_at is not None else self.slots.longest
@@ -60,8 +54,10 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
         return self.get_seq_length() + query_length, 0
 
 
-def _grown(old: Tensor | None, like: Tensor, rows: int, columns: int) -> Tensor:
-    new = like.new_zeros((rows, like.shape[1], columns, like.shape[3]))
+def _grown(old: Tensor | None, like: Tensor, slots: SlotCache) -> Tensor:
+    if old is not None and old.shape[0] >= slots.rows and old.shape[2] >= slots.columns:
+        return old
+    new = like.new_zeros((slots.rows, like.shape[1], slots.columns, like.shape[3]))
     if old is not None:
         new[: old.shape[0], :, : old.shape[2]] = old
     return new

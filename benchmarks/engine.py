@@ -1,0 +1,190 @@
+"""The embedded engine against ``model.generate``: ``python benchmarks/engine.py``.
+
+The same prompts (128 tokens) and 64 new tokens each, sampled at temperature 1, end-of-text ignored,
+one thread for the model, a random model of 0.85 M parameters. ``generate`` gets all prompts as one
+batch, which is its best case; the engine gets them as separate requests at the same time, in one
+process and over HTTP (a server in its own process). Rounds are interleaved and the medians shown,
+because machines are noisy. CPU seconds are of all threads of the engine's process; over HTTP the
+client's are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+PROMPT, NEW = 128, 64
+Round = Callable[[list[list[int]]], Awaitable[tuple[float, float]]]
+"""Prompts to seconds of wall time and of CPU time."""
+
+
+def prompts(n: int, seed: int) -> list[list[int]]:
+    import random
+
+    rng = random.Random(seed)
+    return [[rng.randrange(4, 370) for _ in range(PROMPT)] for _ in range(n)]
+
+
+def peer(model: Any) -> Round:
+    import torch
+
+    async def run(batch: list[list[int]]) -> tuple[float, float]:
+        ids = torch.tensor(batch)
+        wall, cpu = time.perf_counter(), time.process_time()
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                min_new_tokens=NEW,
+                max_new_tokens=NEW,
+            )
+        assert out.shape[1] == PROMPT + NEW
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    return run
+
+
+def in_process(engine: Any) -> Round:
+    from any_agent.types import GenerationHyperparameters, ModelRequest
+
+    config = GenerationHyperparameters(max_new_tokens=NEW, ignore_eos=True)
+
+    async def one(i: int, ids: list[int]) -> None:
+        generation = engine.submit(ModelRequest(f"r{i}", ids, config), stream=False)
+        await generation.finished()
+        assert len(generation.request.output_ids) == NEW
+
+    async def run(batch: list[list[int]]) -> tuple[float, float]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        await asyncio.gather(*(one(i, ids) for i, ids in enumerate(batch)))
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    return run
+
+
+def over_http(session: Any, url: str, pid: int, *, stream: bool) -> Round:
+    import orjson
+    import psutil
+
+    process = psutil.Process(pid)
+    sampling = {"max_new_tokens": NEW, "ignore_eos": True, "temperature": 1.0}
+
+    async def one(ids: list[int]) -> None:
+        body = {
+            "input_ids": ids,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "stream": stream,
+        }
+        async with session.post(f"{url}/generate", data=orjson.dumps(body)) as response:
+            assert response.status == 200
+            if not stream:
+                assert len((await response.json())["output_ids"]) == NEW
+                return
+            async for _ in response.content:
+                pass
+
+    def cpu_now() -> float:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+
+    async def run(batch: list[list[int]]) -> tuple[float, float]:
+        wall, cpu = time.perf_counter(), cpu_now()
+        await asyncio.gather(*(one(ids) for ids in batch))
+        return time.perf_counter() - wall, cpu_now() - cpu
+
+    return run
+
+
+async def measure(args: argparse.Namespace, directory: str) -> None:
+    import aiohttp
+
+    from any_agent.demo.model import save_tiny_model
+    from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
+
+    path = save_tiny_model(Path(directory) / "model", hidden_size=128, layers=5)
+    options = EngineOptions(max_running_requests=max(args.concurrency))
+    command = [sys.executable, "-m", "any_agent.engine.embedded", "--model-path", str(path)]
+    command += ["--port", "0", "--incremental-streaming-output"]
+    server = subprocess.Popen(  # noqa: ASYNC220
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[-1]
+        async with (
+            EmbeddedEngine.load(str(path), options) as engine,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+        ):
+            parameters = sum(p.numel() for p in engine.loaded.model.parameters())
+            print(f"{parameters / 1e6:.2f} M parameters, prompt {PROMPT} + {NEW} new tokens")
+            # Its own copy: the engine's model belongs to the engine's thread.
+            copy = EmbeddedEngine.load(str(path)).loaded.model
+            rounds = {
+                "model.generate": peer(copy),
+                "engine, in process": in_process(engine),
+                "engine, HTTP": over_http(session, url, server.pid, stream=False),
+                "engine, HTTP stream": over_http(session, url, server.pid, stream=True),
+            }
+            for n in args.concurrency:
+                await table(rounds, n, args.rounds)
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+async def table(rounds: dict[str, Round], n: int, repeats: int) -> None:
+    walls: dict[str, list[float]] = defaultdict(list)
+    cpus: dict[str, list[float]] = defaultdict(list)
+    # Small batches end soon: do several in a row, so that the clocks' steps do not matter.
+    inner = max(1, 8 // n)
+    for repeat in range(repeats + 1):
+        for name, run in rounds.items():
+            wall = cpu = 0.0
+            for i in range(inner):
+                w, c = await run(prompts(n, seed=100 * repeat + i))
+                wall, cpu = wall + w, cpu + c
+            if repeat:  # the first one warms up
+                walls[name].append(wall / inner)
+                cpus[name].append(cpu / inner)
+    base = statistics.median(walls["model.generate"])
+    print(f"\n{n:>3} concurrent          tokens/s   ratio   CPU s per 1k tokens")
+    for name in rounds:
+        wall, cpu = statistics.median(walls[name]), statistics.median(cpus[name])
+        tokens = n * NEW
+        print(f"{name:<22} {tokens / wall:>9.0f}  {base / wall:>6.2f}   {1000 * cpu / tokens:>8.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    args = parser.parse_args()
+
+    import torch
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(measure(args, directory))
+
+
+if __name__ == "__main__":
+    main()
