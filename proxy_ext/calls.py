@@ -23,12 +23,23 @@ class Call:
         self._items: asyncio.Queue[Completed | AnyAgentError] = asyncio.Queue()
         self._recording = False
         self._aborted: str | None = None
+        self._completion: Completion | None = None
 
     def abort(self, reason: str) -> None:
         """Cancel the generation; without effect once the answer is being recorded."""
         if self.task is not None and not self._recording and not self.task.done():
             self._aborted = reason
             self.task.cancel()
+
+    def client_left(self) -> None:
+        """Nobody waits for the answer any more."""
+        self.abort("the client left")
+
+    async def result(self) -> Completion | None:
+        """The durable completion once the call has ended; None if it failed or was aborted."""
+        if self.task is not None:
+            await asyncio.wait([self.task], timeout=60)
+        return self._completion
 
     async def items(self) -> AsyncGenerator[Completed]:
         """What the call produces, in order; raises what it failed with."""
@@ -48,6 +59,7 @@ class Call:
                 if isinstance(item, Completion) and session is not None:
                     self._recording = True
                     await sessions.record(session, item.interaction, item.key)
+                    self._completion = item
                 self._items.put_nowait(item)
         except asyncio.CancelledError:
             self._items.put_nowait(SessionClosed(self._aborted or "the service is stopping"))

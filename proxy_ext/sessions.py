@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -242,9 +243,7 @@ class Sessions:
         wait = min(body.wait, self.config.max_wait)
         if body.group_id is None and body.task_id is None:
             if body.group_size not in (None, 1):
-                raise InvalidRequest(
-                    "group_size needs a group_id or a task_id", param="group_size"
-                )
+                raise InvalidRequest("group_size needs a group_id or a task_id", param="group_size")
             ticket = self.admission.ask(1)
             try:
                 granted = await ticket.wait(wait)
@@ -416,20 +415,24 @@ class Sessions:
         owner: str | None = None,
     ) -> None:
         """Move sessions at once; one write."""
-        chosen = list(sessions)
+        chosen = sorted(sessions, key=lambda session: session.id)
         reasons = reasons or {}
-        by_reason: dict[str | None, list[str]] = {}
-        for session in chosen:
-            if state not in TRANSITIONS[session.state]:
-                raise Conflict(f"session {session.id} is {session.state}, not ready for {state}")
-            by_reason.setdefault(reasons.get(session.id), []).append(session.id)
-        await self.journal.commit(
-            *(SetState(tuple(ids), state, why, owner) for why, ids in by_reason.items())
-        )
-        for session in chosen:
-            session.row = replace(
-                session.row, state=state, owner=owner, reason=reasons.get(session.id)
+        async with AsyncExitStack() as locks:
+            # In the order of their ids, so that two callers cannot wait for each other.
+            for session in chosen:
+                await locks.enter_async_context(session.lock)
+            by_reason: dict[str | None, list[str]] = {}
+            for session in chosen:
+                if state not in TRANSITIONS.get(session.state, ()):
+                    raise Conflict(f"session {session.id} is {session.state}; it cannot be {state}")
+                by_reason.setdefault(reasons.get(session.id), []).append(session.id)
+            await self.journal.commit(
+                *(SetState(tuple(ids), state, why, owner) for why, ids in by_reason.items())
             )
+            for session in chosen:
+                session.row = replace(
+                    session.row, state=state, owner=owner, reason=reasons.get(session.id)
+                )
         await self._changed(chosen)
 
     async def _changed(self, sessions: Iterable[Session]) -> None:

@@ -68,9 +68,7 @@ Completed = Delta | Completion
 class Completer:
     """Turns chat calls into completions of one engine with one chat format."""
 
-    def __init__(
-        self, engine: InferenceEngine, chat: ChatFormat, *, context_length: int
-    ) -> None:
+    def __init__(self, engine: InferenceEngine, chat: ChatFormat, *, context_length: int) -> None:
         self.engine = engine
         self.chat = chat
         self.context_length = context_length
@@ -80,7 +78,6 @@ class Completer:
 
         Raises TemplateError, ContextLengthExceeded or InvalidRequest; nothing is recorded.
         """
-        self.chat.validate(call.messages)
         keys = chain_keys(call.messages, call.tools)
         prompt, parent_id, covered, how, reason = self._prompt(call, keys, tree)
         room = self.context_length - len(prompt)

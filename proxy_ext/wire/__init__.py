@@ -1,1 +1,1 @@
-
+"""The public APIs' shapes over `any_agent.completions`."""

@@ -1,0 +1,84 @@
+"""One rank's proxy process: ``python -m proxy_ext --config FILE --rank 0 --engine-url URL ...``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import sys
+
+from any_agent.config import load_config
+from any_agent.errors import AnyAgentError, ConfigError
+from any_agent.logs import set_up_logging
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m proxy_ext", description="One rank's proxy.")
+    parser.add_argument("--config", required=True, help="the run's resolved YAML")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--engine-url", required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--public-url", default=None)
+    args = parser.parse_args()
+    try:
+        config = load_config(args.config)
+        set_up_logging(config.log_level)
+        listener = _listen(args.host, args.port)
+        return _serve(config, args, listener)
+    except AnyAgentError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bind before anything slow, so that a port in use is known at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; stop what uses it or set "
+            "server.port (0 picks a free one)"
+        ) from None
+    return listener
+
+
+def _serve(config: object, args: argparse.Namespace, listener: socket.socket) -> int:
+    import uvicorn
+
+    from any_agent.config import Config
+    from proxy_ext.app import create_app
+    from proxy_ext.service import load_chat
+
+    assert isinstance(config, Config)
+    host, port = listener.getsockname()[:2]
+    app = create_app(
+        config,
+        load_chat(config),
+        rank=args.rank,
+        engine_url=args.engine_url,
+        public_url=args.public_url or f"http://{host}:{port}",
+    )
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            loop="uvloop",
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=5,
+            timeout_keep_alive=75,
+            backlog=2048,
+        )
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    server.run(sockets=[listener])
+    return 0 if server.started else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

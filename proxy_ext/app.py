@@ -1,0 +1,141 @@
+"""One rank's app: our routes first, LiteLLM's proxy app behind an allowlist, one process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from any_agent.chat import ChatFormat
+from any_agent.config import Config
+from any_agent.errors import AnyAgentError, InvalidRequest, NotFound
+from proxy_ext import litellm_shim, rl
+from proxy_ext.front import Front
+from proxy_ext.service import Service, open_service
+from proxy_ext.wire.chat import chat_completions
+from proxy_ext.wire.http import JSONResponse
+from proxy_ext.wire.models import list_models
+
+log = logging.getLogger(__name__)
+
+
+def create_app(
+    config: Config,
+    chat: ChatFormat,
+    *,
+    rank: int,
+    engine_url: str,
+    public_url: str,
+    litellm_app: Any | None = None,
+) -> Front:
+    """The ASGI app of a rank. ``litellm_app``: only tests pass another one."""
+    litellm_app = litellm_app if litellm_app is not None else litellm_shim.load_app()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(litellm_shim.lifespan(litellm_app))
+            service = await stack.enter_async_context(
+                open_service(config, chat, rank=rank, engine_url=engine_url, public_url=public_url)
+            )
+            app.state.service = service
+            yield
+
+    app = FastAPI(
+        title="any-agent",
+        summary="Makes any OpenAI-compatible agent trainable by reinforcement learning.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.include_router(rl.router)
+    _add_model_routes(app)
+    _add_health_routes(app)
+    _add_error_handlers(app)
+    return Front(
+        app,
+        litellm_app,
+        max_body_bytes=config.server.max_body_bytes,
+        body_timeout=config.server.client_timeout,
+        loopback_only=config.server.admin_key is None,
+    )
+
+
+def _add_model_routes(app: FastAPI) -> None:
+    async def chat(request: Request) -> Response:
+        return await chat_completions(_service(request), request)
+
+    async def models(request: Request) -> Response:
+        return JSONResponse(list_models(_service(request)))
+
+    # Clients differ in whether their base URL ends in /v1.
+    for prefix in ("/v1", ""):
+        schema = bool(prefix)
+        app.add_api_route(
+            f"{prefix}/chat/completions", chat, methods=["POST"], include_in_schema=schema
+        )
+        app.add_api_route(f"{prefix}/models", models, methods=["GET"], include_in_schema=schema)
+
+
+def _add_health_routes(app: FastAPI) -> None:
+    @app.get("/healthz")
+    async def healthz(request: Request) -> dict[str, Any]:
+        """The process lives; what it is doing."""
+        return {"status": "ok", **rl.stats(_service(request))}
+
+    @app.get("/readyz")
+    async def readyz(request: Request) -> dict[str, Any]:
+        """The engine answers too; 503 otherwise."""
+        service = _service(request)
+        await service.engine.info()
+        return {"status": "ready", "version": service.run.version}
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def known(_: Request, error: Exception) -> Response:
+        assert isinstance(error, AnyAgentError)
+        return _error_response(error)
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _error_response(_validation_error(error))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 404:
+            return _error_response(NotFound(f"there is no route {request.url.path[:200]}"))
+        return _error_response(InvalidRequest(str(error.detail)), error.status_code)
+
+    async def unknown(_: Request, error: Exception) -> Response:
+        return _error_response(AnyAgentError("the service failed; its log says why"))
+
+    app.add_exception_handler(AnyAgentError, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unknown)
+
+
+def _validation_error(error: RequestValidationError) -> InvalidRequest:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query"))
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        return InvalidRequest("the body is not valid JSON", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(f"unknown field {where}", param=where)
+    return InvalidRequest(f"{where}: {message}" if where else message, param=where or None)
+
+
+def _error_response(error: AnyAgentError, status: int | None = None) -> Response:
+    return JSONResponse(error.body(), status_code=status or error.status, headers=error.headers())
+
+
+def _service(request: Request) -> Service:
+    return rl.service_of(request)

@@ -1,0 +1,106 @@
+"""Who is calling: the operator (admin key), or the holder of a session key."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from any_agent.errors import Forbidden, SessionMismatch, Unauthenticated
+from any_agent.keys import SESSION_KEY_PREFIX, KeySigner, SecretHash
+from proxy_ext.sessions import Session, Sessions
+
+SESSION_ID_PREFIX = "ses-"
+PREFIX_SCOPE_KEY = "any_agent.session_prefix"
+SESSION_HEADER = "x-any-agent-session"
+
+_NO_SESSION = (
+    "no session: POST /rl/v1/start_session gives an api_key; send it as the bearer token "
+    "(OPENAI_API_KEY), or in the path as /{api_key}/v1"
+)
+
+
+class Auth:
+    """Without an admin key (loopback only) everybody is the operator."""
+
+    def __init__(self, sessions: Sessions, admin_key: str | None) -> None:
+        self._sessions = sessions
+        self._signer: KeySigner = sessions.signer
+        self._admin = SecretHash(admin_key) if admin_key else None
+
+    @property
+    def open_mode(self) -> bool:
+        return self._admin is None
+
+    def is_admin(self, request: Request) -> bool:
+        bearer = bearer_of(request)
+        if self._admin is None:
+            return not bearer.startswith(SESSION_KEY_PREFIX)
+        return bool(bearer) and self._admin.matches(bearer)
+
+    def require_admin(self, request: Request) -> None:
+        """Unauthenticated without a key, Forbidden with one that does not suffice."""
+        if self.is_admin(request):
+            return
+        bearer = bearer_of(request)
+        if not bearer:
+            raise Unauthenticated("this route needs the admin key: Authorization: Bearer <key>")
+        if self._signer.verify(bearer) is not None:
+            raise Forbidden("a session key cannot use this route; it needs the admin key")
+        raise Unauthenticated("this key is not valid here")
+
+    async def session(self, request: Request, named: str | None = None) -> Session:
+        """The session a request is about; ``named`` is the one in its body or query.
+
+        Path prefix, else key, else header, else ``named``; two that disagree are refused.
+        """
+        session = await self.session_or_none(request, named)
+        if session is None:
+            raise Unauthenticated(_NO_SESSION, code="no_session")
+        return session
+
+    async def session_or_none(self, request: Request, named: str | None = None) -> Session | None:
+        """As `session`, but None where the operator names no session."""
+        prefix = request.scope.get(PREFIX_SCOPE_KEY)
+        others = [name for name in (request.headers.get(SESSION_HEADER), named) if name]
+        if prefix is not None:
+            # Behind a prefix other bearers ("DUMMY") mean nothing.
+            chosen = await self._named(prefix, trusted=self.open_mode)
+        else:
+            bearer = bearer_of(request)
+            if bearer.startswith(SESSION_KEY_PREFIX):
+                chosen = await self._named(bearer, trusted=False)
+            elif not self.is_admin(request):
+                raise Unauthenticated(
+                    _NO_SESSION if not bearer else "this key is not valid here", code="no_session"
+                )
+            elif others:
+                chosen = await self._named(others.pop(0), trusted=True)
+            else:
+                return None
+        for other in others:
+            if (await self._named(other, trusted=True)).id != chosen.id:
+                raise SessionMismatch(
+                    "the request names two different sessions (path, key, header or body)"
+                )
+        return chosen
+
+    async def _named(self, name: str, *, trusted: bool) -> Session:
+        """By key, or where ids are trusted by id."""
+        if name.startswith(SESSION_KEY_PREFIX):
+            lane = self._signer.verify(name)
+            session = await self._sessions.by_lane(lane.id) if lane is not None else None
+            if session is None:
+                raise Unauthenticated("this session key is not valid here")
+            return session
+        if not trusted:
+            raise Unauthenticated("a session is named by its key here, not by its id")
+        return await self._sessions.by_id(name)
+
+
+def bearer_of(request: Request) -> str:
+    """The key of `Authorization: Bearer` or `x-api-key`; two that differ are refused."""
+    found = [v.removeprefix("Bearer ").strip() for v in request.headers.getlist("authorization")]
+    found += request.headers.getlist("x-api-key")
+    keys = {key for key in found if key}
+    if len(keys) > 1:
+        raise SessionMismatch("the request carries two different keys")
+    return keys.pop() if keys else ""

@@ -1,0 +1,129 @@
+"""Everything one rank's proxy is made of, put together once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.completions import Completer
+from any_agent.config import Config
+from any_agent.engine import SGLangEngine
+from any_agent.errors import AnyAgentError
+from any_agent.keys import KeySigner
+from any_agent.rundir import RunDir
+from any_agent.types import GenerationHyperparameters
+from proxy_ext.auth import Auth
+from proxy_ext.calls import Calls
+from proxy_ext.journal import Journal, SQLiteJournal
+from proxy_ext.leases import Leases
+from proxy_ext.run_state import RunState
+from proxy_ext.sessions import Sessions
+
+log = logging.getLogger(__name__)
+
+_SWEEP_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The parts of a rank's proxy."""
+
+    config: Config
+    rank: int
+    public_url: str
+    journal: Journal
+    engine: SGLangEngine
+    completer: Completer
+    sampling: GenerationHyperparameters
+    """What train sessions are sampled with."""
+    sessions: Sessions
+    leases: Leases
+    calls: Calls
+    run: RunState
+    auth: Auth
+
+
+def load_chat(config: Config) -> ChatFormat:
+    """The policy's chat format; ConfigError when its template cannot be used."""
+    return load_chat_format(
+        config.model.path,
+        renderer=config.model.renderer,
+        enable_thinking=config.model.enable_thinking,
+        thinking_retention=config.model.thinking_retention,
+    )
+
+
+@asynccontextmanager
+async def open_service(
+    config: Config, chat: ChatFormat, *, rank: int, engine_url: str, public_url: str
+) -> AsyncIterator[Service]:
+    """Recover the rank's journal, connect its engine, and sweep until the end."""
+    run_dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
+    run_dir.create()
+    engine = SGLangEngine(
+        engine_url,
+        decode=chat.decode,
+        update_mode=config.engine.update_mode,
+        update_wait=config.engine.update_wait,
+        request_timeout=config.engine.request_timeout,
+    )
+    journal = SQLiteJournal(run_dir.journal(rank))
+    try:
+        info = await engine.info()
+        context = config.engine.context_length or int(info["context_length"])
+        signer = KeySigner(run_dir.signing_secret())
+        sessions = Sessions(
+            journal,
+            signer,
+            config.sessions,
+            rank=rank,
+            batch_size=config.rollout.batch_size,
+        )
+        await sessions.recover(lease_ttl=config.rollout.lease_ttl)
+        run = RunState(config, engine, journal)
+        await run.recover()
+        completer = Completer(engine, chat, context_length=context)
+        admin = config.server.admin_key
+        s = config.sampling
+        service = Service(
+            config=config,
+            rank=rank,
+            public_url=public_url,
+            journal=journal,
+            engine=engine,
+            completer=completer,
+            sampling=GenerationHyperparameters(
+                max_new_tokens=s.max_new_tokens, temperature=s.temperature
+            ),
+            sessions=sessions,
+            leases=Leases(sessions, ttl=config.rollout.lease_ttl),
+            calls=Calls(completer, sessions, limit=config.server.max_inflight_calls),
+            run=run,
+            auth=Auth(sessions, admin.get_secret_value() if admin else None),
+        )
+        sweeper = asyncio.create_task(_sweep(service))
+        try:
+            yield service
+        finally:
+            sweeper.cancel()
+            await service.calls.close()
+    finally:
+        await engine.close()
+        await journal.close()
+
+
+async def _sweep(service: Service) -> None:
+    """Expire sessions, groups and leases."""
+    while True:
+        await asyncio.sleep(_SWEEP_SECONDS)
+        try:
+            await service.sessions.expire()
+            await service.leases.expire()
+        except AnyAgentError as error:
+            log.warning("the sweep failed and will be tried again: %s", error.message)
+        except Exception:
+            log.exception("the sweep failed and will be tried again")

@@ -1,0 +1,93 @@
+"""Reading JSON bodies, and answers that know whether their client is still there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from any_agent.errors import InvalidRequest
+
+
+class JSONResponse(Response):
+    """JSON by orjson."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content)
+
+
+async def read_json(request: Request) -> Any:
+    """The body as JSON; InvalidRequest when it is none (NaN and Infinity are none)."""
+    try:
+        return orjson.loads(await request.body())
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except ClientDisconnect:
+        raise InvalidRequest("the body did not arrive whole") from None
+
+
+class Client:
+    """The other end of one request, watched; ``on_leave`` is called at once when it leaves."""
+
+    def __init__(self, request: Request, on_leave: Callable[[], None]) -> None:
+        self._request = request
+        self._on_leave = on_leave
+        self._task: asyncio.Task[None] | None = None
+        self.gone = False
+
+    async def __aenter__(self) -> Client:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _watch(self) -> None:
+        while True:
+            message = await self._request.receive()
+            if message["type"] == "http.disconnect":
+                self.gone = True
+                self._on_leave()
+                return
+
+
+class EventStream(Response):
+    """Server-sent events. ``finish`` is awaited whatever happens to the stream."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        headers: Mapping[str, str],
+        *,
+        finish: Callable[[], Awaitable[None]],
+        send_timeout: float,
+    ) -> None:
+        super().__init__(headers={**headers, "cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+        self._finish = finish
+        self._send_timeout = send_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    async with asyncio.timeout(self._send_timeout):
+                        await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await self._finish()
