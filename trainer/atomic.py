@@ -15,11 +15,12 @@ _PREFIX = ".partial-"
 
 
 @contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield an empty folder next to ``target`` that becomes ``target`` on leaving.
 
     On leaving, every file and folder is fsynced, then renamed, then the parent is fsynced. After
-    an exception nothing but the old state is left. Raises FileExistsError if ``target`` exists.
+    an exception nothing but the old state is left. An existing ``target`` is replaced at the very
+    end if ``replace``, else FileExistsError is raised.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for leftover in target.parent.glob(f"{_PREFIX}*"):
@@ -34,7 +35,9 @@ def whole_folder(target: Path) -> Iterator[Path]:
                 fsync(Path(folder, name))
             fsync(Path(folder))
         if target.exists():
-            raise FileExistsError(f"{target} exists")
+            if not replace:
+                raise FileExistsError(f"{target} exists")
+            remove_folder(target)
         temporary.rename(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

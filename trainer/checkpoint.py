@@ -8,7 +8,7 @@
         rng.safetensors         torch's generators
         state.json              steps, optimizer scalars, Python's and numpy's generators,
                                 and what the caller counts
-      manifest.json           every file with its size, written last
+      manifest.json           every other file with its size, written last
     latest                    the name of the newest one
 """
 
@@ -62,9 +62,7 @@ def save_checkpoint(
     """
     target = root / f"step-{policy.steps:08d}"
     document = _state_document(policy, state)
-    if target.exists():
-        remove_folder(target)
-    with whole_folder(target) as folder:
+    with whole_folder(target, replace=True) as folder:
         save_pretrained(policy, tokenizer, folder)
         extra = folder / "trainer"
         extra.mkdir()
@@ -162,10 +160,11 @@ def _latest_step(root: Path) -> int | None:
 
 
 def _write_manifest(folder: Path) -> None:
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    manifest = folder / "manifest.json"
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p != manifest)
     sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files}
     text = json.dumps({"format": FORMAT, "files": sizes}, indent=1)
-    (folder / "manifest.json").write_text(text, encoding="utf-8")
+    manifest.write_text(text, encoding="utf-8")
 
 
 def _problem(folder: Path) -> str | None:

@@ -175,7 +175,8 @@ def policy_loss(
 
 
 def _require_finite(name: str, values: Tensor, place: Callable[[int], str]) -> None:
-    bad = ~torch.isfinite(values.detach())
+    values = values.detach()
+    bad = ~torch.isfinite(values)
     if bool(bad.any()):
         k = int(bad.nonzero()[0])
         count = int(bad.sum())

@@ -78,7 +78,7 @@ class Policy:
         self.model.to(self.config.device).eval()
         _switch_dropout_off(self.model)
         if self.config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
             # transformers checkpoints in training mode only; dropout is already off.
             self.model.train()
         self.optimizer = torch.optim.AdamW(
@@ -131,15 +131,15 @@ class Policy:
         never exist at once. At least float32, whatever the model computes in.
         """
         tokens = trained_tokens(batch)
-        per_row = torch.as_tensor(temperature, device=batch["input_ids"].device)
-        per_row = per_row.expand(batch["input_ids"].shape[0])
+        if not isinstance(temperature, Tensor):
+            temperature = torch.tensor(temperature, dtype=torch.float64)
+        ids = batch["input_ids"].long()
+        per_row = temperature.to(ids.device).expand(ids.shape[0])
         if not bool((per_row > 0).all()):
             raise ValueError("temperatures must be positive: greedy tokens cannot be trained on")
         # Right padding and causal attention: no trained token sees padding, so no mask is needed,
         # and sdpa takes its causal path instead of a dense [seq_len, seq_len] one.
-        hidden = self.model.base_model(
-            input_ids=batch["input_ids"].long(), use_cache=False
-        ).last_hidden_state
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         selected = hidden[tokens.rows, tokens.sources]
         return self._head(tokens, selected, tokens.spread(per_row), entropy)
 
@@ -180,9 +180,11 @@ class Policy:
         micro-batches and ranks. pi_prox is the policy before the step. The result does not depend
         on how rows are split into batches, but for rounding.
 
-        Raises FloatingPointError, the weights untouched, where a log-probability, the loss or the
-        gradient is not finite.
+        Raises ValueError without batches; FloatingPointError, the weights untouched, where a
+        log-probability, the loss or the gradient is not finite.
         """
+        if not batches:
+            raise ValueError("there is nothing to train on")
         self.optimizer.zero_grad(set_to_none=True)
         try:
             stats = self.accumulate(

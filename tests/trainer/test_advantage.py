@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 import statistics
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -160,3 +162,8 @@ def test_dropping_zero_variance_groups_first_changes_nothing(
 def test_advantages_are_finite(groups: list[list[list[float]]]) -> None:
     for got in group_advantages(build(groups)):
         assert all(math.isfinite(a) for of_session in got.advantages for a in of_session)
+
+
+def test_torch_is_not_needed() -> None:
+    code = "import sys, trainer.advantage; assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -70,11 +70,12 @@ def dense_loss(
                 continue
             logprob = table[t - 1, int(row["input_ids"][t])]
             prox = logprob.detach() + (prox_shift[k] if prox_shift else 0.0)
-            w = min(math.exp(float(prox) - float(row["logprobs"][t])), config.is_cap)
+            w = min(math.exp(float(prox.detach()) - float(row["logprobs"][t])), config.is_cap)
             rho = torch.exp(logprob - prox)
             a = float(row["advantages"])
-            bounded = min(max(float(rho), 1 - config.eps_low), 1 + config.eps_high) * a
-            total = total - w * (rho * a if float(rho) * a <= bounded else bounded)
+            value = float(rho.detach())
+            bounded = min(max(value, 1 - config.eps_low), 1 + config.eps_high) * a
+            total = total - w * (rho * a if value * a <= bounded else bounded)
             n += 1
     return total / n
 

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from trainer_lab import random_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import trainer.checkpoint
+from any_agent.errors import NotFound, StartupError
+from trainer.checkpoint import (
+    latest_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from trainer.packing import count_trained, micro_batches
+from trainer.policy import Policy, PolicyConfig
+
+CONFIG = PolicyConfig(lr=1e-3, threads=1)
+
+
+def train(policy: Policy, seeds: range) -> None:
+    for seed in seeds:
+        rows = random_rows(seed, dtype=torch.float32)
+        policy.step(micro_batches(rows, 60), count_trained(rows))
+
+
+def draws() -> tuple[float, float, float]:
+    return float(torch.rand(())), random.random(), float(np.random.rand())
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with the checkpoints of steps 1, 2 and 3."""
+    root = tmp_path_factory.mktemp("run")
+    policy = Policy.load(tiny_model_dir, CONFIG)
+    for step in range(3):
+        train(policy, range(step, step + 1))
+        save_checkpoint(root, policy, tiny_model_dir, {"version": step + 1})
+    return root
+
+
+@pytest.fixture
+def root(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def test_going_on_equals_never_having_stopped_bit_for_bit(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    policy = Policy.load(tiny_model_dir, CONFIG)
+    train(policy, range(3))
+    policy.set_lr(5e-4)
+    consumed = {"consumed": ["s-1", "s-2"], "versions": {"3": 2}}
+    path = save_checkpoint(tmp_path, policy, tiny_model_dir, consumed)
+    expected_draws = draws()
+    train(policy, range(3, 5))
+
+    torch.manual_seed(99)
+    random.seed(99)
+    np.random.seed(99)
+    again, state = load_checkpoint(path, CONFIG)
+    assert state == consumed and again.steps == 3
+    assert draws() == expected_draws
+    assert again.optimizer.param_groups[0]["lr"] == 5e-4
+    train(again, range(3, 5))
+    assert again.steps == policy.steps == 5
+    for (name, a), b in zip(policy.model.named_parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        for key, moment in policy.optimizer.state[a].items():
+            assert torch.equal(moment, again.optimizer.state[b][key]), (name, key)
+
+
+def test_losing_the_optimizer_would_show(root: Path, tiny_model_dir: Path) -> None:
+    """The law above has teeth: without the moments the next step differs."""
+    path = root / "step-00000003"
+    whole, _ = load_checkpoint(path, CONFIG)
+    without = Policy.load(path, CONFIG)
+    train(whole, range(3, 4))
+    train(without, range(3, 4))
+    pairs = zip(whole.model.parameters(), without.model.parameters(), strict=True)
+    assert not all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_checkpoint_before_the_first_step(tiny_model_dir: Path, tmp_path: Path) -> None:
+    policy = Policy.load(tiny_model_dir, CONFIG)
+    path = save_checkpoint(tmp_path, policy, tiny_model_dir, {})
+    assert path.name == "step-00000000"
+    again, _ = load_checkpoint(path, CONFIG)
+    train(policy, range(1))
+    train(again, range(1))
+    pairs = zip(policy.model.parameters(), again.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_anyone_can_load_it(root: Path) -> None:
+    path = root / "step-00000003"
+    model = AutoModelForCausalLM.from_pretrained(path)
+    policy, _ = load_checkpoint(path, CONFIG)
+    pairs = zip(model.parameters(), policy.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert AutoTokenizer.from_pretrained(path).encode("digit")
+    assert [p.name for p in path.glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_nothing_is_pickled(root: Path) -> None:
+    allowed = {".safetensors", ".json", ".jinja"}
+    files = [p for p in (root / "step-00000001").rglob("*") if p.is_file()]
+    assert {p.suffix for p in files} <= allowed
+
+
+def test_the_latest(root: Path, tmp_path: Path) -> None:
+    assert latest_checkpoint(root) == root / "step-00000003"
+    assert [c.step for c in list_checkpoints(root)] == [1, 2, 3]
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+    assert list_checkpoints(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "model.safetensors",
+        "config.json",
+        "manifest.json",
+        "trainer/optimizer.safetensors",
+        "trainer/state.json",
+    ],
+)
+@pytest.mark.parametrize("how", ["truncated", "gone"])
+def test_a_broken_one_is_passed_over_and_said_so(
+    root: Path, file: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = root / "step-00000003" / file
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-10])
+    with caplog.at_level(logging.WARNING):
+        assert latest_checkpoint(root) == root / "step-00000002"
+    assert "step-00000003" in caplog.text and "falling back" in caplog.text
+    with pytest.raises(NotFound, match="not a whole checkpoint"):
+        load_checkpoint(root / "step-00000003")
+
+
+def test_a_killed_writer_leaves_the_old_state(
+    root: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(folder: Path) -> None:
+        raise Killed
+
+    policy, _ = load_checkpoint(root / "step-00000003", CONFIG)
+    train(policy, range(3, 4))
+    monkeypatch.setattr(trainer.checkpoint, "_write_manifest", die)
+    with pytest.raises(Killed):
+        save_checkpoint(root, policy, tiny_model_dir, {})
+    assert latest_checkpoint(root) == root / "step-00000003"
+    assert sorted(p.name for p in root.glob("step-*")) == [f"step-0000000{k}" for k in (1, 2, 3)]
+
+
+def test_a_partial_folder_is_never_picked_up_and_goes_with_the_next_save(
+    root: Path, tiny_model_dir: Path
+) -> None:
+    shutil.copytree(root / "step-00000003", root / ".partial-step-00000004")
+    assert latest_checkpoint(root) == root / "step-00000003"
+    policy, _ = load_checkpoint(root / "step-00000003", CONFIG)
+    train(policy, range(3, 4))
+    save_checkpoint(root, policy, tiny_model_dir, {})
+    assert latest_checkpoint(root) == root / "step-00000004"
+    assert not list(root.glob(".partial-*"))
+
+
+@pytest.mark.parametrize("pointer", [None, "", "garbage\n"])
+def test_without_a_pointer_the_newest_whole_one(root: Path, pointer: str | None) -> None:
+    if pointer is None:
+        (root / "latest").unlink()
+    else:
+        (root / "latest").write_text(pointer)
+    assert latest_checkpoint(root) == root / "step-00000003"
+
+
+def test_a_history_that_was_given_up_is_not_resumed(root: Path, tiny_model_dir: Path) -> None:
+    """Resume from step 1, save step 2 anew: step 3 is of the other history."""
+    policy, _ = load_checkpoint(root / "step-00000001", CONFIG)
+    train(policy, range(7, 8))
+    save_checkpoint(root, policy, tiny_model_dir, {"version": 9})
+    assert latest_checkpoint(root) == root / "step-00000002"
+    assert load_checkpoint(root / "step-00000002", CONFIG)[1] == {"version": 9}
+    (root / "step-00000002" / "config.json").unlink()
+    assert latest_checkpoint(root) == root / "step-00000001"
+    prune_checkpoints(root, 5)
+    assert [c.step for c in list_checkpoints(root)] == [1]
+
+
+def test_retention(root: Path, tiny_model_dir: Path) -> None:
+    policy, _ = load_checkpoint(root / "step-00000003", CONFIG)
+    train(policy, range(3, 4))
+    save_checkpoint(root, policy, tiny_model_dir, {}, keep=2)
+    assert [c.step for c in list_checkpoints(root)] == [3, 4]
+    with pytest.raises(ValueError):
+        prune_checkpoints(root, 0)
+
+
+def test_a_broken_one_does_not_count_as_kept(root: Path) -> None:
+    (root / "step-00000003" / "config.json").unlink()
+    prune_checkpoints(root, 2)
+    assert [c.step for c in list_checkpoints(root)] == [1, 2]
+
+
+def test_state_that_is_not_json_is_refused_before_anything_is_written(
+    root: Path, tiny_model_dir: Path
+) -> None:
+    policy, _ = load_checkpoint(root / "step-00000003", CONFIG)
+    for wrong in ({"x": float("nan")}, {"x": object()}):
+        with pytest.raises((ValueError, TypeError)):
+            save_checkpoint(root, policy, tiny_model_dir, wrong)
+    assert latest_checkpoint(root) == root / "step-00000003"
+
+
+def test_another_format_is_refused(root: Path) -> None:
+    path = root / "step-00000003"
+    document = json.loads((path / "trainer/state.json").read_text())
+    (path / "trainer/state.json").write_text(json.dumps(document | {"format": 2}))
+    trainer.checkpoint._write_manifest(path)
+    with pytest.raises(StartupError, match="format 2"):
+        load_checkpoint(path, CONFIG)

@@ -1,0 +1,179 @@
+"""Each law fails when the error it guards against is planted; unplanted, it holds.
+
+So a green law says something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_advantage import worked_example
+from test_packing import staleness_law
+from test_trl import loss_and_gradients_equal_trl
+from torch import Tensor
+from trainer_lab import (
+    assert_same,
+    dense_gradients,
+    random_rows,
+    small_policy,
+    trainer_gradients,
+)
+
+import trainer.advantage
+import trainer.loss
+import trainer.packing
+import trainer.policy
+from trainer.advantage import SessionRewards
+from trainer.loss import LossConfig
+from trainer.packing import Batch, TrainedTokens
+
+
+def dense_law() -> None:
+    policy = small_policy(head_chunk=7)
+    rows = random_rows(0)
+    expected = dense_gradients(policy, rows, LossConfig())
+    _, got = trainer_gradients(policy, rows, token_budget=60)
+    assert_same(got, expected, atol=1e-10)
+
+
+LAWS: dict[str, Callable[[], None]] = {
+    "dense gradients": dense_law,
+    "TRL's loss and gradients": loss_and_gradients_equal_trl,
+    "the worked example": worked_example,
+    "staleness": staleness_law,
+}
+
+original_policy_loss = trainer.loss.policy_loss
+original_trained_tokens = trainer.packing.trained_tokens
+original_label_logprobs = trainer.policy._label_logprobs
+
+
+def no_shift(tokens: TrainedTokens) -> Tensor:
+    return tokens.positions
+
+
+def mask_shifted(batch: Batch) -> TrainedTokens:
+    """The mask taken as if it spoke of the predicting position."""
+    mask = batch["loss_mask"].roll(1, dims=1)
+    mask[:, 0] = 0
+    return original_trained_tokens(batch | {"loss_mask": mask * batch["attention_mask"]})
+
+
+def no_temperature(
+    h: Tensor, w: Tensor, b: Tensor | None, labels: Tensor, t: Tensor, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    return original_label_logprobs(h, w, b, labels, torch.ones_like(t), entropy)
+
+
+def one_temperature_for_all(
+    h: Tensor, w: Tensor, b: Tensor | None, labels: Tensor, t: Tensor, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    return original_label_logprobs(h, w, b, labels, t.mean().expand_as(t), entropy)
+
+
+def over_turns(group: Sequence[SessionRewards]) -> list[float]:
+    return [r for s in group for r, c in zip(s.rewards, s.counted, strict=True) if c]
+
+
+def n_of_the_micro_batch(logprobs: Tensor, *rest: Any, total_tokens: int, **more: Any) -> Any:
+    return original_policy_loss(logprobs, *rest, total_tokens=logprobs.numel(), **more)
+
+
+def no_importance_weight(logprobs: Tensor, behaviour: Tensor, *rest: Any, **more: Any) -> Any:
+    return original_policy_loss(logprobs, logprobs.detach(), *rest, **more)
+
+
+def no_cap(*given: Any, config: LossConfig, **more: Any) -> Any:
+    return original_policy_loss(*given, config=LossConfig(is_cap=1e9), **more)
+
+
+def weight_with_gradient(
+    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, *, total_tokens: int, **more: Any
+) -> Any:
+    """The forgotten stop_grad: w moves with the policy."""
+    _, stats = original_policy_loss(
+        logprobs, behaviour, advantages, total_tokens=total_tokens, **more
+    )
+    w = torch.exp(logprobs - behaviour).clamp(max=5.0)
+    rho = torch.exp(logprobs - logprobs.detach())
+    return -(w * rho * advantages).sum() / total_tokens, stats
+
+
+def flipped_advantages(logprobs: Tensor, mu: Tensor, a: Tensor, **more: Any) -> Any:
+    return original_policy_loss(logprobs, mu, -a, **more)
+
+
+class Plant(NamedTuple):
+    law: str
+    owner: Any
+    name: str
+    error: Any
+
+
+PLANTS = {
+    "the label's own hidden state": Plant(
+        "dense gradients", TrainedTokens, "sources", property(no_shift)
+    ),
+    "shifted mask": Plant("dense gradients", trainer.policy, "trained_tokens", mask_shifted),
+    "shifted mask, against TRL": Plant(
+        "TRL's loss and gradients", trainer.policy, "trained_tokens", mask_shifted
+    ),
+    "missing temperature": Plant(
+        "dense gradients", trainer.policy, "_label_logprobs", no_temperature
+    ),
+    "missing temperature, against TRL": Plant(
+        "TRL's loss and gradients", trainer.policy, "_label_logprobs", no_temperature
+    ),
+    "one temperature for all rows": Plant(
+        "dense gradients", trainer.policy, "_label_logprobs", one_temperature_for_all
+    ),
+    "baseline over turns": Plant("the worked example", trainer.advantage, "_pool", over_turns),
+    "deviation not offset": Plant("TRL's loss and gradients", trainer.advantage, "STD_FLOOR", 1e-2),
+    "staleness off by one": Plant(
+        "staleness", trainer.packing, "_too_old", lambda age, eta: age >= eta
+    ),
+    "staleness off by one, lenient": Plant(
+        "staleness", trainer.packing, "_too_old", lambda age, eta: age > eta + 1
+    ),
+    "N of the micro-batch": Plant(
+        "dense gradients", trainer.policy, "policy_loss", n_of_the_micro_batch
+    ),
+    "no importance weight": Plant(
+        "dense gradients", trainer.policy, "policy_loss", no_importance_weight
+    ),
+    "no cap": Plant("dense gradients", trainer.policy, "policy_loss", no_cap),
+    "gradient through the weight": Plant(
+        "TRL's loss and gradients", trainer.policy, "policy_loss", weight_with_gradient
+    ),
+    "the wrong sign": Plant("dense gradients", trainer.policy, "policy_loss", flipped_advantages),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_the_law_holds(law: str) -> None:
+    LAWS[law]()
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_the_law_catches(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    law, owner, name, error = PLANTS[plant]
+    monkeypatch.setattr(owner, name, error)
+    with pytest.raises(AssertionError):
+        LAWS[law]()
+
+
+def test_counting_versions_instead_of_steps_is_caught() -> None:
+    """The wrong version: age as a difference of versions, not of the steps they were made at."""
+    original = trainer.packing.mask_stale
+
+    def by_version(row: Any, *, step_of_version: Any, step: int, eta: int) -> Any:
+        newest = max(step_of_version)
+        same = {v: v for v in step_of_version}
+        return original(row, step_of_version=same, step=newest, eta=eta)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError):
+        patch.setitem(staleness_law.__globals__, "mask_stale", by_version)
+        staleness_law()

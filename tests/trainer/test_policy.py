@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from trainer_lab import (
+    VOCAB,
+    assert_same,
+    dense_gradients,
+    dense_loss,
+    random_rows,
+    small_policy,
+    trainer_gradients,
+)
+from transformers import AutoModelForCausalLM
+
+import trainer.policy
+from any_agent.errors import StartupError
+from trainer.loss import LossConfig
+from trainer.packing import (
+    Batch,
+    concat_padded_tensors,
+    count_trained,
+    micro_batches,
+    trained_tokens,
+)
+from trainer.policy import Policy, PolicyConfig
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return small_policy(head_chunk=7)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_loss_and_gradient_equal_the_dense_formula(policy: Policy, seed: int) -> None:
+    rows = random_rows(seed)
+    expected = dense_loss(policy.model, rows, LossConfig())
+    loss, got = trainer_gradients(policy, rows)
+    assert loss == pytest.approx(float(expected.detach()), abs=1e-10)
+    assert_same(got, dense_gradients(policy, rows, LossConfig()), atol=1e-10)
+
+
+def test_gradient_in_float32() -> None:
+    rows = random_rows(5, dtype=torch.float32)
+    expected = dense_gradients(small_policy(), rows, LossConfig())
+    _, got = trainer_gradients(small_policy(dtype=torch.float32), rows)
+    assert_same({k: t.double() for k, t in got.items()}, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("budget", [1, 30, 60, 100])
+def test_any_split_into_micro_batches_gives_the_same_gradient(policy: Policy, budget: int) -> None:
+    rows = random_rows(1)
+    assert len(micro_batches(rows, budget)) > 1
+    loss, whole = trainer_gradients(policy, rows)
+    loss_of_parts, parts = trainer_gradients(policy, rows, token_budget=budget)
+    assert loss == pytest.approx(loss_of_parts, abs=1e-12)
+    assert_same(parts, whole, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 10_000), st.integers(1, 150), st.integers(1, 40), st.randoms())
+def test_neither_split_nor_chunks_nor_order_matter(
+    seed: int, budget: int, chunk: int, shuffler: random.Random
+) -> None:
+    rows = random_rows(seed, 5)
+    loss, expected = trainer_gradients(small_policy(), rows)
+    shuffler.shuffle(rows)
+    again, got = trainer_gradients(small_policy(head_chunk=chunk), rows, token_budget=budget)
+    assert again == pytest.approx(loss, abs=1e-11)
+    assert_same(got, expected, atol=1e-11)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 13, 10_000])
+def test_the_size_of_head_chunks_changes_nothing(policy: Policy, chunk: int) -> None:
+    rows = random_rows(2)
+    _, expected = trainer_gradients(policy, rows)
+    _, got = trainer_gradients(small_policy(head_chunk=chunk), rows)
+    assert_same(got, expected, atol=1e-12)
+
+
+def test_padding_changes_nothing(policy: Policy) -> None:
+    rows = random_rows(3)
+    batch = concat_padded_tensors(rows)
+    long = concat_padded_tensors([*rows, *random_rows(4, 1, longest=90)])
+    long = {k: t[: len(rows)] for k, t in long.items()}
+    assert long["input_ids"].shape[1] > batch["input_ids"].shape[1]
+    garbage = torch.where(long["attention_mask"], long["input_ids"], 7)
+
+    def gradient(b: dict[str, Tensor]) -> dict[str, Tensor]:
+        policy.model.zero_grad(set_to_none=True)
+        policy.accumulate([b], count_trained([b]), LossConfig())
+        return {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
+
+    expected = gradient(batch)
+    assert_same(gradient(long), expected, atol=1e-12)
+    assert_same(gradient(long | {"input_ids": garbage}), expected, atol=1e-12)
+    policy.model.zero_grad(set_to_none=True)
+
+
+def test_logprobs_and_entropies_against_full_logits(policy: Policy) -> None:
+    batch = concat_padded_tensors(random_rows(6))
+    with torch.no_grad():
+        got = policy.token_logprobs(batch, batch["temperatures"], entropy=True)
+        logits = policy.model(input_ids=batch["input_ids"].long()).logits
+    table = torch.log_softmax(logits / batch["temperatures"].double()[:, None, None], -1)
+    tokens = trained_tokens(batch)
+    expected = table[tokens.rows, tokens.positions - 1]
+    torch.testing.assert_close(got.logprobs, expected.gather(-1, tokens.labels[:, None])[:, 0])
+    assert got.entropies is not None
+    torch.testing.assert_close(got.entropies, -(expected.exp() * expected).sum(-1))
+
+
+def logits_kept_for_backward(batch: Batch) -> list[tuple[int, ...]]:
+    """Shapes [..., vocab] that autograd holds on to after the forward pass."""
+    kept = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        small_policy(head_chunk=5).token_logprobs(batch, 1.0)
+    return [shape for shape in kept if shape and shape[-1] == VOCAB]
+
+
+def test_logits_are_not_kept_for_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = concat_padded_tensors(random_rows(7, 8))
+    assert logits_kept_for_backward(batch) == []
+
+    def keep_all(function: Callable[..., object], *args: object, **_: object) -> object:
+        return function(*args)
+
+    monkeypatch.setattr(trainer.policy, "checkpoint", keep_all)
+    assert logits_kept_for_backward(batch), "the check sees what a plain forward pass keeps"
+
+
+def test_at_most_a_chunk_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = random_rows(7, 8)
+    seen: list[int] = []
+    original = trainer.policy._label_logprobs
+
+    def spy(hidden: Tensor, *rest: object) -> tuple[Tensor, Tensor | None]:
+        seen.append(hidden.shape[0])
+        return original(hidden, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer.policy, "_label_logprobs", spy)
+    trainer_gradients(small_policy(head_chunk=5), rows)
+    n = count_trained(rows)
+    assert n > 40 and max(seen) == 5
+    assert sum(seen) == 2 * n, "each chunk once forward and once again in the backward pass"
+
+
+def test_only_positions_before_trained_tokens_reach_the_head(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    counted = []
+    original = trainer.policy._label_logprobs
+
+    def spy(hidden: Tensor, *rest: object) -> tuple[Tensor, Tensor | None]:
+        counted.append(hidden.shape[0])
+        return original(hidden, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer.policy, "_label_logprobs", spy)
+    rows = random_rows(8)
+    with torch.no_grad():
+        policy.token_logprobs(concat_padded_tensors(rows))
+    assert sum(counted) == count_trained(rows)
+
+
+def steps(policy: Policy, seeds: range) -> list[float]:
+    out = []
+    for seed in seeds:
+        rows = random_rows(seed, dtype=torch.float32)
+        result = policy.step(micro_batches(rows, 60), count_trained(rows))
+        out.append(result.grad_norm)
+    return out
+
+
+def test_the_same_start_gives_the_same_steps_bit_for_bit() -> None:
+    one, two = (small_policy(dtype=torch.float32, lr=1e-3) for _ in range(2))
+    assert steps(one, range(3)) == steps(two, range(3))
+    assert one.steps == 3
+    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_step_makes_good_tokens_likelier_and_bad_ones_less() -> None:
+    policy = small_policy(lr=1e-3)
+    rows = random_rows(9)
+    batches = micro_batches(rows, 10_000)
+
+    def objective() -> float:
+        with torch.no_grad():
+            now = policy.token_logprobs(batches[0], batches[0]["temperatures"])
+        return float((now.logprobs * now.tokens.spread(batches[0]["advantages"])).sum())
+
+    before = objective()
+    result = policy.step(batches, count_trained(rows), entropy=True)
+    assert objective() > before
+    means = result.stats.means()
+    assert means["ratio"] == 1.0 and means["clipped_low"] == means["clipped_high"] == 0.0
+    assert means["tokens"] == count_trained(rows) and 0 < means["entropy"] < 10
+    assert all(p.grad is None for p in policy.model.parameters())
+
+
+def test_the_gradient_is_clipped_to_a_norm() -> None:
+    """SGD-like check: the norm that AdamW's first moment saw is the clipped one."""
+    policy = small_policy(grad_clip=1e-3, lr=1e-3)
+    rows = random_rows(10)
+    result = policy.step(micro_batches(rows, 10_000), count_trained(rows))
+    assert result.grad_norm > 1e-3
+    moments = [s["exp_avg"] for s in policy.optimizer.state.values()]
+    norm = torch.sqrt(sum((m / 0.1).square().sum() for m in moments))
+    assert float(norm) == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_leaves_the_weights_alone_and_names_the_place(bad: float) -> None:
+    policy = small_policy()
+    before = [p.clone() for p in policy.model.parameters()]
+    rows = random_rows(11)
+    rows[2]["logprobs"] = rows[2]["logprobs"].clone()
+    rows[2]["logprobs"][-1] = bad
+    batches = [concat_padded_tensors(rows[:2]), concat_padded_tensors(rows[2:])]
+    place = f"micro-batch 1, row 0, position {len(rows[2]['input_ids']) - 1}"
+    with pytest.raises(FloatingPointError, match=place):
+        policy.step(batches, count_trained(rows))
+    assert policy.steps == 0
+    for a, b in zip(before, policy.model.parameters(), strict=True):
+        assert torch.equal(a, b) and b.grad is None
+
+
+def test_broken_weights_are_noticed() -> None:
+    policy = small_policy()
+    with torch.no_grad():
+        policy.model.lm_head.weight[3, 0] = float("nan")
+    rows = random_rows(12)
+    with pytest.raises(FloatingPointError, match="log-probability at micro-batch 0, row"):
+        policy.step(micro_batches(rows, 10_000), count_trained(rows))
+
+
+def test_a_reference_policy_pulls() -> None:
+    policy, reference = small_policy(), small_policy(seed=1)
+    rows = random_rows(13)
+    n, batches = count_trained(rows), micro_batches(rows, 10_000)
+    config = LossConfig(kl_coef=0.1)
+    pulled = policy.step(batches, n, config, reference=reference)
+    assert pulled.stats.means()["kl"] > 0.01
+    same = small_policy().step(batches, n, config, reference=small_policy())
+    assert same.stats.kl == pytest.approx(0.0, abs=1e-12)
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    rows = random_rows(14)
+    _, expected = trainer_gradients(small_policy(), rows)
+    _, got = trainer_gradients(small_policy(gradient_checkpointing=True), rows)
+    assert_same(got, expected, atol=1e-12)
+
+
+def test_greedy_rows_are_refused(policy: Policy) -> None:
+    with pytest.raises(ValueError, match="greedy"):
+        policy.token_logprobs(concat_padded_tensors(random_rows(0)), 0.0)
+
+
+def test_a_batch_without_trained_tokens_has_no_logprobs(policy: Policy) -> None:
+    batch = concat_padded_tensors(random_rows(0))
+    batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
+    assert policy.token_logprobs(batch).logprobs.shape == (0,)
+
+
+def test_load_is_float32_and_exact(tiny_model_dir: Path) -> None:
+    policy = Policy.load(tiny_model_dir, PolicyConfig(threads=1))
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    for a, b in zip(policy.model.parameters(), plain.parameters(), strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b)
+    assert policy.model.config._attn_implementation == "sdpa"
+
+
+def test_missing_weights_are_an_error_not_random_numbers(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((tiny_model_dir / name).read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(StartupError, match=r"lm_head\.weight"):
+        Policy.load(tmp_path)
+
+
+def test_models_that_bend_their_logits_are_refused() -> None:
+    model = small_policy().model
+
+    original = model.forward
+
+    def forward(*args: object, **kwargs: object) -> object:
+        out = original(*args, **kwargs)
+        out.logits = 30 * torch.tanh(out.logits / 30)
+        return out
+
+    model.forward = forward
+    with pytest.raises(StartupError, match="output head"):
+        Policy(model)
+
+
+def test_a_step_needs_something_to_train_on(policy: Policy) -> None:
+    with pytest.raises(ValueError, match="nothing to train on"):
+        policy.step([], 1)

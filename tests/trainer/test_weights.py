@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import trainer.atomic
+from any_agent.errors import Conflict, StartupError
+from trainer.policy import Policy, PolicyConfig
+from trainer.weights import prune, publish_to_disk, published_versions
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model_dir: Path) -> Policy:
+    return Policy.load(tiny_model_dir, PolicyConfig(threads=1))
+
+
+def test_a_version_is_what_the_policy_holds(
+    policy: Policy, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    path = publish_to_disk(policy, tiny_model_dir, tmp_path, 7)
+    assert path == tmp_path / "v00000007"
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    for a, b in zip(policy.model.parameters(), loaded.parameters(), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (path / name).read_bytes() == (tiny_model_dir / name).read_bytes()
+    assert AutoTokenizer.from_pretrained(path).encode("Say") == (
+        AutoTokenizer.from_pretrained(tiny_model_dir).encode("Say")
+    )
+    assert published_versions(tmp_path) == [7]
+
+
+def test_a_tokenizer_object_is_saved(policy: Policy, tiny_model_dir: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    path = publish_to_disk(policy, tokenizer, tmp_path, 0)
+    assert AutoTokenizer.from_pretrained(path).get_vocab() == tokenizer.get_vocab()
+
+
+def test_bfloat16_for_engines_that_want_it(
+    policy: Policy, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    path = publish_to_disk(policy, tiny_model_dir, tmp_path, 1, dtype=torch.bfloat16)
+    assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    for a, b in zip(policy.model.parameters(), loaded.parameters(), strict=True):
+        assert b.dtype == torch.bfloat16 and torch.equal(a.bfloat16(), b)
+    assert next(policy.model.parameters()).dtype == torch.float32
+
+
+def test_versions_are_never_reused(policy: Policy, tiny_model_dir: Path, tmp_path: Path) -> None:
+    publish_to_disk(policy, tiny_model_dir, tmp_path, 3)
+    before = sorted(p.stat().st_mtime_ns for p in (tmp_path / "v00000003").iterdir())
+    for version in (3, 2):
+        with pytest.raises(Conflict, match="never reused"):
+            publish_to_disk(policy, tiny_model_dir, tmp_path, version)
+    assert sorted(p.stat().st_mtime_ns for p in (tmp_path / "v00000003").iterdir()) == before
+
+
+def test_a_failure_half_way_leaves_nothing(policy: Policy, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="no tokenizer"):
+        publish_to_disk(policy, tmp_path / "nowhere", tmp_path / "out", 0)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_a_killed_writer_left_is_neither_seen_nor_kept(
+    policy: Policy, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / ".partial-v00000004").mkdir()
+    (tmp_path / ".partial-v00000004" / "model.safetensors").write_bytes(b"half")
+    assert published_versions(tmp_path) == []
+    publish_to_disk(policy, tiny_model_dir, tmp_path, 5)
+    assert [p.name for p in tmp_path.iterdir()] == ["v00000005"]
+
+
+def test_everything_is_on_disk_before_the_name_appears(
+    policy: Policy, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    original = trainer.atomic.fsync
+
+    def spy(path: Path) -> None:
+        if path.parent != tmp_path and path != tmp_path:
+            assert not (tmp_path / "v00000000").exists()
+        synced.append(path)
+        original(path)
+
+    monkeypatch.setattr(trainer.atomic, "fsync", spy)
+    target = publish_to_disk(policy, tiny_model_dir, tmp_path, 0)
+    names = {p.name for p in target.iterdir()}
+    assert names <= {p.name for p in synced}
+    assert synced[-1] == tmp_path, "the parent comes last: it holds the new name"
+
+
+def test_prune_keeps_the_newest(tmp_path: Path) -> None:
+    for version in (1, 2, 10, 100_000_000):
+        (tmp_path / f"v{version:08d}").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert prune(tmp_path, 2) == [1, 2]
+    assert published_versions(tmp_path) == [10, 100_000_000]
+    assert prune(tmp_path, 5) == []
+    assert (tmp_path / "notes").exists()
+    with pytest.raises(ValueError):
+        prune(tmp_path, 0)
