@@ -1,1 +1,22 @@
+"""Messages to token ids and back: rendering, exact continuation, parsing, conversation keys."""
 
+from __future__ import annotations
+
+from any_agent.chat.format import ChatFormat
+from any_agent.chat.keys import chain_keys, normalise
+from any_agent.chat.load import load_chat_format
+from any_agent.chat.machine import MessageDelta, ParsedMessage
+from any_agent.chat.messages import validate_messages, validate_tools
+from any_agent.chat.stream import StreamParser
+
+__all__ = [
+    "ChatFormat",
+    "MessageDelta",
+    "ParsedMessage",
+    "StreamParser",
+    "chain_keys",
+    "load_chat_format",
+    "normalise",
+    "validate_messages",
+    "validate_tools",
+]

@@ -1,1 +1,40 @@
+"""What was recorded: the tree of a session's interactions, its rewards, its exported forms."""
 
+from __future__ import annotations
+
+from any_agent.record.codec import (
+    pack_interaction,
+    pack_trajectories,
+    unpack_interaction,
+    unpack_trajectories,
+)
+from any_agent.record.export import (
+    Row,
+    concat_rows,
+    export_rows,
+    individual_rows,
+    interaction_row,
+    to_json,
+    to_tensors,
+)
+from any_agent.record.rewards import discarded, propagate_rewards, session_score, was_received
+from any_agent.record.tree import InteractionTree
+
+__all__ = [
+    "InteractionTree",
+    "Row",
+    "concat_rows",
+    "discarded",
+    "export_rows",
+    "individual_rows",
+    "interaction_row",
+    "pack_interaction",
+    "pack_trajectories",
+    "propagate_rewards",
+    "session_score",
+    "to_json",
+    "to_tensors",
+    "unpack_interaction",
+    "unpack_trajectories",
+    "was_received",
+]

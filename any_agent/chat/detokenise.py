@@ -1,0 +1,125 @@
+"""Token ids to text, one token at a time, at a cost that does not grow with the output."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+_INCOMPLETE = "�"
+_PROBE_IDS = 512
+
+
+class Detokeniser(Protocol):
+    """The decoder of one output; the parts it returns concatenate to the output's text."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that became certain by these tokens; an unfinished character is held back."""
+
+    def flush(self) -> str:
+        """What was held back; an unfinished character becomes U+FFFD."""
+
+
+class _ByteDetokeniser:
+    """For byte-level BPE: every token is some bytes, and UTF-8 is decoded as a stream."""
+
+    def __init__(self, table: list[bytes]) -> None:
+        self._table = table
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        table, size = self._table, len(self._table)
+        return self._decoder.decode(b"".join([table[i] for i in ids if 0 <= i < size]))
+
+    def flush(self) -> str:
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+class _WindowDetokeniser:
+    """For any other tokenizer: decode a few tokens, with the ones before them as context."""
+
+    _longest_character = 8
+    """Tokens that one character can take at most (byte fallback: four); more are broken bytes."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, ids: Sequence[int]) -> str:
+        out = []
+        # One by one, so that the text does not depend on how the engine cut its chunks.
+        for i in ids:
+            self._pending.append(i)
+            text = self._text()
+            if not text.endswith(_INCOMPLETE) or len(self._pending) >= self._longest_character:
+                out.append(text)
+                self._context, self._pending = self._pending, []
+        return "".join(out)
+
+    def flush(self) -> str:
+        text = self._text() if self._pending else ""
+        self._context, self._pending = [], []
+        return text
+
+    def _text(self) -> str:
+        if not self._context:
+            return self._decode(self._pending)
+        before = self._decode(self._context)
+        both = self._decode(self._context + self._pending)
+        # A decoder that rewrites earlier text (white space clean-up) has no certain prefix.
+        return both[len(before) :] if both.startswith(before) else self._decode(self._pending)
+
+
+def detokeniser_factory(
+    tokenizer: Any, decode: Callable[[list[int]], str]
+) -> Callable[[], Detokeniser]:
+    """A maker of decoders for this tokenizer: the byte table where it proves exact."""
+    table = _byte_table(tokenizer)
+    if table is not None and _agrees(table, decode):
+        return lambda: _ByteDetokeniser(table)
+    return lambda: _WindowDetokeniser(decode)
+
+
+def _byte_table(tokenizer: Any) -> list[bytes] | None:
+    """The bytes of each id for a byte-level decoder, else None."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    if decoder is None:
+        return None
+    try:
+        if json.loads(decoder.__getstate__()).get("type") != "ByteLevel":
+            return None
+    except (ValueError, TypeError, AttributeError):
+        return None
+    alphabet = _byte_alphabet()
+    vocab: dict[str, int] = tokenizer.get_vocab()
+    table = [b""] * (max(vocab.values(), default=-1) + 1)
+    for token, i in vocab.items():
+        # An added token is spelled in plain characters where the alphabet lacks one of them.
+        plain = any(c not in alphabet for c in token)
+        table[i] = token.encode() if plain else bytes(alphabet[c] for c in token)
+    return table
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-in that GPT-2's byte-level BPE has for each byte, inverted."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(printable)]
+    shifted = {chr(256 + n): b for n, b in enumerate(others)}
+    return {chr(b): b for b in printable} | shifted
+
+
+def _agrees(table: list[bytes], decode: Callable[[list[int]], str]) -> bool:
+    rng = random.Random(0)
+    for _ in range(4):
+        ids = [rng.randrange(len(table)) for _ in range(_PROBE_IDS)]
+        if b"".join(table[i] for i in ids).decode(errors="replace") != decode(ids):
+            return False
+    return True

@@ -1,0 +1,230 @@
+"""One model's chat format: messages to token ids and back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from any_agent.chat.bridge import derive_bridge
+from any_agent.chat.detokenise import detokeniser_factory
+from any_agent.chat.machine import (
+    THINK_CLOSE,
+    THINK_OPEN,
+    TOOL_CLOSE,
+    TOOL_OPEN,
+    OutputMachine,
+    ParsedMessage,
+)
+from any_agent.chat.messages import validate_messages, validate_tools
+from any_agent.chat.stops import Piece
+from any_agent.chat.stream import BufferedParser, IncrementalParser, Markers, StreamParser
+from any_agent.chat.toolcalls import CallIds, as_call, openai_call, read_json_call
+from any_agent.errors import AnyAgentError, TemplateError
+from any_agent.types import Message, Tool
+
+log = logging.getLogger(__name__)
+
+_THINK = {"<think>": THINK_OPEN, "</think>": THINK_CLOSE}
+_TOOL = {"<tool_call>": TOOL_OPEN, "</tool_call>": TOOL_CLOSE}
+_INCREMENTAL = {"qwen3", "default"}
+"""Renderers whose output grammar is the machine's; the others are parsed whole."""
+
+
+class ChatFormat:
+    """Renders, continues and parses for one tokenizer; made by :func:`load_chat_format`.
+
+    Stateless between calls, so one instance serves every session.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        renderer: Any,
+        stop_token_ids: Sequence[int],
+        *,
+        keep_thinking: bool = True,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.name: str = renderer.config.name
+        self.vocab_size = len(tokenizer)
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stop_token_ids))
+        self._renderer = renderer
+        self._keep_thinking = keep_thinking
+        self._stop_set = frozenset(self.stop_token_ids)
+        self._new_detokeniser = detokeniser_factory(tokenizer, self.decode)
+        self._incremental = self.name in _INCREMENTAL
+        self._markers = self._find_markers()
+        kinds = {kind for _, kind in self._markers.by_id.values()}
+        self._has_calls = {TOOL_OPEN, TOOL_CLOSE} <= kinds
+        self._turn_ends = [(i, self.decode([i])) for i in self.stop_token_ids]
+
+    def render(self, messages: list[Message], tools: list[Tool] | None) -> list[int]:
+        """The prompt's token ids, up to and with the generation prompt.
+
+        Raises:
+            InvalidRequest: a message or tool has no valid shape.
+            TemplateError: the template refuses it, or no tokenizer can encode it.
+        """
+        return _ints(
+            self._template(
+                lambda: self._renderer.render_ids(
+                    validate_messages(messages),
+                    tools=validate_tools(tools),
+                    add_generation_prompt=True,
+                )
+            )
+        )
+
+    def bridge(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        new_messages: list[Message],
+        tools: list[Tool] | None,
+    ) -> list[int] | None:
+        """A next turn's prompt ids, which begin with ``prompt_ids + output_ids``.
+
+        Only the new messages are rendered. None where the family declines, or where the ids
+        it gives do not begin so; the caller then renders the whole anew.
+
+        Raises:
+            InvalidRequest, TemplateError: as :meth:`render`.
+        """
+        if not new_messages:
+            return None
+        prompt, output = _ints(prompt_ids), _ints(output_ids)
+        new, tools = validate_messages(new_messages), validate_tools(tools)
+        if any(m["role"] == "assistant" for m in new):
+            return None
+        if self.name == "default":
+            ids = self._template(lambda: self._derived(prompt, output, new, tools))
+        else:
+            rendered = self._template(
+                lambda: self._renderer.bridge_to_next_turn(prompt, output, new, tools=tools)
+            )
+            ids = rendered.token_ids if rendered is not None else None
+        seen = len(prompt) + len(output)
+        if ids is None or len(ids) <= seen or ids[:seen] != prompt + output:
+            return None
+        return _ints(ids)
+
+    def parse(
+        self, output_ids: Sequence[int], *, prompt_ids: Sequence[int], tools: list[Tool] | None
+    ) -> ParsedMessage:
+        """Text, reasoning and tool calls of one output; calls only if the request had tools.
+
+        Text ends at the first stop token. A truncated or invalid call stays in the content.
+        """
+        parser = self.stream_parser(prompt_ids=prompt_ids, tools=tools, stop=())
+        parser.feed(_ints(output_ids))
+        return parser.finish(matched_stop=None)[1]
+
+    def stream_parser(
+        self, *, prompt_ids: Sequence[int], tools: list[Tool] | None, stop: tuple[str, ...]
+    ) -> StreamParser:
+        """A parser for one output as it is sampled; the text ends before a stop string."""
+        call_ids = CallIds(prompt_ids)
+        if not self._incremental:
+            prompt = _ints(prompt_ids)
+            return BufferedParser(
+                lambda ids: self._parse_whole(ids, prompt, tools, call_ids),
+                self._new_detokeniser(),
+                self._stop_set,
+                stop,
+            )
+        machine = OutputMachine(
+            reasoning_open=self._ends_in_reasoning(prompt_ids),
+            read_call=read_json_call if tools and self._has_calls else None,
+            call_ids=call_ids,
+        )
+        return IncrementalParser(self._new_detokeniser(), self._markers, machine, stop)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens spelled out."""
+        return str(
+            self.tokenizer.decode(
+                _ints(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _template(self, render: Callable[[], Any]) -> Any:
+        """The boundary to foreign code: whatever a template raises is about the request."""
+        try:
+            return render()
+        except AnyAgentError:
+            raise
+        except Exception as e:
+            raise TemplateError(
+                f"the chat template cannot render these messages: {type(e).__name__}: {e}",
+                param="messages",
+            ) from e
+
+    def _derived(
+        self,
+        prompt: list[int],
+        output: list[int],
+        new_messages: list[Message],
+        tools: list[Tool] | None,
+    ) -> list[int] | None:
+        return derive_bridge(
+            self._render_text,
+            lambda text: self.tokenizer.encode(text, add_special_tokens=False),
+            self._turn_ends,
+            prompt,
+            output,
+            new_messages,
+            tools,
+            keep_thinking=self._keep_thinking,
+        )
+
+    def _render_text(
+        self, messages: list[Message], tools: list[Tool] | None, generation_prompt: bool
+    ) -> str:
+        return self.decode(
+            self._renderer.render_ids(
+                messages, tools=tools, add_generation_prompt=generation_prompt
+            )
+        )
+
+    def _find_markers(self) -> Markers:
+        vocab: dict[str, int] = self.tokenizer.get_vocab()
+        names = dict(_THINK)
+        template = getattr(self.tokenizer, "chat_template", None) or ""
+        # A template that never writes calls so has another syntax for them.
+        if self.name != "default" or all(mark in str(template) for mark in _TOOL):
+            names |= _TOOL
+        by_id: dict[int, Piece] = {vocab[m]: (m, kind) for m, kind in names.items() if m in vocab}
+        return Markers(by_id, self._stop_set, think_in_text=not all(m in vocab for m in _THINK))
+
+    def _ends_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the generation prompt has opened the reasoning (``<think>`` and white space)."""
+        tail = self.decode(prompt_ids[-16:])
+        return tail.rstrip().endswith("<think>")
+
+    def _parse_whole(
+        self, ids: list[int], prompt: list[int], tools: list[Tool] | None, call_ids: CallIds
+    ) -> ParsedMessage:
+        """By the family's own parser; what it could not read as a call is put back as text."""
+        try:
+            response = self._renderer.parse_response(ids, prompt_ids=prompt, tools=tools)
+        except Exception:
+            # A parser that a model's odd output breaks must not lose the output.
+            log.warning("renderer %s cannot parse an output; it stays text", self.name)
+            return ParsedMessage(self.decode([i for i in ids if i not in self._stop_set]).strip())
+        parsed = ParsedMessage(response.content or "", response.reasoning_content or None)
+        for call in response.tool_calls:
+            checked = as_call(call.name, call.arguments) if call.status == "ok" else None
+            if checked is None or not tools:
+                span = call.token_span
+                parsed.content += self.decode(ids[span[0] : span[1]]) if span else call.raw
+                continue
+            index = len(parsed.tool_calls)
+            parsed.tool_calls.append(openai_call(call_ids.make(index, call.raw), *checked))
+        return parsed
+
+
+def _ints(ids: Sequence[int]) -> list[int]:
+    """Plain Python ints: tokenizers refuse numpy's."""
+    tolist = getattr(ids, "tolist", None)
+    return list(tolist()) if tolist is not None else list(ids)

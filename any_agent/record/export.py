@@ -1,0 +1,140 @@
+"""Interactions to the rows that a trainer eats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from any_agent.errors import InvalidRequest, Unprocessable
+from any_agent.record.rewards import discarded
+from any_agent.record.tree import InteractionTree
+from any_agent.types import Continuation
+
+if TYPE_CHECKING:
+    import torch
+
+Row: TypeAlias = dict[str, npt.NDArray[Any]]
+"""One sequence, unshifted, shapes [seq_len]:
+
+=================  =======  ====================================
+``input_ids``      int32
+``loss_mask``      int32    1 on the outputs to be trained
+``logprobs``       float32  of the sampled tokens, 0 on prompts
+``versions``       int32    of the weights, -1 on prompts
+``attention_mask`` bool     all true
+``rewards``        float32  a scalar, shape []
+=================  =======  ====================================
+"""
+
+Style = Literal["individual", "concat"]
+
+
+def interaction_row(tree: InteractionTree, interaction_id: str, reward: float) -> Row:
+    """One interaction as a row; its output is masked out if it is not trainable."""
+    node = tree[interaction_id]
+    trained = {node.id} if node.trainable else set[str]()
+    return _row(tree, interaction_id, reward, shown={node.id}, trained=trained)
+
+
+def individual_rows(tree: InteractionTree, rewards: Mapping[str, float]) -> dict[str, Row]:
+    """Every interaction one row, by id; a discarded one has an empty loss mask."""
+    gone = discarded(tree)
+    return {
+        n.id: _row(
+            tree,
+            n.id,
+            rewards[n.id],
+            shown={n.id},
+            trained={n.id} if n.trainable and n.id not in gone else set(),
+        )
+        for n in tree
+    }
+
+
+def concat_rows(tree: InteractionTree, rewards: Mapping[str, float]) -> dict[str, Row]:
+    """One row per leaf, by its id, with a loss mask on every trained output of its path.
+
+    The row's reward is its leaf's. Discarded leaves are left out.
+
+    Raises:
+        Unprocessable: a path is not token-exact; says which interaction and why.
+    """
+    gone = discarded(tree)
+    going_on = {n.parent_id for n in tree if n.id not in gone}
+    trained = {n.id for n in tree if n.trainable and n.id not in gone}
+    rows = {}
+    for leaf in tree:
+        if leaf.id in gone or leaf.id in going_on:
+            continue
+        path = tree.path(leaf.id)
+        root = path[0]
+        if root.continuation is Continuation.BRANCH:
+            raise Unprocessable(
+                f"interaction {root.id} could not continue its conversation exactly "
+                f"({root.branch_reason or 'no reason recorded'}), so its path is no single "
+                "token sequence: export with style individual",
+                details={"interaction_id": root.id},
+            )
+        shown = {n.id for n in path}
+        rows[leaf.id] = _row(tree, leaf.id, rewards[leaf.id], shown=shown, trained=trained)
+    return rows
+
+
+def export_rows(tree: InteractionTree, rewards: Mapping[str, float], style: str) -> dict[str, Row]:
+    """Rows by interaction id in one of the two styles.
+
+    Raises:
+        InvalidRequest: there is no such style.
+        Unprocessable: as :func:`concat_rows`.
+    """
+    if style == "individual":
+        return individual_rows(tree, rewards)
+    if style == "concat":
+        return concat_rows(tree, rewards)
+    raise InvalidRequest(f"style is {style!r}: use individual or concat", param="style")
+
+
+def to_tensors(row: Row) -> dict[str, torch.Tensor]:
+    """The same row as torch tensors of the same types."""
+    import torch
+
+    return {name: torch.from_numpy(np.array(values)) for name, values in row.items()}
+
+
+def to_json(row: Row) -> dict[str, Any]:
+    """The same row as lists and a float."""
+    return {name: values.tolist() for name, values in row.items()}
+
+
+def _row(
+    tree: InteractionTree, leaf_id: str, reward: float, *, shown: set[str], trained: set[str]
+) -> Row:
+    """The path to a leaf; logprobs and versions on ``shown`` outputs, loss on ``trained`` ones."""
+    path = tree.path(leaf_id)
+    input_ids = np.concatenate(
+        [a for n in path for a in (n.prompt_delta_ids, n.output_ids)], dtype=np.int32
+    )
+    length = len(input_ids)
+    loss_mask = np.zeros(length, np.int32)
+    logprobs = np.zeros(length, np.float32)
+    versions = np.full(length, -1, np.int32)
+    at = 0
+    for n in path:
+        at += len(n.prompt_delta_ids)
+        end = at + len(n.output_ids)
+        if n.id in shown:
+            logprobs[at:end] = n.output_logprobs
+            versions[at:end] = n.output_versions
+            loss_mask[at:end] = n.id in trained
+        at = end
+    return {
+        "input_ids": input_ids,
+        "loss_mask": loss_mask,
+        "logprobs": logprobs,
+        "versions": versions,
+        "attention_mask": np.ones(length, np.bool_),
+        "rewards": np.asarray(reward, np.float32),
+    }

@@ -1,0 +1,96 @@
+"""Rewards run back through a session's tree.
+
+``r(parent) = own(parent) + discount * mean(r(children))``; the session's final reward is added to
+every leaf. Two kinds of interactions have no part in it, because nothing came of them:
+
+- of several answers to one request (siblings with the same new messages: the choices of one
+  ``n > 1`` call, or a retry beside the call that it repeats) those that nobody continued while
+  another one was continued;
+- what never reached the agent (the client left, or it was aborted) and was neither continued nor
+  rewarded by name.
+
+Their parent's mean is taken over the others; a parent with no others is a leaf.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from any_agent.types import Interaction
+
+_NOT_RECEIVED = {"undelivered", "aborted"}
+
+
+def was_received(interaction: Interaction) -> bool:
+    """Whether the agent got the whole answer."""
+    return (
+        interaction.finish_reason != "abort" and interaction.untrainable_reason not in _NOT_RECEIVED
+    )
+
+
+def discarded(interactions: Iterable[Interaction]) -> set[str]:
+    """The ids of the interactions that nothing came of; parents before children."""
+    nodes = list(interactions)
+    continued = {n.parent_id for n in nodes}
+    out: set[str] = set()
+    for answers in _answers_to_one_request(nodes).values():
+        if any(n.id in continued for n in answers):
+            out |= {n.id for n in answers if n.id not in continued}
+    going_on: set[str | None] = set()
+    for n in reversed(nodes):
+        if n.id not in going_on and n.reward is None and not was_received(n):
+            out.add(n.id)
+        if n.id not in out:
+            going_on.add(n.parent_id)
+    return out
+
+
+def propagate_rewards(
+    interactions: Iterable[Interaction],
+    *,
+    discount: float = 1.0,
+    final_reward: float | None = None,
+) -> dict[str, float]:
+    """r of every interaction, by id; parents before children, as recorded.
+
+    A missing reward counts as 0. A discarded interaction keeps its own reward.
+    """
+    nodes = list(interactions)
+    gone = discarded(nodes)
+    below: defaultdict[str | None, list[float]] = defaultdict(list)
+    r: dict[str, float] = {}
+    for n in reversed(nodes):
+        own = n.reward or 0.0
+        if n.id in gone:
+            r[n.id] = own
+            continue
+        children = below.get(n.id)
+        if children:
+            r[n.id] = own + discount * (sum(children) / len(children))
+        else:
+            r[n.id] = own + (final_reward or 0.0)
+        below[n.parent_id].append(r[n.id])
+    return {n.id: r[n.id] for n in nodes}
+
+
+def session_score(
+    interactions: Iterable[Interaction], rewards: Mapping[str, float]
+) -> float | None:
+    """The mean of r over the interactions that are trainable and not discarded; None for none."""
+    nodes = list(interactions)
+    gone = discarded(nodes)
+    values = [rewards[n.id] for n in nodes if n.trainable and n.id not in gone]
+    return sum(values) / len(values) if values else None
+
+
+def _answers_to_one_request(
+    nodes: list[Interaction],
+) -> dict[tuple[str | None, str], list[Interaction]]:
+    out: defaultdict[tuple[str | None, str], list[Interaction]] = defaultdict(list)
+    for n in nodes:
+        # Without its texts a request is known by its ids.
+        asked = json.dumps(n.message_delta, sort_keys=True) if n.message_delta else ""
+        out[n.parent_id, asked or n.prompt_delta_ids.tobytes().hex()].append(n)
+    return out

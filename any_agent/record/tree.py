@@ -1,0 +1,149 @@
+"""A session's interactions as a tree: a child's messages extend its parent's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from any_agent.record.rewards import was_received
+from any_agent.types import Continuation, IdArray, Interaction, Message
+
+
+class InteractionTree:
+    """Holds interactions by id, and finds the one that a request continues.
+
+    A node keeps only what it adds to its parent, so a path of N turns costs O(tokens); prompts
+    and messages are put together on demand, without recursion.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, Interaction] = {}
+        self._children: dict[str | None, list[str]] = {None: []}
+        self._by_key: dict[bytes, list[Interaction]] = {}
+        self._keys: dict[str, bytes | None] = {}
+
+    @classmethod
+    def from_interactions(
+        cls, interactions: Iterable[Interaction], keys: Iterable[bytes | None] | None = None
+    ) -> InteractionTree:
+        """A tree of recorded interactions, parents before children; ``keys`` in their order."""
+        tree = cls()
+        if keys is None:
+            for interaction in interactions:
+                tree.add(interaction)
+        else:
+            for interaction, key in zip(interactions, keys, strict=True):
+                tree.add(interaction, key)
+        return tree
+
+    def add(self, interaction: Interaction, key: bytes | None = None) -> None:
+        """Append one interaction; its parent must be there already.
+
+        ``key`` is the running hash over its messages and its output message, under which
+        :meth:`find` meets it; without one it is never found.
+
+        Raises:
+            ValueError: a known id, an unknown parent, or a continuation that contradicts it.
+        """
+        if interaction.id in self._nodes:
+            raise ValueError(f"interaction {interaction.id} is recorded already")
+        parent = interaction.parent_id
+        if parent is not None and parent not in self._nodes:
+            raise ValueError(f"interaction {interaction.id}: its parent {parent} is not recorded")
+        if (parent is not None) is not (interaction.continuation is Continuation.EXACT):
+            raise ValueError(
+                f"interaction {interaction.id}: continuation {interaction.continuation} "
+                f"with parent {parent}"
+            )
+        self._nodes[interaction.id] = interaction
+        self._children.setdefault(parent, []).append(interaction.id)
+        self._keys[interaction.id] = key
+        # What was cut off is not what the agent holds, so nothing can extend it.
+        if key is not None and interaction.finish_reason != "abort":
+            self._by_key.setdefault(key, []).append(interaction)
+
+    def find(
+        self, keys: Sequence[bytes], messages: Sequence[Message] | None = None
+    ) -> tuple[Interaction, int] | None:
+        """The longest recorded prefix of a request: the parent and how many messages it covers.
+
+        ``keys[i]`` stands for the request's first ``i + 1`` messages. Of several interactions
+        under one key it is the latest whose reasoning is the one in the request's own
+        ``messages``, else the latest.
+        """
+        for at in range(len(keys) - 1, -1, -1):
+            known = self._by_key.get(keys[at])
+            if known:
+                return _with_reasoning(known, messages[at] if messages else None), at + 1
+        return None
+
+    def prompt_ids(self, interaction_id: str) -> IdArray:
+        """The prompt's token ids, int32, shape [prompt length]."""
+        *past, node = self.path(interaction_id)
+        parts = [a for p in past for a in (p.prompt_delta_ids, p.output_ids)]
+        return np.concatenate([*parts, node.prompt_delta_ids], dtype=np.int32)
+
+    def messages(self, interaction_id: str) -> list[Message]:
+        """The request's messages, without the output message."""
+        *past, node = self.path(interaction_id)
+        out: list[Message] = []
+        for p in past:
+            out += [*p.message_delta, p.output_message]
+        return out + node.message_delta
+
+    def path(self, interaction_id: str) -> list[Interaction]:
+        """From the root to the interaction, both included."""
+        out = [self._nodes[interaction_id]]
+        while (parent := out[-1].parent_id) is not None:
+            out.append(self._nodes[parent])
+        return out[::-1]
+
+    def children(self, interaction_id: str | None) -> list[Interaction]:
+        """In the order of their creation; of None: the roots."""
+        return [self._nodes[i] for i in self._children.get(interaction_id, ())]
+
+    def leaves(self) -> list[Interaction]:
+        """Those without children, in the order of their creation."""
+        return [node for node in self if not self._children.get(node.id)]
+
+    def last(self) -> Interaction:
+        """The latest that reached the agent, which a reward without an id means; else the latest.
+
+        Raises:
+            LookupError: the tree is empty.
+        """
+        newest_first = list(reversed(self._nodes.values()))
+        if not newest_first:
+            raise LookupError("there is no interaction")
+        return next((n for n in newest_first if was_received(n)), newest_first[0])
+
+    def key(self, interaction_id: str) -> bytes | None:
+        """The key it was added with, from which a child's keys go on."""
+        return self._keys[interaction_id]
+
+    def get(self, interaction_id: str) -> Interaction | None:
+        return self._nodes.get(interaction_id)
+
+    def __getitem__(self, interaction_id: str) -> Interaction:
+        return self._nodes[interaction_id]
+
+    def __contains__(self, interaction_id: object) -> bool:
+        return interaction_id in self._nodes
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Interaction]:
+        """In the order of their creation: parents before children."""
+        return iter(self._nodes.values())
+
+
+def _with_reasoning(known: list[Interaction], message: Any) -> Interaction:
+    reasoning = message.get("reasoning_content") if isinstance(message, dict) else None
+    if reasoning:
+        for node in reversed(known):
+            if node.output_message.get("reasoning_content") == reasoning:
+                return node
+    return known[-1]
