@@ -1,0 +1,9 @@
+from __future__ import annotations
+
+import pytest
+from record_lab import Make, make_interaction
+
+
+@pytest.fixture(scope="session")
+def make() -> Make:
+    return make_interaction

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from record_lab import Make
+
+from any_agent.record import (
+    pack_interaction,
+    pack_trajectories,
+    unpack_interaction,
+    unpack_trajectories,
+)
+from any_agent.types import (
+    Continuation,
+    GenerationHyperparameters,
+    Interaction,
+    Trajectory,
+    id_array,
+    logprob_array,
+)
+
+TEXT = st.text(st.characters(), max_size=8)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | FINITE | TEXT,
+    lambda c: st.lists(c, max_size=3) | st.dictionaries(TEXT, c, max_size=3),
+    max_leaves=6,
+)
+OBJECT = st.dictionaries(TEXT, JSON, max_size=3)
+INT32 = st.integers(-(2**31), 2**31 - 1)
+GCONFIG = st.builds(
+    GenerationHyperparameters,
+    max_new_tokens=st.integers(0, 2**40),
+    temperature=FINITE,
+    top_p=FINITE,
+    top_k=st.integers(-1, 100),
+    stop=st.lists(TEXT, max_size=2).map(tuple),
+    stop_token_ids=st.lists(INT32, max_size=2).map(tuple),
+    ignore_eos=st.booleans(),
+)
+
+
+@st.composite
+def interactions(draw: st.DrawFn) -> Interaction:
+    tokens = draw(st.lists(st.tuples(INT32, st.floats(width=32), INT32), max_size=5))
+    return Interaction(
+        id=draw(TEXT),
+        session_id=draw(TEXT),
+        parent_id=draw(st.none() | TEXT),
+        prompt_delta_ids=id_array(draw(st.lists(INT32, max_size=5))),
+        output_ids=id_array([t for t, _, _ in tokens]),
+        output_logprobs=logprob_array([p for _, p, _ in tokens]),
+        output_versions=id_array([v for _, _, v in tokens]),
+        message_delta=draw(st.lists(OBJECT, max_size=2)),
+        output_message=draw(OBJECT),
+        finish_reason=draw(TEXT),
+        gconfig=draw(GCONFIG),
+        model=draw(TEXT),
+        tools=draw(st.none() | st.lists(OBJECT, max_size=2)),
+        continuation=draw(st.sampled_from(Continuation)),
+        branch_reason=draw(st.none() | TEXT),
+        untrainable_reason=draw(st.none() | TEXT),
+        reward=draw(st.none() | FINITE),
+        request=draw(OBJECT),
+        created_at=draw(FINITE),
+    )
+
+
+def same(a: Interaction, b: Interaction) -> bool:
+    for f in fields(Interaction):
+        x, y = getattr(a, f.name), getattr(b, f.name)
+        if isinstance(x, np.ndarray):
+            if x.dtype != y.dtype or x.tobytes() != y.tobytes() or not y.flags.writeable:
+                return False
+        elif x != y:
+            return False
+    return True
+
+
+@settings(max_examples=100, deadline=None)
+@given(i=interactions())
+def test_an_interaction_comes_back(i: Interaction) -> None:
+    packed = pack_interaction(i)
+    assert same(i, unpack_interaction(packed))
+    assert pack_interaction(unpack_interaction(packed)) == packed
+
+
+@settings(max_examples=30, deadline=None)
+@given(items=st.lists(interactions(), max_size=3), metadata=OBJECT, final=st.none() | FINITE)
+def test_trajectories_come_back(
+    items: list[Interaction], metadata: dict[str, Any], final: float | None
+) -> None:
+    sent = [
+        Trajectory("s", "g", items, final, task_id="t", metadata=metadata),
+        Trajectory("s2", "s2", []),
+    ]
+    got = unpack_trajectories(pack_trajectories(sent))
+    assert [(t.session_id, t.group_id, t.task_id, t.final_reward) for t in got] == [
+        ("s", "g", "t", final),
+        ("s2", "s2", None, None),
+    ]
+    assert got[0].metadata == metadata
+    assert all(same(a, b) for a, b in zip(items, got[0].interactions, strict=True))
+
+
+@settings(max_examples=200, deadline=None)
+@given(at=st.integers(0), bit=st.integers(0, 7), cut=st.booleans())
+def test_damaged_bytes_are_a_value_error(make: Make, at: int, bit: int, cut: bool) -> None:
+    data = bytearray(pack_interaction(make("a", reward=1.0, tools=[{"type": "function"}])))
+    at %= len(data)
+    if cut:
+        del data[at:]
+    else:
+        data[at] ^= 1 << bit
+    try:
+        unpack_interaction(bytes(data))
+    except ValueError as e:
+        assert str(e)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("id", 5),
+        ("parent_id", b"x"),
+        ("prompt_delta_ids", b"123"),
+        ("prompt_delta_ids", [1, 2]),
+        ("output_versions", b"1234"),
+        ("output_logprobs", b""),
+        ("message_delta", "{}"),
+        ("message_delta", "[5]"),
+        ("output_message", "[]"),
+        ("output_message", "nonsense"),
+        ("tools", "5"),
+        ("request", "null"),
+        ("reward", True),
+        ("reward", float("nan")),
+        ("created_at", float("inf")),
+        ("continuation", "sideways"),
+        ("continuation", []),
+        ("gconfig", {}),
+        ("finish_reason", None),
+    ],
+)
+def test_a_wrong_field_is_named(make: Make, field: str, value: Any) -> None:
+    plain = msgpack.unpackb(pack_interaction(make("a")))
+    plain["interaction"][field] = value
+    with pytest.raises(ValueError, match=rf"^interaction\.{field}"):
+        unpack_interaction(msgpack.packb(plain))
+    del plain["interaction"][field]
+    with pytest.raises(ValueError, match=rf"^interaction\.{field} is missing"):
+        unpack_interaction(msgpack.packb(plain))
+
+
+def test_unknown_fields_and_formats(make: Make) -> None:
+    plain = msgpack.unpackb(pack_interaction(make("a")))
+    with pytest.raises(ValueError, match="unknown field 'extra'"):
+        unpack_interaction(
+            msgpack.packb(plain | {"interaction": plain["interaction"] | {"extra": 1}})
+        )
+    with pytest.raises(ValueError, match="format"):
+        unpack_interaction(msgpack.packb(plain | {"format": 2}))
+    with pytest.raises(ValueError, match="trajectories"):
+        unpack_trajectories(pack_interaction(make("a")))
+    with pytest.raises(ValueError, match=r"trajectories\[0\]\.interactions\[0\]\.id"):
+        body = msgpack.unpackb(pack_trajectories([Trajectory("s", "g", [make("a")])]))
+        body["trajectories"][0]["interactions"][0]["id"] = 1
+        unpack_trajectories(msgpack.packb(body))
+    for data in (b"", b"\x80", b"\xc1", b"nonsense", msgpack.packb([1]), b"\x91" * 5000):
+        with pytest.raises(ValueError):
+            unpack_interaction(data)
