@@ -17,12 +17,14 @@ AnyAgentError                      500 internal_error
 ├── RunFinished                    409 run_finished
 ├── EngineUnavailable              503 engine_unavailable
 ├── StoreUnavailable               503 store_unavailable
+├── ServiceUnavailable             503 service_unavailable
 ├── ConfigError                    (exit code 2)
 └── StartupError                   (exit code 1)
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar
 
 
@@ -159,6 +161,14 @@ class StoreUnavailable(AnyAgentError):
     retryable = True
 
 
+class ServiceUnavailable(AnyAgentError):
+    """A client could not reach the service."""
+
+    status = 503
+    default_code = "service_unavailable"
+    retryable = True
+
+
 class ConfigError(AnyAgentError):
     """The configuration is wrong; nothing was started."""
 
@@ -171,3 +181,29 @@ class StartupError(AnyAgentError):
 
     default_code = "startup_failed"
     exit_code = 1
+
+
+_BY_CODE: dict[str, type[AnyAgentError]] = {}
+
+
+def from_response(status: int, content: bytes, retry_after: str | None) -> AnyAgentError:
+    """The error that a service answered, as the class that it raised there."""
+    if not _BY_CODE:
+        waiting = [AnyAgentError]
+        while waiting:
+            kind = waiting.pop()
+            _BY_CODE.setdefault(kind.default_code, kind)
+            waiting += kind.__subclasses__()
+    try:
+        error = json.loads(content)["error"]
+        message, code, param = str(error["message"]), error.get("code"), error.get("param")
+    except (ValueError, KeyError, TypeError):
+        message, code, param = content[:300].decode(errors="replace"), None, None
+    kind = _BY_CODE.get(code or "") or _by_status(status)
+    wait = float(retry_after) if retry_after and retry_after.isdigit() else None
+    return kind(message, code=code, param=param, retry_after=wait)
+
+
+def _by_status(status: int) -> type[AnyAgentError]:
+    kinds = [kind for kind in AnyAgentError.__subclasses__() if kind.status == status]
+    return kinds[0] if kinds else AnyAgentError

@@ -96,7 +96,9 @@ class SetCapacity(_Body):
     ttl: float = Field(gt=0, le=3600)
     """Seconds after which the limit lapses unless it is set again."""
     owner: str = Field(max_length=64)
-    """The trainer's incarnation: renews its leases, and takes back those of an earlier one."""
+    """The trainer's incarnation; leases of an earlier one are taken back."""
+    held: list[str] = Field(default_factory=list)
+    """Sessions whose leases are renewed. A lease whose answer was lost is not among them."""
 
 
 class Capacity(BaseModel):

@@ -30,11 +30,13 @@ class Leases:
         self._lock = asyncio.Lock()
 
     async def set_capacity(self, body: SetCapacity) -> Capacity:
-        """Set the cap, renew the owner's leases, take back those of earlier trainers."""
+        """Set the cap, renew the leases held, take back those of earlier trainers."""
         stale = []
+        held = set(body.held)
         for session in self._leased():
             if session.row.owner == body.owner:
-                session.lease_expires = time.monotonic() + self._ttl
+                if session.id in held:
+                    session.lease_expires = time.monotonic() + self._ttl
             elif session.row.owner != EXPORT_OWNER:
                 stale.append(session)
         if stale:

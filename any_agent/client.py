@@ -1,0 +1,201 @@
+"""The HTTP client of the `/rl` routes, for agents' drivers and for the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import httpx
+from pydantic import BaseModel
+
+from any_agent import errors
+from any_agent.protocol import (
+    Abort,
+    Ack,
+    Acked,
+    Capacity,
+    Finalize,
+    Lease,
+    Pause,
+    PublishedVersion,
+    Rejection,
+    RewardSet,
+    RunInfo,
+    SessionInfo,
+    SessionStarted,
+    SetCapacity,
+    SetReward,
+    SetRun,
+    StartSession,
+)
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class RLClient:
+    """One service, reached by URL; every call raises the AnyAgentError that the service answered.
+
+    A connection that could not be made is tried again for ``retry_for`` seconds (a rank that
+    restarts); a lost reply is tried again only where doing it twice changes nothing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        admin_key: str | None = None,
+        timeout: float = 60.0,
+        retry_for: float = 30.0,
+    ) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+        self._retry_for = retry_for
+        self._timeout = timeout
+        self._http = httpx.AsyncClient(
+            base_url=self.url, timeout=timeout, limits=httpx.Limits(max_connections=None)
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    # -- agents --------------------------------------------------------------------------------
+
+    async def start_session(self, *, patience: float = 0.0, **fields: Any) -> SessionStarted:
+        """Open a session (fields of :class:`StartSession`).
+
+        While the service has no slot (429), ask again for up to ``patience`` seconds.
+        """
+        body = StartSession(**fields)
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                return await self._call(
+                    SessionStarted, "POST", "/start_session", body, slack=body.wait
+                )
+            except errors.TooManyRequests as error:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise
+                pause = (error.retry_after or 1.0) * random.uniform(0.8, 1.2)
+                await asyncio.sleep(min(pause, remaining))
+
+    async def set_reward(
+        self, api_key: str, reward: float, *, completion_id: str | None = None
+    ) -> RewardSet:
+        body = SetReward(reward=reward, completion_id=completion_id)
+        return await self._call(
+            RewardSet, "POST", "/set_reward", body, key=api_key, repeatable=True
+        )
+
+    async def finalize(self, api_key: str, final_reward: float | None = None) -> SessionInfo:
+        body = Finalize(final_reward=final_reward)
+        return await self._call(SessionInfo, "POST", "/finalize", body, key=api_key)
+
+    async def abort(self, api_key: str, reason: str = "aborted by the caller") -> SessionInfo:
+        return await self._call(SessionInfo, "POST", "/abort", Abort(reason=reason), key=api_key)
+
+    async def run_info(self) -> RunInfo:
+        return await self._call(RunInfo, "GET", "/run", repeatable=True)
+
+    # -- trainer -------------------------------------------------------------------------------
+
+    async def get_capacity(self) -> Capacity:
+        return await self._call(Capacity, "GET", "/capacity", repeatable=True)
+
+    async def set_capacity(
+        self, *, limit: int, ttl: float, owner: str, held: list[str]
+    ) -> Capacity:
+        body = SetCapacity(limit=limit, ttl=ttl, owner=owner, held=held)
+        return await self._call(Capacity, "PUT", "/capacity", body, repeatable=True)
+
+    async def lease(self, *, owner: str, wait: float, max_groups: int = 1) -> bytes | None:
+        """Packed trajectories of closed groups (`any_agent.record`), or None."""
+        body = Lease(owner=owner, wait=wait, max_groups=max_groups)
+        response = await self._send("POST", "/lease", body, slack=wait)
+        return response.content if response.status_code == 200 else None
+
+    async def ack(self, *, owner: str, trained: list[str], rejected: list[Rejection]) -> int:
+        body = Ack(owner=owner, trained=trained, rejected=rejected)
+        return (await self._call(Acked, "POST", "/ack", body, repeatable=True)).acked
+
+    async def pause(self, *, ttl: float) -> None:
+        await self._send("POST", "/pause", Pause(ttl=ttl), repeatable=True)
+
+    async def publish_version(self, *, version: int, path: str, step: int) -> None:
+        body = PublishedVersion(version=version, path=path, step=step)
+        await self._send("POST", "/version", body)
+
+    async def resume(self) -> None:
+        await self._send("POST", "/resume", repeatable=True)
+
+    async def set_run(
+        self,
+        state: Literal["training", "finished", "serving"],
+        *,
+        step: int,
+        checkpoint: str | None,
+    ) -> None:
+        body = SetRun(state=state, step=step, checkpoint=checkpoint)
+        await self._send("PUT", "/run", body, repeatable=True)
+
+    # ------------------------------------------------------------------------------------------
+
+    async def _call(
+        self, answer: type[T], method: str, path: str, body: BaseModel | None = None, **how: Any
+    ) -> T:
+        response = await self._send(method, path, body, **how)
+        return answer.model_validate_json(response.content)
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: BaseModel | None = None,
+        *,
+        key: str | None = None,
+        slack: float = 0.0,
+        repeatable: bool = False,
+    ) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"} if key else self._headers
+        content = body.model_dump_json(exclude_none=True) if body is not None else None
+        if content is not None:
+            headers = headers | {"Content-Type": "application/json"}
+        deadline = time.monotonic() + self._retry_for
+        delay = 0.05
+        while True:
+            try:
+                response = await self._http.request(
+                    method,
+                    f"/rl/v1{path}",
+                    content=content,
+                    headers=headers,
+                    timeout=self._timeout + slack,
+                )
+                break
+            except httpx.TransportError as error:
+                again = repeatable or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                if not again or time.monotonic() + delay > deadline:
+                    raise errors.ServiceUnavailable(
+                        f"{self.url} does not answer ({type(error).__name__}); is it running?"
+                    ) from error
+                await asyncio.sleep(delay * random.uniform(0.5, 1.5))
+                delay = min(delay * 2, 2.0)
+        if response.status_code >= 400:
+            raise errors.from_response(
+                response.status_code, response.content, response.headers.get("retry-after")
+            )
+        return response

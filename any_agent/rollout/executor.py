@@ -1,0 +1,204 @@
+"""Keeps episodes coming while the trainer trains, and hands them out in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from any_agent.client import RLClient
+from any_agent.config import RolloutConfig
+from any_agent.errors import AnyAgentError, Conflict
+from any_agent.protocol import Capacity, Rejection
+from any_agent.rollout.staleness import free_slots
+from any_agent.types import Trajectory
+from any_agent.workflow import Episode, RolloutWorkflow
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_CAPACITY_TTL = 15.0
+_CAPACITY_EVERY = 1.0
+_POLLS = 4
+
+
+class RolloutExecutor:
+    """Runs a workflow on an event loop of its own thread; the trainer calls it from another.
+
+    ``reject`` looks at an episode and says why it is not worth training on, or None: such
+    episodes are rejected at once and their slots refilled.
+    """
+
+    def __init__(
+        self,
+        make_client: Callable[[], RLClient],
+        make_workflow: Callable[[RLClient, str], RolloutWorkflow],
+        config: RolloutConfig,
+        *,
+        owner: str,
+        reject: Callable[[Episode], str | None] = lambda _: None,
+    ) -> None:
+        self._make_client = make_client
+        self._make_workflow = make_workflow
+        self._config = config
+        self._owner = owner
+        self._reject = reject
+        self._buffer: deque[Episode] = deque()
+        self._held: set[str] = set()
+        self._arrived = threading.Condition()
+        self._failure: BaseException | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.capacity: Capacity | None = None
+        """What the service last answered."""
+        self.rejected: Counter[str] = Counter()
+        """Sessions rejected before training, by reason."""
+
+    def start(self) -> None:
+        self._thread.start()
+        self.call(self._start())
+
+    def stop(self) -> None:
+        """End the polls; what is leased and not acknowledged is handed out again later."""
+        self.call(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout: float = 120.0) -> T:
+        """Run a coroutine on the executor's loop and wait for it."""
+        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return future.result(timeout)
+
+    @property
+    def client(self) -> RLClient:
+        """For use in coroutines given to :meth:`call`."""
+        return self._client
+
+    def prepare_batch(self, timeout: float | None = None) -> list[Episode]:
+        """Wait until ``batch_size`` sessions have come; the oldest episodes with as many.
+
+        Raises TimeoutError after ``timeout`` seconds, or what a poll failed with.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._arrived:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                count = sum(map(len, self._buffer))
+                if count >= self._config.batch_size:
+                    return self._take()
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
+                    raise TimeoutError(f"{count} of {self._config.batch_size} sessions came")
+                self._arrived.wait(remaining)
+
+    def ack(self, trained: list[str], rejected: list[Rejection]) -> None:
+        """Tell the service what became of a batch."""
+        self.call(self._ack(trained, rejected))
+
+    # ------------------------------------------------------------------------------------------
+
+    def _take(self) -> list[Episode]:
+        batch: list[Episode] = []
+        count = 0
+        while count < self._config.batch_size:
+            episode = self._buffer.popleft()
+            batch.append(episode)
+            count += len(episode)
+        return batch
+
+    async def _start(self) -> None:
+        self._client = self._make_client()
+        self._changed = asyncio.Event()
+        workflow = self._make_workflow(self._client, self._owner)
+        jobs = [self._keep_capacity(), *(self._poll(workflow) for _ in range(_POLLS))]
+        for job in jobs:
+            task = asyncio.create_task(job)
+            task.add_done_callback(self._ended)
+            self._tasks.append(task)
+
+    async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.close()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            with self._arrived:
+                self._failure = task.exception()
+                self._arrived.notify_all()
+
+    async def _keep_capacity(self) -> None:
+        """Tell the service how many sessions are wanted: when something changed, and regularly."""
+        limit = 0
+        while True:
+            self._changed.clear()
+            try:
+                now = await self._set_capacity(limit)
+                wanted = now.admitted + free_slots(now, self._config)
+                if wanted != limit:
+                    limit = wanted
+                    await self._set_capacity(limit)
+            except AnyAgentError as error:
+                if not error.retryable:
+                    raise
+                log.warning("could not set the capacity: %s; trying again", error.message)
+            try:
+                async with asyncio.timeout(_CAPACITY_EVERY):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def _set_capacity(self, limit: int) -> Capacity:
+        self.capacity = await self._client.set_capacity(
+            limit=limit, ttl=_CAPACITY_TTL, owner=self._owner, held=sorted(self._held)
+        )
+        return self.capacity
+
+    async def _poll(self, workflow: RolloutWorkflow) -> None:
+        while True:
+            try:
+                episode = await workflow.arun_episode(None, None)  # type: ignore[arg-type]
+            except AnyAgentError as error:
+                if not error.retryable:
+                    raise
+                log.warning("no episode: %s; trying again", error.message)
+                await asyncio.sleep(1.0)
+                continue
+            if episode:
+                await self._receive(episode)
+
+    async def _receive(self, episode: Episode) -> None:
+        ids = [trajectory.session_id for trajectory in episode]
+        self._held.update(ids)
+        reason = self._reject(episode)
+        if reason is None:
+            with self._arrived:
+                self._buffer.append(episode)
+                self._arrived.notify_all()
+        else:
+            self.rejected[reason] += len(ids)
+            await self._ack([], [Rejection(session_id=id, reason=reason) for id in ids])
+        self._changed.set()
+
+    async def _ack(self, trained: list[str], rejected: list[Rejection]) -> None:
+        ids = [*trained, *(r.session_id for r in rejected)]
+        try:
+            await self._client.ack(owner=self._owner, trained=trained, rejected=rejected)
+        except Conflict as error:
+            # The lease was lost meanwhile (another trainer, or a very long step).
+            log.error("acknowledging %d sessions failed: %s", len(ids), error.message)
+        self._held.difference_update(ids)
+        self._changed.set()
+
+
+def sessions_of(batch: list[Episode]) -> list[Trajectory]:
+    """Every trajectory of a batch."""
+    return [trajectory for episode in batch for trajectory in episode]

@@ -1,0 +1,39 @@
+"""The training process: ``python -m trainer --config FILE --service-url URL --engine-url URL``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+
+from any_agent.config import load_config
+from any_agent.errors import AnyAgentError, ConfigError
+from any_agent.logs import set_up_logging
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m trainer", description="Trains one run.")
+    parser.add_argument("--config", required=True, help="the run's resolved YAML")
+    parser.add_argument("--service-url", required=True)
+    parser.add_argument("--engine-url", required=True)
+    args = parser.parse_args()
+    # Leave through the finally clauses, so that threads and connections end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        config = load_config(args.config)
+        set_up_logging(config.log_level)
+        import transformers
+
+        from trainer.loop import GRPOTrainer
+
+        transformers.utils.logging.disable_progress_bar()
+        GRPOTrainer(config, service_url=args.service_url, engine_url=args.engine_url).train()
+        return 0
+    except AnyAgentError as error:
+        logging.getLogger(__name__).error("%s", error.message)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

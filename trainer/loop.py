@@ -1,0 +1,278 @@
+"""The training loop: wait for a batch, step, publish, acknowledge, keep a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import time
+import uuid
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from any_agent.client import RLClient
+from any_agent.config import Config
+from any_agent.errors import ConfigError
+from any_agent.protocol import Rejection
+from any_agent.rollout import RolloutExecutor
+from any_agent.rundir import RunDir, read_json, write_json
+from any_agent.workflow import Episode, ProxyWorkflow, RolloutWorkflow
+from trainer.batch import TrainingBatch, training_batch, without_signal
+from trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from trainer.loss import LossConfig, preset
+from trainer.packing import count_trained, micro_batches
+from trainer.policy import Policy, PolicyConfig, StepResult
+from trainer.sync import DiskSync
+from trainer.weights import prune, publish_to_disk
+
+log = logging.getLogger(__name__)
+
+
+class GRPOTrainer:
+    """Trains the policy of one run on what external agents do.
+
+    ``service_url`` is the service's public URL, ``engine_url`` its engine.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        service_url: str,
+        engine_url: str,
+        workflow: type[RolloutWorkflow] | None = None,
+    ) -> None:
+        self.config = config
+        self.dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
+        self._sync = DiskSync(engine_url)
+        self._make_workflow = workflow or ProxyWorkflow
+        key = config.server.admin_key
+        self._executor = RolloutExecutor(
+            lambda: RLClient(service_url, admin_key=key.get_secret_value() if key else None),
+            lambda client, owner: self._make_workflow(client, owner=owner),  # type: ignore[call-arg]
+            config.rollout,
+            owner=f"trainer-{uuid.uuid4().hex[:12]}",
+            reject=self._reject,
+        )
+        self._loss = _loss_config(config)
+        saved = read_json(self.dir.state, {})
+        self._highest = int(saved.get("highest_version", 0))
+        self._step_of_version = {int(v): s for v, s in saved.get("versions", {"0": 0}).items()}
+        self._consumed: set[str] = set()
+        self.policy: Policy
+        self.checkpoint: Path | None = None
+
+    def train(self) -> None:
+        """Make the configured number of optimizer steps, from the latest checkpoint if any."""
+        resumed = self._load()
+        self._executor.start()
+        try:
+            if resumed:
+                self._publish()
+            self._tell("training")
+            while self.policy.steps < self.config.train.steps:
+                self._step()
+            if self.checkpoint is None or self.policy.steps % self.config.train.checkpoint_every:
+                self._save()
+            self._tell("finished")
+        finally:
+            self._executor.stop()
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        episodes = self._wait()
+        waited = time.perf_counter()
+        step = self.policy.steps
+        batch = training_batch(
+            episodes,
+            self.config.train,
+            step=step,
+            eta=self.config.rollout.eta,
+            step_of_version=self._step_of_version,
+        )
+        result = None
+        if batch.rows:
+            # What a step is about to consume is on disk before it changes anything.
+            self._write_manifest(batch)
+            result = self.policy.step(
+                micro_batches(batch.rows, self.config.train.micro_batch_tokens),
+                count_trained(batch.rows),
+                self._loss,
+                entropy=True,
+            )
+        trained = time.perf_counter()
+        if result is not None:
+            self._publish()
+        published = time.perf_counter()
+        self._consumed.update(batch.trained)
+        self._executor.ack(
+            batch.trained,
+            [Rejection(session_id=id, reason="stale") for id in batch.stale],
+        )
+        if result is None:
+            log.warning("a batch of %d sessions was wholly stale; no step", len(batch.stale))
+            return
+        times = {
+            "wait": waited - started,
+            "train": trained - waited,
+            "publish": published - trained,
+        }
+        self._report(batch, result, times)
+        if self.policy.steps % self.config.train.checkpoint_every == 0:
+            self._save()
+            self._tell("training")
+
+    def _wait(self) -> list[Episode]:
+        """The next batch, without sessions that a surviving history has trained on already."""
+        while True:
+            try:
+                episodes = self._executor.prepare_batch(timeout=60.0)
+            except TimeoutError as error:
+                log.info("waiting for trajectories: %s", error)
+                continue
+            known = [t.session_id for e in episodes for t in e if t.session_id in self._consumed]
+            if not known:
+                return episodes
+            # Trained before a crash that came before the acknowledgement.
+            self._executor.ack(known, [])
+            fresh = [[t for t in e if t.session_id not in self._consumed] for e in episodes]
+            left = [episode for episode in fresh if episode]
+            if left:
+                return left
+
+    def _reject(self, episode: Episode) -> str | None:
+        if any(t.session_id in self._consumed for t in episode):
+            return None
+        return without_signal(episode, self.config.train)
+
+    # -- weights, checkpoints, files -----------------------------------------------------------
+
+    def _publish(self) -> None:
+        """The policy's weights to the engine, as a version that was never used before."""
+        self._highest += 1
+        version, step = self._highest, self.policy.steps
+        self._step_of_version[version] = step
+        newest = sorted(self._step_of_version)[-10_000:]
+        self._step_of_version = {v: self._step_of_version[v] for v in newest}
+        # Reserved on disk first: a version that was perhaps seen is not used again.
+        write_json(
+            self.dir.state,
+            {"highest_version": version, "step": step, "versions": self._step_of_version},
+        )
+        dtype = {"float32": None, "bfloat16": torch.bfloat16}[self.config.model.dtype]
+        path = publish_to_disk(
+            self.policy, self.config.model.path, self.dir.weights, version, dtype=dtype
+        )
+        self._executor.call(
+            self._sync.update(self._executor.client, path, version=version, step=step),
+            timeout=600.0,
+        )
+        prune(self.dir.weights, self.config.train.keep_weights)
+
+    def _load(self) -> bool:
+        """The policy: from the latest checkpoint (True), else from the configured model."""
+        c = self.config.train
+        _seed(c.seed)
+        settings = PolicyConfig(
+            lr=c.lr,
+            betas=c.betas,
+            weight_decay=c.weight_decay,
+            grad_clip=c.grad_clip,
+            device=_device(c.device),
+            threads=c.threads if _device(c.device) == "cpu" else None,
+        )
+        latest = latest_checkpoint(self.dir.checkpoints)
+        if latest is None:
+            self.policy = Policy.load(self.config.model.path, settings)
+            return False
+        self.policy, state = load_checkpoint(latest, settings)
+        self._consumed = set(state["consumed"])
+        self.checkpoint = latest
+        log.info("going on from %s (step %d)", latest, self.policy.steps)
+        return True
+
+    def _save(self) -> None:
+        self.checkpoint = save_checkpoint(
+            self.dir.checkpoints,
+            self.policy,
+            self.config.model.path,
+            {"version": self._highest, "consumed": sorted(self._consumed)},
+            keep=self.config.train.keep_checkpoints,
+        )
+        log.info("checkpoint %s", self.checkpoint)
+
+    def _tell(self, state: Any) -> None:
+        checkpoint = str(self.checkpoint) if self.checkpoint else None
+        self._executor.call(
+            self._executor.client.set_run(state, step=self.policy.steps, checkpoint=checkpoint)
+        )
+
+    def _write_manifest(self, batch: TrainingBatch) -> None:
+        step = self.policy.steps + 1
+        write_json(
+            self.dir.manifests / f"step-{step:08d}.json",
+            {
+                "step": step,
+                "trained": batch.trained,
+                "stale": batch.stale,
+                "tokens": [int(row["loss_mask"].sum()) for row in batch.rows],
+            },
+        )
+
+    def _report(self, batch: TrainingBatch, result: StepResult, times: dict[str, float]) -> None:
+        now = self._executor.capacity
+        line = {
+            "time": time.time(),
+            "step": self.policy.steps,
+            "version": self._highest,
+            "reward": sum(batch.scores) / max(1, len(batch.scores)),
+            "sessions": len(batch.trained),
+            "stale_sessions": len(batch.stale),
+            "rejected": dict(self._executor.rejected),
+            "interactions": len(batch.rows),
+            "staleness_mean": sum(batch.ages) / max(1, len(batch.ages)),
+            "staleness_max": max(batch.ages, default=0),
+            "grad_norm": result.grad_norm,
+            **result.stats.means(),
+            "seconds": {key: round(value, 4) for key, value in times.items()},
+            "capacity": now.model_dump() if now else None,
+        }
+        with open(self.dir.metrics, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        log.info(
+            "step %d: reward %.3f, %d sessions, %d tokens, staleness %.2f, version %d",
+            line["step"],
+            line["reward"],
+            line["sessions"],
+            line["tokens"],
+            line["staleness_mean"],
+            line["version"],
+        )
+
+
+def _loss_config(config: Config) -> LossConfig:
+    """The preset's loss with the run's constants."""
+    c = config.train
+    chosen = replace(preset(c.preset).loss, eps_low=c.eps_low, eps_high=c.eps_high, is_cap=c.is_cap)
+    log.debug("loss: %s", asdict(chosen))
+    return chosen
+
+
+def _device(wanted: str) -> str:
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device=cuda, but there is no CUDA device; use cpu or auto")
+    return wanted
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
