@@ -19,7 +19,14 @@ from any_agent.chat.machine import (
 from any_agent.chat.messages import validate_messages, validate_tools
 from any_agent.chat.stops import Piece
 from any_agent.chat.stream import BufferedParser, IncrementalParser, Markers, StreamParser
-from any_agent.chat.toolcalls import CallIds, as_call, openai_call, read_json_call
+from any_agent.chat.toolcalls import (
+    CallIds,
+    ReadCall,
+    as_call,
+    openai_call,
+    read_json_call,
+    read_xml_call,
+)
 from any_agent.errors import AnyAgentError, TemplateError
 from any_agent.types import Message, Tool
 
@@ -27,8 +34,15 @@ log = logging.getLogger(__name__)
 
 _THINK = {"<think>": THINK_OPEN, "</think>": THINK_CLOSE}
 _TOOL = {"<tool_call>": TOOL_OPEN, "</tool_call>": TOOL_CLOSE}
-_INCREMENTAL = {"qwen3", "default"}
-"""Renderers whose output grammar is the machine's; the others are parsed whole."""
+_SYNTAX: dict[str, ReadCall] = {
+    "qwen3": read_json_call,
+    "qwen3.5": read_xml_call,
+    "qwen3.6": read_xml_call,
+    "qwen3.8": read_xml_call,
+    "default": read_json_call,
+}
+"""Renderers whose output grammar is the machine's, with how they write a call; the others are
+parsed whole, so their streams carry everything at the end."""
 
 
 class ChatFormat:
@@ -53,7 +67,9 @@ class ChatFormat:
         self._keep_thinking = keep_thinking
         self._stop_set = frozenset(self.stop_token_ids)
         self._new_detokeniser = detokeniser_factory(tokenizer, self.decode)
-        self._incremental = self.name in _INCREMENTAL
+        self._read_call = _SYNTAX.get(self.name)
+        if self.name == "default" and "<function=" in self._chat_template():
+            self._read_call = read_xml_call
         self._markers = self._find_markers()
         kinds = {kind for _, kind in self._markers.by_id.values()}
         self._has_calls = {TOOL_OPEN, TOOL_CLOSE} <= kinds
@@ -125,7 +141,8 @@ class ChatFormat:
     ) -> StreamParser:
         """A parser for one output as it is sampled; the text ends before a stop string."""
         call_ids = CallIds(prompt_ids)
-        if not self._incremental:
+        read_call = self._read_call
+        if read_call is None:
             prompt = _ints(prompt_ids)
             return BufferedParser(
                 lambda ids: self._parse_whole(ids, prompt, tools, call_ids),
@@ -133,9 +150,10 @@ class ChatFormat:
                 self._stop_set,
                 stop,
             )
+        reading = (lambda text: read_call(text, tools)) if tools and self._has_calls else None
         machine = OutputMachine(
             reasoning_open=self._ends_in_reasoning(prompt_ids),
-            read_call=read_json_call if tools and self._has_calls else None,
+            read_call=reading,
             call_ids=call_ids,
         )
         return IncrementalParser(self._new_detokeniser(), self._markers, machine, stop)
@@ -190,12 +208,15 @@ class ChatFormat:
     def _find_markers(self) -> Markers:
         vocab: dict[str, int] = self.tokenizer.get_vocab()
         names = dict(_THINK)
-        template = getattr(self.tokenizer, "chat_template", None) or ""
+        template = self._chat_template()
         # A template that never writes calls so has another syntax for them.
-        if self.name != "default" or all(mark in str(template) for mark in _TOOL):
+        if self.name != "default" or all(mark in template for mark in _TOOL):
             names |= _TOOL
         by_id: dict[int, Piece] = {vocab[m]: (m, kind) for m, kind in names.items() if m in vocab}
         return Markers(by_id, self._stop_set, think_in_text=not all(m in vocab for m in _THINK))
+
+    def _chat_template(self) -> str:
+        return str(getattr(self.tokenizer, "chat_template", None) or "")
 
     def _ends_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the generation prompt has opened the reasoning (``<think>`` and white space)."""

@@ -26,8 +26,8 @@ class StopFilter:
             return []
         if not self._stops:
             return pieces
-        self._held += pieces
-        self._held_text += "".join(text for text, _ in pieces)
+        for text, kind in pieces:
+            self._hold(text, kind)
         starts = [at for s in self._stops if (at := self._held_text.find(s)) >= 0]
         if starts:
             self.matched = True
@@ -37,6 +37,14 @@ class StopFilter:
     def finish(self) -> list[Piece]:
         """What was held back in vain."""
         return self._take(len(self._held_text), cut=False)
+
+    def _hold(self, text: str, kind: str) -> None:
+        self._held_text += text
+        # One piece of text, however many tokens a stop string's beginning takes.
+        if kind == "text" and self._held and self._held[-1][1] == "text":
+            self._held[-1] = (self._held[-1][0] + text, kind)
+        else:
+            self._held.append((text, kind))
 
     def _doubtful(self) -> int:
         """How many last characters may begin a stop string."""

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from any_agent.types import Tool
 
-def read_json_call(block: str) -> tuple[str, str] | None:
-    """Name and argument JSON of ``{"name": ..., "arguments": {...}}``; None if it is no call."""
+ReadCall: TypeAlias = Callable[[str, Sequence[Tool]], tuple[str, str] | None]
+"""A block's inner text and the request's tools to name and argument JSON; None: no call."""
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def read_json_call(block: str, _tools: Sequence[Tool] = ()) -> tuple[str, str] | None:
+    """``{"name": ..., "arguments": {...}}``."""
     try:
         value = json.loads(block.strip(), parse_constant=_no_constant)
     except (ValueError, RecursionError):
@@ -19,6 +28,39 @@ def read_json_call(block: str) -> tuple[str, str] | None:
     if not isinstance(value, dict):
         return None
     return as_call(value.get("name"), value.get("arguments", {}))
+
+
+def read_xml_call(block: str, tools: Sequence[Tool]) -> tuple[str, str] | None:
+    """``<function=NAME><parameter=KEY>VALUE</parameter>...</function>`` (Qwen3-Coder, Qwen3.5).
+
+    A value is its text where the tool declares a string, else its JSON if it is any.
+    """
+    match = _FUNCTION.fullmatch(block)
+    if match is None or _PARAMETER.sub("", match[2]).strip():
+        return None
+    name = match[1].strip()
+    declared = _properties(name, tools)
+    arguments = {k: _value(text, declared.get(k)) for k, text in _PARAMETER.findall(match[2])}
+    return as_call(name, arguments)
+
+
+def _properties(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
+    for tool in tools:
+        function = tool.get("function") or {}
+        parameters = function.get("parameters")
+        if function.get("name") == name and isinstance(parameters, dict):
+            properties = parameters.get("properties")
+            return properties if isinstance(properties, dict) else {}
+    return {}
+
+
+def _value(text: str, schema: Any) -> Any:
+    if isinstance(schema, dict) and schema.get("type") in ("string", ["string"]):
+        return text
+    try:
+        return json.loads(text.strip(), parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return text
 
 
 def as_call(name: Any, arguments: Any) -> tuple[str, str] | None:

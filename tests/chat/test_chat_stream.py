@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from typing import Any
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage
 from any_agent.chat.detokenise import _ByteDetokeniser, _WindowDetokeniser, detokeniser_factory
+from any_agent.chat.stream import Markers
+from any_agent.chat.toolcalls import read_xml_call
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": "é"}}\n</tool_call>'
@@ -109,12 +112,8 @@ def test_deltas_concatenate_to_the_message(
 
 @pytest.fixture(scope="session")
 def formats(qwen3: ChatFormat, default: ChatFormat) -> dict[str, ChatFormat]:
-    import copy
-
-    from any_agent.chat.stream import Markers
-
     buffered = copy.copy(qwen3)
-    buffered._incremental = False
+    buffered._read_call = None
     window = copy.copy(qwen3)
     window._new_detokeniser = lambda: _WindowDetokeniser(qwen3.decode)
     text_marks = copy.copy(default)
@@ -245,3 +244,42 @@ def test_cost_per_token_does_not_grow(qwen3: ChatFormat) -> None:
     made = _WindowDetokeniser(decode)
     made.push([200] * 500 + list(range(100, 370)))
     assert max(lengths) <= 16
+
+
+XML = (
+    "\n<function=add>\n<parameter=code>\n  if x:\n    y\n</parameter>\n"
+    "<parameter=n>\n3\n</parameter>\n<parameter=free>\nplain\n</parameter>\n</function>\n"
+)
+
+
+def test_calls_written_as_xml() -> None:
+    declared = {"code": {"type": "string"}, "n": {"type": "integer"}}
+    function = {"name": "add", "parameters": {"type": "object", "properties": declared}}
+    call = read_xml_call(XML, [{"type": "function", "function": function}])
+    assert call is not None
+    assert (call[0], json.loads(call[1])) == (
+        "add",
+        {"code": "  if x:\n    y", "n": 3, "free": "plain"},
+    )
+    assert read_xml_call("<function=now>\n</function>", TOOLS) == ("now", "{}")
+    for broken in ("", "add", "<function=>", "<function=a>lost</function>", "x<function=a>"):
+        assert read_xml_call(broken, TOOLS) is None
+
+
+def test_xml_calls_agree_with_the_renderer(qwen3: ChatFormat) -> None:
+    from renderers.parsing import parse_qwen35
+
+    text = f"<think>\nwhy\n</think>\n\nSo: <tool_call>{XML.replace('  if', 'if')}</tool_call>"
+    ids = qwen3.tokenizer.encode(text, add_special_tokens=False)
+    names = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    think, think_end, call, call_end = qwen3.tokenizer.convert_tokens_to_ids(names)
+    theirs = parse_qwen35(
+        qwen3.tokenizer, ids, stop_ids={2}, think_id=think, think_end_id=think_end,
+        tool_call_id=call, tool_call_end_id=call_end,
+    )  # fmt: skip
+    xml = copy.copy(qwen3)
+    xml._read_call = read_xml_call
+    ours = xml.parse(ids, prompt_ids=[], tools=TOOLS)
+    assert (ours.content, ours.reasoning_content) == (theirs.content, theirs.reasoning_content)
+    (read,) = ours.tool_calls
+    assert json.loads(read["function"]["arguments"]) == theirs.tool_calls[0].arguments

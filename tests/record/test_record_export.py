@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from record_lab import Make
 
 from any_agent.errors import InvalidRequest, Unprocessable
 from any_agent.record import (
