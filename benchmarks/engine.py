@@ -170,7 +170,9 @@ async def table(rounds: dict[str, Round], n: int, repeats: int) -> None:
     for name in rounds:
         wall, cpu = statistics.median(walls[name]), statistics.median(cpus[name])
         tokens = n * NEW
-        print(f"{name:<22} {tokens / wall:>9.0f}  {base / wall:>6.2f}   {1000 * cpu / tokens:>8.3f}")
+        print(
+            f"{name:<22} {tokens / wall:>9.0f}  {base / wall:>6.2f}   {1000 * cpu / tokens:>8.3f}"
+        )
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from any_agent.engine.embedded.loop import Finish, Request
+from any_agent.engine.embedded.request import Finish, Request
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import GenerationHyperparameters, ModelRequest
 

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from any_agent.engine.embedded.loop import (
-    Event,
-    Finish,
-    GenerationLoop,
-    LoopLimits,
-    PauseMode,
-    Request,
-)
+from any_agent.engine.embedded.loop import GenerationLoop, LoopLimits, PauseMode
 from any_agent.engine.embedded.model import LoadedModel, load_model
+from any_agent.engine.embedded.request import Event, Finish, Request
 from any_agent.engine.embedded.stops import StopMatcher
 from any_agent.engine.embedded.validation import check_request
 from any_agent.engine.embedded.weights import apply_weights, read_weights
@@ -134,9 +128,14 @@ class EmbeddedEngine:
         await self.stop()
 
     @property
-    def version(self) -> str:
-        """The version of the weights that the next token will carry."""
+    def weight_version(self) -> str:
+        """What the next token will carry."""
         return self.loop.version
+
+    @property
+    def version(self) -> int:
+        """The same as a number; -1 where it is none."""
+        return int(self.loop.version) if self.loop.version.isdecimal() else -1
 
     @property
     def alive(self) -> bool:
@@ -177,12 +176,15 @@ class EmbeddedEngine:
         self._generations[request.rid] = generation
         return generation
 
-    async def generate(self, request: ModelRequest) -> AsyncIterator[GenerationChunk]:
-        """Stream one request; leaving the iterator early cancels it.
+    async def generate(
+        self, request: ModelRequest, *, stream: bool = True
+    ) -> AsyncGenerator[GenerationChunk]:
+        """Sample one request; closing the iterator early cancels it.
 
-        Versions must be numbers here. A failure of the engine raises EngineUnavailable.
+        The last chunk alone has a stop reason. Weight versions must be numbers here. Raises
+        InvalidRequest, or EngineUnavailable if the engine fails.
         """
-        generation, sent = self.submit(request), 0
+        generation, sent = self.submit(request, stream=stream), 0
         inner = generation.request
         try:
             finish: Finish | None = None
@@ -203,12 +205,16 @@ class EmbeddedEngine:
         """End one request, or all (None), within one step; they answer with what they have."""
         return self.loop.abort(rid, message)
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Returns when no step runs and, for ``abort``, every request has ended."""
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        """Returns when no step runs; ``abort`` ends every request, ``in_place`` keeps them.
+
+        New requests are queued until :meth:`resume`.
+        """
         await self._wait(self.loop.pause(mode))
 
-    async def resume(self) -> None:
-        await self._wait(self.loop.resume())
+    async def resume(self, version: int | None = None) -> None:
+        """Go on; ``version``, if given, names the weights that were loaded meanwhile."""
+        await self._wait(self.loop.resume(None if version is None else str(version)))
 
     async def clear_cache(self) -> bool:
         """Free the memory of key/value states; False while requests run."""
@@ -226,14 +232,15 @@ class EmbeddedEngine:
         if abort_all:
             await self._wait(self.abort(None, "aborted by a weight update"))
         done = self.loop.update(lambda: apply_weights(self.loaded.model, weights), version)
+        applied = asyncio.wrap_future(done)
         try:
-            kept = await asyncio.wait_for(self._wait(done), self.options.update_timeout)
-        except TimeoutError:
-            raise Conflict(
-                f"requests in flight did not end in {self.options.update_timeout:g} s"
-            ) from None
-        except RuntimeError as exc:
-            raise Conflict(str(exc)) from exc
+            await asyncio.wait({applied}, timeout=self.options.update_timeout)
+        except asyncio.CancelledError:
+            done.cancel()  # nobody waits any more: do not hold new requests back for it
+            raise
+        if done.cancel():
+            raise Conflict(f"requests in flight did not end in {self.options.update_timeout:g} s")
+        kept = await applied
         self.model_path = path
         return kept
 

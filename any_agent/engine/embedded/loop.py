@@ -8,80 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from any_agent.engine.embedded.cache import SlotCache
+from any_agent.engine.embedded.request import Event, Finish, Request, similar_lengths
 from any_agent.engine.embedded.sampling import BatchSampler
-from any_agent.engine.embedded.stops import StopMatcher
-from any_agent.errors import EngineUnavailable
-from any_agent.types import GenerationHyperparameters, StopReason
+from any_agent.errors import Conflict, EngineUnavailable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PauseMode: TypeAlias = Literal["abort", "in_place"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Why a request ended. ``matched`` for stops, ``message`` for aborts; ``failed``: our fault."""
-
-    type: StopReason
-    matched: str | int | None = None
-    message: str | None = None
-    failed: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """One request inside the loop. Its lists only grow, so other threads may read a prefix."""
-
-    rid: str
-    input_ids: list[int]
-    config: GenerationHyperparameters
-    stop_ids: frozenset[int]
-    matcher: StopMatcher | None = None
-    stream: bool = True
-    """Whether each step is reported, or only the end."""
-    sink: Any = None
-    """The caller's own; the loop passes it through."""
-    output_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[str] = field(default_factory=list)
-    finish: Finish | None = None
-
-    @property
-    def reach(self) -> int:
-        """The longest it can become, in tokens."""
-        return len(self.input_ids) + self.config.max_new_tokens
-
-    def accept(self, token: int, logprob: float, version: str) -> None:
-        """Add one sampled token and decide whether it ends the output."""
-        if not math.isfinite(logprob):
-            self.finish = Finish("abort", message="the model's logits are not finite", failed=True)
-            return
-        self.output_ids.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        if token in self.stop_ids:
-            self.finish = Finish("stop", token)
-        elif self.matcher is not None and (matched := self.matcher.push(token)) is not None:
-            self.finish = Finish("stop", matched)
-        elif len(self.output_ids) >= self.config.max_new_tokens:
-            self.finish = Finish("length")
-
-
-Event: TypeAlias = tuple[Request, int, Finish | None]
-"""A request, how many output tokens it has now, and its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +37,7 @@ class LoopLimits:
     max_total_tokens: int | None = None
     """Rows x longest possible row, in tokens of key/value states."""
     max_prefill_tokens: int = 8192
-    """Padded tokens of one joint prefill; a longer prompt goes alone."""
+    """Prompt tokens that join in one step; a longer prompt goes alone."""
 
 
 class GenerationLoop:
@@ -199,9 +144,12 @@ class GenerationLoop:
 
         return self.call(pause)
 
-    def resume(self) -> Future[None]:
+    def resume(self, version: str | None = None) -> Future[None]:
+        """Go on stepping; ``version``, if given, renames the weights from here on."""
+
         def resume() -> None:
             self.paused = None
+            self.version = self.version if version is None else version
 
         return self.call(resume)
 
@@ -232,7 +180,7 @@ class GenerationLoop:
 
         def enqueue() -> None:
             if self._update is not None and not self._update[1].cancelled():
-                future.set_exception(RuntimeError("another weight update is waiting"))
+                future.set_exception(Conflict("another weight update is waiting"))
             else:
                 self._update = (swap, future)
 
@@ -289,7 +237,7 @@ class GenerationLoop:
 
     def _step(self) -> None:
         """Prefill whoever can join, then one token for everyone."""
-        for group in _similar_lengths(self._admissible(), self._limits.max_prefill_tokens):
+        for group in similar_lengths(self._admissible(), self._limits.max_prefill_tokens):
             self._prefill(group)
             self._flush()  # the first token need not wait for the second
         if self._running:
@@ -303,8 +251,12 @@ class GenerationLoop:
                 return taken
             self._update = None
         reach = max((r.reach for r in self._running), default=0)
+        tokens = 0
         while self._waiting and len(self._running) + len(taken) < self._limits.max_running:
             head = self._waiting[0]
+            tokens += len(head.input_ids)
+            if taken and tokens > self._limits.max_prefill_tokens:
+                break  # those who run get a token before more join
             reach = max(reach, head.reach)
             rows = len(self._running) + len(taken) + 1
             limit = self._limits.max_total_tokens
@@ -386,10 +338,13 @@ class GenerationLoop:
         self._events.append((request, len(request.output_ids), request.finish))
 
     def _abort(self, rid: str | None, finish: Finish) -> None:
-        for request in [r for r in self._waiting if rid is None or r.rid == rid]:
-            self._waiting.remove(request)
-            request.finish = finish
-            self._report_end(request)
+        waiting, self._waiting = self._waiting, deque()
+        for request in waiting:
+            if rid is None or request.rid == rid:
+                request.finish = finish
+                self._report_end(request)
+            else:
+                self._waiting.append(request)
         for request in self._running:
             if rid is None or request.rid == rid:
                 request.finish = finish
@@ -416,19 +371,3 @@ class GenerationLoop:
         self._running.clear()
         self._waiting.clear()
         self._flush()
-
-
-def _similar_lengths(requests: list[Request], max_tokens: int) -> Iterator[list[Request]]:
-    """Split into joint prefills that waste at most a third on padding."""
-    group: list[Request] = []
-    real = 0
-    for request in sorted(requests, key=lambda r: len(r.input_ids)):
-        length = len(request.input_ids)
-        padded = (len(group) + 1) * length
-        if group and (padded > max_tokens or padded > 1.5 * (real + length)):
-            yield group
-            group, real = [], 0
-        group.append(request)
-        real += length
-    if group:
-        yield group

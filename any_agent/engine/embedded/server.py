@@ -99,7 +99,7 @@ class EngineServer:
                     start=0,
                     count=len(inner.output_ids),
                     latency=time.perf_counter() - began,
-                    current_version=self.engine.version,
+                    current_version=self.engine.weight_version,
                 )
             )
         finally:
@@ -130,7 +130,7 @@ class EngineServer:
                     start=sent if self.incremental else 0,
                     count=count,
                     latency=time.perf_counter() - began,
-                    current_version=self.engine.version,
+                    current_version=self.engine.weight_version,
                 )
                 sent, shown = count, len(text)
                 await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
@@ -175,7 +175,7 @@ class EngineServer:
                 abort_all=body.get("abort_all_requests") is True,
             )
         except AnyAgentError as exc:
-            status = max(400, exc.status)
+            status = 503 if isinstance(exc, EngineUnavailable) else 400
             return _json(
                 {"success": False, "message": exc.message, "num_paused_requests": 0}, status
             )
@@ -212,7 +212,7 @@ class EngineServer:
         return web.Response(status=503 if finish.type == "abort" else 200)
 
     async def weight_version(self, http: web.Request) -> web.Response:
-        return _json({"weight_version": self.engine.version})
+        return _json({"weight_version": self.engine.weight_version})
 
     async def model_info(self, http: web.Request) -> web.Response:
         loaded = self.engine.loaded
@@ -221,7 +221,7 @@ class EngineServer:
                 "model_path": self.engine.model_path,
                 "tokenizer_path": loaded.path,
                 "is_generation": True,
-                "weight_version": self.engine.version,
+                "weight_version": self.engine.weight_version,
                 "model_type": loaded.model.config.model_type,
                 "architectures": loaded.model.config.architectures,
                 "vocab_size": loaded.vocab_size,
@@ -243,7 +243,7 @@ class EngineServer:
                 "max_queued_requests": options.max_queued_requests,
                 "max_total_tokens": options.max_total_tokens,
                 "incremental_streaming_output": self.incremental,
-                "weight_version": self.engine.version,
+                "weight_version": self.engine.weight_version,
                 "paused": self.engine.paused,
                 "num_running_requests": running,
                 "num_waiting_requests": waiting,
