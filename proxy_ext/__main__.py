@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--public-url", default=None)
+    parser.add_argument("--training", action="store_true", help="a trainer will take sessions")
     args = parser.parse_args()
     try:
         config = load_config(args.config)
@@ -60,6 +61,7 @@ def _serve(config: object, args: argparse.Namespace, listener: socket.socket) ->
         load_chat(config),
         rank=args.rank,
         engine_url=args.engine_url,
+        training=args.training,
         public_url=args.public_url or f"http://{host}:{port}",
     )
     server = uvicorn.Server(

@@ -33,6 +33,7 @@ def create_app(
     rank: int,
     engine_url: str,
     public_url: str,
+    training: bool,
     litellm_app: Any | None = None,
 ) -> Front:
     """The ASGI app of a rank. ``litellm_app``: only tests pass another one."""
@@ -43,7 +44,14 @@ def create_app(
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(litellm_shim.lifespan(litellm_app))
             service = await stack.enter_async_context(
-                open_service(config, chat, rank=rank, engine_url=engine_url, public_url=public_url)
+                open_service(
+                    config,
+                    chat,
+                    rank=rank,
+                    engine_url=engine_url,
+                    public_url=public_url,
+                    training=training,
+                )
             )
             app.state.service = service
             yield

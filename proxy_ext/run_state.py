@@ -18,12 +18,14 @@ log = logging.getLogger(__name__)
 class RunState:
     """The run's state on one rank; kept in the journal, so that a restart knows it."""
 
-    def __init__(self, config: Config, engine: SGLangEngine, journal: Journal) -> None:
+    def __init__(
+        self, config: Config, engine: SGLangEngine, journal: Journal, *, training: bool
+    ) -> None:
         self._config = config
         self._engine = engine
         self._journal = journal
         self._watchdog: asyncio.Task[None] | None = None
-        self.state = "serving"
+        self.state = "training" if training else "serving"
         self.step = 0
         self.checkpoint: str | None = None
         self.version = 0
@@ -31,7 +33,8 @@ class RunState:
     async def recover(self) -> None:
         """Load what the journal holds; the engine's own version counts where it is newer."""
         saved: dict[str, Any] = await self._journal.meta("run") or {}
-        self.state = saved.get("state", self.state)
+        if saved.get("state") == "finished":
+            self.state = "finished"
         self.step = saved.get("step", 0)
         self.checkpoint = saved.get("checkpoint")
         self.version = self._engine.version

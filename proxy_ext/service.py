@@ -59,7 +59,13 @@ def load_chat(config: Config) -> ChatFormat:
 
 @asynccontextmanager
 async def open_service(
-    config: Config, chat: ChatFormat, *, rank: int, engine_url: str, public_url: str
+    config: Config,
+    chat: ChatFormat,
+    *,
+    rank: int,
+    engine_url: str,
+    public_url: str,
+    training: bool,
 ) -> AsyncIterator[Service]:
     """Recover the rank's journal, connect its engine, and sweep until the end."""
     run_dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
@@ -84,7 +90,7 @@ async def open_service(
             batch_size=config.rollout.batch_size,
         )
         await sessions.recover(lease_ttl=config.rollout.lease_ttl)
-        run = RunState(config, engine, journal)
+        run = RunState(config, engine, journal, training=training)
         await run.recover()
         completer = Completer(engine, chat, context_length=context)
         admin = config.server.admin_key

@@ -31,6 +31,9 @@ from trainer.weights import prune, publish_to_disk
 
 log = logging.getLogger(__name__)
 
+_REMEMBERED = 65_536
+"""Consumed ids kept: many times what can be finalized and not yet acknowledged."""
+
 
 class GRPOTrainer:
     """Trains the policy of one run on what external agents do.
@@ -62,7 +65,7 @@ class GRPOTrainer:
         saved = read_json(self.dir.state, {})
         self._highest = int(saved.get("highest_version", 0))
         self._step_of_version = {int(v): s for v, s in saved.get("versions", {"0": 0}).items()}
-        self._consumed: set[str] = set()
+        self._consumed: dict[str, None] = {}
         self.policy: Policy
         self.checkpoint: Path | None = None
 
@@ -110,7 +113,9 @@ class GRPOTrainer:
         if result is not None:
             self._publish()
         published = time.perf_counter()
-        self._consumed.update(batch.trained)
+        self._consumed.update(dict.fromkeys(batch.trained))
+        while len(self._consumed) > _REMEMBERED:
+            del self._consumed[next(iter(self._consumed))]
         self._executor.ack(
             batch.trained,
             [Rejection(session_id=id, reason="stale") for id in batch.stale],
@@ -192,7 +197,7 @@ class GRPOTrainer:
             self.policy = Policy.load(self.config.model.path, settings)
             return False
         self.policy, state = load_checkpoint(latest, settings)
-        self._consumed = set(state["consumed"])
+        self._consumed = dict.fromkeys(state["consumed"])
         self.checkpoint = latest
         log.info("going on from %s (step %d)", latest, self.policy.steps)
         return True
@@ -202,7 +207,7 @@ class GRPOTrainer:
             self.dir.checkpoints,
             self.policy,
             self.config.model.path,
-            {"version": self._highest, "consumed": sorted(self._consumed)},
+            {"version": self._highest, "consumed": list(self._consumed)},
             keep=self.config.train.keep_checkpoints,
         )
         log.info("checkpoint %s", self.checkpoint)

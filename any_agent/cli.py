@@ -1,0 +1,176 @@
+"""The command line: ``any-agent COMMAND``. Only what a command needs is imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from any_agent import __version__
+from any_agent.errors import AnyAgentError, ConfigError, StartupError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code. 0 ended well, 1 failed, 2 wrong input, 130 interrupted."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        return code
+    except (ConfigError, StartupError) as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return error.exit_code
+    except AnyAgentError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="any-agent",
+        description="Makes any OpenAI-compatible agent trainable by reinforcement learning.",
+    )
+    parser.add_argument("--version", action="version", version=f"any-agent {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    serve = commands.add_parser(
+        "serve",
+        help="start the service on this machine: engine, proxy and, unless told not to, trainer",
+    )
+    add_service_arguments(serve)
+    serve.add_argument(
+        "--no-train",
+        action="store_true",
+        help="serve only; with --experiment and --trial of an earlier run, its latest checkpoint",
+    )
+    serve.set_defaults(run=_serve)
+    train = commands.add_parser(
+        "train", help="as serve, but end when the configured steps are done"
+    )
+    add_service_arguments(train)
+    train.set_defaults(run=_train)
+    config = commands.add_parser("config", help="print the settings that would be used, as YAML")
+    add_service_arguments(config)
+    config.set_defaults(run=_config)
+    return parser
+
+
+def add_service_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of everything that is configured by YAML."""
+    parser.add_argument("--config", metavar="FILE", help="YAML settings")
+    parser.add_argument("--model", metavar="PATH", help="short for model.path=PATH")
+    parser.add_argument("--experiment", metavar="NAME", help="short for experiment=NAME")
+    parser.add_argument("--trial", metavar="NAME", help="short for trial=NAME")
+    parser.add_argument("--host", metavar="HOST", help="short for server.host=HOST")
+    parser.add_argument("--port", metavar="PORT", help="short for server.port=PORT")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="any setting by its dotted name, e.g. train.lr=1e-5; `any-agent config` lists them",
+    )
+
+
+def overrides_of(arguments: argparse.Namespace) -> list[str]:
+    """The long forms of the short options, then the given ones."""
+    short = {
+        "model": "model.path",
+        "experiment": "experiment",
+        "trial": "trial",
+        "host": "server.host",
+        "port": "server.port",
+    }
+    out = []
+    for option, key in short.items():
+        value = getattr(arguments, option)
+        if value is not None:
+            out.append(f"{key}={value}")
+    return out + list(arguments.overrides)
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="make a tiny model, serve it, and train it on what agents do; nothing is downloaded",
+    )
+    demo.add_argument("--seed", type=int, default=0, help="of the model and the prompts")
+    demo.add_argument("--steps", type=int, default=None, help="optimizer steps")
+    demo.add_argument("--json", metavar="FILE", help="write the figures there")
+    demo.add_argument("--keep", metavar="DIR", help="keep the run there (default: a new one)")
+    demo.add_argument(
+        "--permute-rewards",
+        action="store_true",
+        help="a control: give each session another session's rewards; nothing should be learned",
+    )
+    demo.set_defaults(run=_demo)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from any_agent.demo.run import run_demo
+
+    return run_demo(
+        seed=arguments.seed,
+        steps=arguments.steps,
+        json_path=arguments.json,
+        keep=arguments.keep,
+        permute=arguments.permute_rewards,
+    )
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    import yaml
+
+    from any_agent.config import load_config
+
+    config = load_config(arguments.config, overrides_of(arguments))
+    print(yaml.safe_dump(config.dump(), sort_keys=False), end="")
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    return run_service(
+        arguments.config, overrides_of(arguments), train=not arguments.no_train, stay=True
+    )
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    return run_service(arguments.config, overrides_of(arguments), train=True, stay=False)
+
+
+def run_service(config_path: str | None, overrides: list[str], *, train: bool, stay: bool) -> int:
+    """Start the service and watch it until Ctrl-C, SIGTERM or, unless ``stay``, the last step."""
+    from any_agent.config import load_config
+    from any_agent.launcher import Node, NodeOptions
+    from any_agent.launcher.checkpoints import latest_weights
+    from any_agent.logs import set_up_logging
+
+    config = load_config(config_path, overrides)
+    set_up_logging(config.log_level)
+    signal.signal(signal.SIGTERM, _interrupt)
+    options = NodeOptions(train=train)
+    found = latest_weights(config)
+    if found is not None:
+        options = NodeOptions(train=train, model_path=str(found.path), weight_version=found.version)
+        print(f"model    {found.path} (step {found.step})")
+    if not config.model.path and found is not None:
+        config = config.model_copy(
+            update={"model": config.model.model_copy(update={"path": str(found.path)})}
+        )
+    with Node(config, options) as node:
+        print(f"any-agent server listening at {node.url}", flush=True)
+        node.watch(until_trained=not stay)
+    return 0
+
+
+def _interrupt(*_: int | FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    # Children find the packages that this process found, installed or not.
+    os.environ.setdefault("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    sys.exit(main())

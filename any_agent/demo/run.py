@@ -1,0 +1,162 @@
+"""`any-agent demo`: a tiny model learns from agents that know only a URL and a key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from any_agent.client import RLClient
+from any_agent.config import Config, load_config
+from any_agent.demo.driver import GROUP_SIZE, Driver, workers
+from any_agent.demo.memory import PeakMemory
+from any_agent.errors import StartupError
+from any_agent.launcher import Node
+
+STEPS = 40
+WORKERS = 4
+EXPERIMENT = "demo"
+
+
+def run_demo(
+    *,
+    seed: int,
+    steps: int | None = None,
+    json_path: str | None = None,
+    keep: str | None = None,
+    permute: bool = False,
+) -> int:
+    """Run it, print it, write the figures; 0 when it went well."""
+    started = time.monotonic()
+    root = Path(keep) if keep else Path(tempfile.mkdtemp(prefix="any-agent-demo-"))
+    root.mkdir(parents=True, exist_ok=True)
+    print(f"demo     seed {seed}, files in {root}", flush=True)
+    config = demo_config(root, seed=seed, steps=steps or STEPS)
+    with PeakMemory() as memory:
+        _make_model(Path(config.model.path), seed)
+        print("model    a tiny Qwen3, warmed up on noisy labels", flush=True)
+        with Node(config) as node:
+            figures = asyncio.run(_drive(node, config, seed=seed, permute=permute))
+            _finish(node)
+        peak = memory.peak_mib
+    figures |= {
+        "seed": seed,
+        "steps": config.train.steps,
+        "seconds": round(time.monotonic() - started, 1),
+        "peak_memory_mib": round(peak),
+        "permuted_rewards": permute,
+        "run": str(node.dir.path),
+    }
+    _print_end(figures, config)
+    if json_path:
+        Path(json_path).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def demo_config(root: Path, *, seed: int, steps: int) -> Config:
+    """The demo's settings; everything else is a default."""
+    settings = {
+        "root": root / "runs",
+        "experiment": EXPERIMENT,
+        "trial": f"seed-{seed}",
+        "model.path": root / "model",
+        "model.enable_thinking": "false",
+        "server.port": 0,
+        "log_level": "info",
+        "sampling.max_new_tokens": 8,
+        "sessions.group_size": GROUP_SIZE,
+        "rollout.batch_size": 64,
+        "rollout.max_concurrent": 192,
+        "rollout.eta": 2,
+        "train.steps": steps,
+        "train.seed": seed,
+        "train.discount": 0.9,
+        "train.lr": 2e-3,
+        "train.checkpoint_every": 20,
+    }
+    return load_config(None, [f"{key}={value}" for key, value in settings.items()], environ={})
+
+
+def _make_model(path: Path, seed: int) -> None:
+    """In a process of its own: this one never imports torch."""
+    command = [sys.executable, "-m", "any_agent.demo.model", str(path), "--seed", str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode != 0:
+        raise StartupError(f"the demo's model could not be made:\n{done.stderr[-2000:]}")
+
+
+async def _drive(node: Node, config: Config, *, seed: int, permute: bool) -> dict[str, Any]:
+    async with RLClient(node.url) as client, workers(WORKERS) as agents:
+        driver = Driver(client, agents, seed=seed, permute=permute)
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(_watch(node))
+            before = await driver.evaluate()
+            print(f"before   first answer right: {before.first_accuracy:.3f}", flush=True)
+            progress = tasks.create_task(_show_progress(node.dir.metrics, config.train.steps))
+            training = await driver.train()
+            progress.cancel()
+            after = await driver.evaluate()
+            print(f"after    first answer right: {after.first_accuracy:.3f}", flush=True)
+            watching.cancel()
+    return {
+        "before": before.first_accuracy,
+        "after": after.first_accuracy,
+        "eval_sessions": before.sessions + after.sessions,
+        "train_sessions": training.sessions,
+        "failed_sessions": before.failed + training.failed + after.failed,
+        "errors": [*before.errors, *training.errors, *after.errors],
+    }
+
+
+async def _watch(node: Node) -> None:
+    """Raise when a part of the service dies."""
+    while True:
+        await asyncio.to_thread(node.check)
+        await asyncio.sleep(0.5)
+
+
+async def _show_progress(metrics: Path, steps: int) -> None:
+    """A line for every step that the trainer reports."""
+    shown = 0
+    while True:
+        lines = await asyncio.to_thread(_lines, metrics)
+        for text in lines[shown:]:
+            line = json.loads(text)
+            print(
+                f"step     {line['step']:3d}/{steps}  reward {line['reward']:.3f}  "
+                f"version {line['version']}  staleness {line['staleness_mean']:.2f}  "
+                f"wait {line['seconds']['wait']:.2f} s  train {line['seconds']['train']:.2f} s",
+                flush=True,
+            )
+        shown = len(lines)
+        await asyncio.sleep(0.5)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def _finish(node: Node) -> None:
+    """The trainer tells `finished` before it exits; let it."""
+    deadline = time.monotonic() + 30
+    while not node.check() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _print_end(figures: dict[str, Any], config: Config) -> None:
+    print(
+        f"done     {figures['before']:.3f} -> {figures['after']:.3f} in {figures['steps']} steps, "
+        f"{figures['seconds']} s, peak memory {figures['peak_memory_mib']} MiB"
+    )
+    if figures["failed_sessions"]:
+        print(f"         {figures['failed_sessions']} sessions failed: {figures['errors'][-1]}")
+    print(f"kept     {figures['run']}/checkpoints")
+    print(
+        "next     any-agent serve --no-train "
+        f"--experiment {config.experiment} --trial {config.trial} root={config.root}"
+    )

@@ -1,0 +1,224 @@
+"""All processes of one rank on one machine: engine, proxy, trainer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import yaml
+
+from any_agent.config import Config
+from any_agent.errors import ConfigError, StartupError
+from any_agent.launcher.process import Process
+from any_agent.rundir import RunDir
+
+log = logging.getLogger(__name__)
+
+_START_TIMEOUT = 300.0
+_STOP_GRACE = 4.0
+_MAX_RESTARTS = 5
+_RESTART_WINDOW = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """What to start."""
+
+    train: bool = True
+    model_path: str | None = None
+    """The weights that the engine starts with, if not the configured model."""
+    weight_version: int = 0
+    say: Callable[[str], None] = print
+    """Told one line per part while starting."""
+
+
+class Node:
+    """The service on one machine; a context manager that stops everything it started."""
+
+    def __init__(self, config: Config, options: NodeOptions | None = None) -> None:
+        self.config = config
+        self.options = options or NodeOptions()
+        self.dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
+        self._stack = ExitStack()
+        self._processes: list[Process] = []
+        self._restarts: list[float] = []
+        self.engine_url = config.engine.url or ""
+        self.url = ""
+        self.proxy: Process
+        self.trainer: Process | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End every process, newest first; within seconds, for certain."""
+        for process in self._processes:
+            process.ask_to_stop()
+        deadline = time.monotonic() + _STOP_GRACE
+        for process in reversed(self._processes):
+            process.stop(grace=max(0.1, deadline - time.monotonic()))
+        self._processes.clear()
+        self._stack.close()
+
+    def watch(self, *, until_trained: bool = False) -> None:
+        """Keep the parts running; returns when training has ended and that was asked for.
+
+        A dead proxy is started again (its journal holds what it acknowledged). StartupError when
+        another part dies, or the proxy too often.
+        """
+        while True:
+            if self.check() and until_trained:
+                return
+            time.sleep(0.2)
+
+    def check(self) -> bool:
+        """Look at every part once; whether training has ended."""
+        for process in self._processes:
+            code = process.poll()
+            if code is None or (process is self.trainer and code == 0):
+                continue
+            if process is not self.proxy:
+                raise StartupError(
+                    f"{process.name} ended with code {code}:\n{process.last_lines()}"
+                )
+            self._restart_proxy(code)
+        return self.trainer is not None and self.trainer.poll() == 0
+
+    # ------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        model = self.options.model_path or self.config.model.path
+        check_model(model)
+        self.dir.create()
+        self._stack.enter_context(self.dir.lock())
+        host = self.config.server.host
+        port = self.config.server.port or free_port(host)
+        check_port(host, port)
+        self.url = self.config.server.public_url or f"http://{host}:{port}"
+        config_path = self._write_config()
+        if not self.engine_url:
+            self._start_engine(model)
+        arguments = ["proxy_ext", "--config", str(config_path), "--engine-url", self.engine_url]
+        arguments += ["--host", host, "--port", str(port), "--public-url", self.url]
+        if self.options.train:
+            arguments += ["--training"]
+        self.proxy = self._add("proxy", arguments)
+        local = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+        self.proxy.wait_ready(lambda: _answers(f"{local}/healthz"), timeout=_START_TIMEOUT)
+        self.options.say(f"proxy    ready at {self.url}")
+        if self.options.train:
+            arguments = ["trainer", "--config", str(config_path)]
+            arguments += ["--service-url", local, "--engine-url", self.engine_url]
+            self.trainer = self._add("trainer", arguments)
+            self.options.say("trainer  started")
+
+    def _start_engine(self, model: str) -> None:
+        engine = self.config.engine
+        port = free_port("127.0.0.1")
+        self.engine_url = f"http://127.0.0.1:{port}"
+        arguments = ["any_agent.engine.embedded", "--model-path", model]
+        arguments += ["--host", "127.0.0.1", "--port", str(port)]
+        arguments += ["--dtype", self.config.model.dtype, "--threads", str(engine.threads)]
+        arguments += ["--max-running-requests", str(engine.max_running_requests)]
+        arguments += ["--max-queued-requests", str(engine.max_queued_requests)]
+        arguments += ["--weight-version", str(self.options.weight_version)]
+        arguments += ["--incremental-streaming-output"]
+        if engine.device != "auto":
+            arguments += ["--device", engine.device]
+        if engine.context_length:
+            arguments += ["--context-length", str(engine.context_length)]
+        process = self._add("engine", arguments)
+        process.wait_ready(lambda: _answers(f"{self.engine_url}/health"), timeout=_START_TIMEOUT)
+        self.options.say(f"engine   ready at {self.engine_url}")
+
+    def _add(self, name: str, arguments: list[str]) -> Process:
+        process = Process(name, arguments, self.dir.logs / f"{name}.log")
+        self._processes.append(process)
+        process.start()
+        return process
+
+    def _restart_proxy(self, code: int) -> None:
+        now = time.monotonic()
+        self._restarts = [t for t in self._restarts if now - t < _RESTART_WINDOW] + [now]
+        if len(self._restarts) > _MAX_RESTARTS:
+            raise StartupError(
+                f"proxy ended {len(self._restarts)} times in {_RESTART_WINDOW:g} s:\n"
+                f"{self.proxy.last_lines()}"
+            )
+        self.options.say(f"proxy    ended with code {code}; starting it again")
+        time.sleep(min(2.0, 0.2 * 2 ** (len(self._restarts) - 1)))
+        self.proxy.start()
+
+    def _write_config(self) -> Path:
+        path = self.dir.path / "config.yaml"
+        path.write_text(yaml.safe_dump(self.config.dump(), sort_keys=False), encoding="utf-8")
+        key = self.config.server.admin_key
+        if key is not None:
+            # Secrets go by the environment, never into a file.
+            os.environ["ANY_AGENT_SERVER__ADMIN_KEY"] = key.get_secret_value()
+        return path
+
+
+def check_model(path: str) -> None:
+    """ConfigError for a model that cannot be there; hub names are left to the engine."""
+    if not path:
+        raise ConfigError(
+            "no model is configured: set model.path to a local folder or a hub name, e.g. "
+            "model.path=Qwen/Qwen3-0.6B"
+        )
+    looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1
+    if looks_local and not (Path(path).expanduser() / "config.json").is_file():
+        raise ConfigError(f"model.path={path} is no model folder: it has no config.json")
+
+
+def check_port(host: str, port: int) -> None:
+    """ConfigError if something listens there already."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}; stop what uses it, or set "
+                "server.port to another one (0 picks a free one)"
+            ) from None
+
+
+def free_port(host: str) -> int:
+    """A port that nothing listened on a moment ago."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return int(response.status) == 200
+    except (urllib.error.URLError, OSError, ValueError):
+        return False

@@ -1,0 +1,51 @@
+"""Start the whole service on this machine and train: ``any_agent_grpo.py --config my.yaml``.
+
+The script that clusters launch; ``any-agent serve`` is the same for people.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # Run as a file: make the packages beside it importable, here and in the children.
+    import os
+
+    _home = str(Path(__file__).resolve().parent.parent)
+    sys.path[0] = _home
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        p for p in (_home, os.environ.get("PYTHONPATH", "")) if p
+    )
+
+from any_agent.cli import add_service_arguments, overrides_of, run_service
+from any_agent.errors import ConfigError, StartupError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Serve and train one run with GRPO.")
+    add_service_arguments(parser)
+    parser.add_argument(
+        "--exit-when-done",
+        action="store_true",
+        help="end after the last step instead of serving the trained model on",
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        return run_service(
+            arguments.config,
+            overrides_of(arguments),
+            train=True,
+            stay=not arguments.exit_when_done,
+        )
+    except (ConfigError, StartupError) as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
