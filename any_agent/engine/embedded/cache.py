@@ -13,7 +13,7 @@ _COLUMN_STEP = 64
 
 
 class SlotLayer(DynamicLayer):  # type: ignore[misc]
-    """One model layer's keys and values, each [rows, heads, columns, dim]; grown when needed.
+    """One model layer's keys and values, each [rows, heads, columns, dim].
 
     Buffers are zeroed, not empty: a masked column still enters the product with weight 0, and
     0 * NaN would spoil the row.
@@ -55,21 +55,34 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def _grown(old: Tensor | None, like: Tensor, slots: SlotCache) -> Tensor:
-    if old is not None and old.shape[0] >= slots.rows and old.shape[2] >= slots.columns:
+    if old is not None and old.shape[0] == slots.rows and old.shape[2] == slots.columns:
         return old
     new = like.new_zeros((slots.rows, like.shape[1], slots.columns, like.shape[3]))
     if old is not None:
-        new[: old.shape[0], :, : old.shape[2]] = old
+        rows, columns = min(old.shape[0], slots.rows), min(old.shape[2], slots.columns)
+        new[:rows, :, :columns] = old[:rows, :, :columns]
     return new
+
+
+def _rounded(columns: int) -> int:
+    return -(-columns // _COLUMN_STEP) * _COLUMN_STEP
 
 
 class SlotCache:
     """The rows of all layers; rows 0 .. ``active`` - 1 are in use, in the running batch's order.
 
-    ``kv`` is what the model gets as ``past_key_values``. All methods run in the loop's thread.
+    ``kv`` is what the model gets as ``past_key_values``. ``max_tokens`` bounds rows x columns, as
+    long as the rows in use fit. All methods run in the loop's thread.
     """
 
-    def __init__(self, layers: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.max_tokens = max_tokens
         self.kv = Cache(layers=[SlotLayer(self) for _ in range(layers)])
         self.dtype = dtype
         self.device = device
@@ -89,19 +102,20 @@ class SlotCache:
         self.row_index = self.length_index = torch.empty(0, dtype=torch.long, device=self.device)
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room; layers grow when they are next written."""
-        if rows > self.rows:
-            self.rows = max(rows, min(2 * self.rows, rows + 32))
-        if columns > self.columns:
-            # A quarter in advance, so that a growing row is copied a logarithmic number of times.
-            wanted = max(columns, self.columns + self.columns // 4)
-            self.columns = -(-wanted // _COLUMN_STEP) * _COLUMN_STEP
-        if self.mask.shape != (self.rows, self.columns):
-            old = self.mask
-            lowest = torch.finfo(self.dtype).min
-            self.mask = torch.full((self.rows, self.columns), lowest, dtype=self.dtype)
-            self.mask = self.mask.to(self.device)
-            self.mask[: old.shape[0], : old.shape[1]] = old
+        """Make room for so many rows and columns; layers follow when they are next written."""
+        columns = max(columns, self.longest + 1)
+        if rows <= self.rows and columns <= self.columns:
+            return
+        # In advance, so that a growing row is copied a logarithmic number of times.
+        wide = max(columns, self.columns + self.columns // 4) if columns > self.columns else 0
+        new_rows, new_columns = max(rows, self.rows), max(_rounded(wide), self.columns)
+        if self.max_tokens is not None and new_rows * new_columns > self.max_tokens:
+            new_rows = rows
+            new_columns = max(columns, min(new_columns, self.max_tokens // rows))
+        old, kept_rows, kept = self.mask, min(self.rows, new_rows), min(self.columns, new_columns)
+        self.rows, self.columns = new_rows, new_columns
+        self.mask = old.new_full((new_rows, new_columns), torch.finfo(self.dtype).min)
+        self.mask[:kept_rows, :kept] = old[:kept_rows, :kept]
 
     def begin_prefill(self, lengths: Sequence[int]) -> None:
         """The next forward pass fills new rows, right-padded to the longest."""

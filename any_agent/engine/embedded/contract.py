@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import orjson
@@ -170,15 +169,6 @@ def finish_json(finish: Finish | None, completion_tokens: int) -> dict[str, Any]
     return {"type": "abort", "message": finish.message or "aborted"}
 
 
-def version_spans(versions: list[str], current: str) -> list[dict[str, Any]]:
-    """Half-open spans over the output. Without a token: one empty span of the current version."""
-    spans: list[dict[str, Any]] = []
-    for version, run in groupby(versions):
-        start = spans[-1]["end"] if spans else 0
-        spans.append({"version": version, "start": start, "end": start + sum(1 for _ in run)})
-    return spans or [{"version": current, "start": 0, "end": 0}]
-
-
 def answer(
     call: GenerateCall,
     request: Request,
@@ -192,15 +182,16 @@ def answer(
 ) -> dict[str, Any]:
     """One answer or event with the output tokens ``start`` .. ``count``; totals are of all."""
     ids = request.output_ids[start:count]
-    spans = version_spans(request.versions[:count], current_version)
+    # Without a token: one empty span of the current version, as in SGLang.
+    spans = request.spans(count) or [(current_version, 0, 0)]
     meta: dict[str, Any] = {
         "id": request.rid,
         "finish_reason": finish_json(finish, count),
         "prompt_tokens": len(request.input_ids),
         "completion_tokens": count,
         "cached_tokens": 0,
-        "weight_version": spans[-1]["version"],
-        "weight_versions": spans,
+        "weight_version": spans[-1][0],
+        "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
         "e2e_latency": latency,
     }
     if call.return_logprob:

@@ -34,8 +34,8 @@ class EngineOptions:
     max_running_requests: int = 32
     max_queued_requests: int = 1024
     max_total_tokens: int | None = None
-    threads: int | None = 1
-    """Threads of the model on the CPU; None leaves PyTorch's setting alone."""
+    threads: int | None = None
+    """Threads of the model on the CPU, set for the whole process; None: PyTorch's setting."""
     seed: int | None = None
     update_timeout: float = 600.0
     """Seconds that a weight update waits for the requests in flight."""
@@ -97,7 +97,7 @@ class EmbeddedEngine:
         self._raw_decode = loaded.decoder(skip_special_tokens=False)
         self.loop = GenerationLoop(
             loaded.model,
-            loaded.new_cache(),
+            loaded.new_cache(self.options.max_total_tokens),
             self._deliver,
             limits=LoopLimits(self.options.max_running_requests, self.options.max_total_tokens),
             version=self.options.weight_version,
@@ -193,7 +193,7 @@ class EmbeddedEngine:
                 yield GenerationChunk(
                     output_ids=inner.output_ids[sent:count],
                     logprobs=inner.logprobs[sent:count],
-                    versions=[int(v) for v in inner.versions[sent:count]],
+                    versions=[int(v) for v in inner.versions(sent, count)],
                     stop_reason=finish.type if finish else None,
                     matched_stop=finish.matched if finish else None,
                 )

@@ -30,8 +30,8 @@ class LoadedModel:
     eos_ids: frozenset[int]
     cache_layers: int
 
-    def new_cache(self) -> SlotCache:
-        return SlotCache(self.cache_layers, self.dtype, self.device)
+    def new_cache(self, max_tokens: int | None = None) -> SlotCache:
+        return SlotCache(self.cache_layers, self.dtype, self.device, max_tokens)
 
     def decoder(self, *, skip_special_tokens: bool) -> Decode:
         """Ids to text. Ids that the tokenizer does not know give no text."""

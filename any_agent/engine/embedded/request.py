@@ -36,13 +36,30 @@ class Request:
     """The caller's own; the loop passes it through."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[str] = field(default_factory=list)
+    changes: list[tuple[int, str]] = field(default_factory=list)
+    """From which output position on which weight version sampled."""
     finish: Finish | None = None
 
     @property
     def reach(self) -> int:
         """The longest it can become, in tokens."""
         return len(self.input_ids) + self.config.max_new_tokens
+
+    def spans(self, count: int) -> list[tuple[str, int, int]]:
+        """(version, start, end) over the first ``count`` output tokens, half-open."""
+        found = []
+        for i, (start, version) in enumerate(self.changes):
+            end = self.changes[i + 1][0] if i + 1 < len(self.changes) else count
+            if start < count:
+                found.append((version, start, min(end, count)))
+        return found
+
+    def versions(self, start: int, end: int) -> list[str]:
+        """The version of each output token in [start, end)."""
+        out: list[str] = []
+        for version, first, last in self.spans(end):
+            out += [version] * (last - max(first, start))
+        return out
 
     def accept(self, token: int, logprob: float, version: str) -> None:
         """Add one sampled token and decide whether it ends the output."""
@@ -51,7 +68,8 @@ class Request:
             return
         self.output_ids.append(token)
         self.logprobs.append(logprob)
-        self.versions.append(version)
+        if not self.changes or self.changes[-1][1] != version:
+            self.changes.append((len(self.output_ids) - 1, version))
         if token in self.stop_ids:
             self.finish = Finish("stop", token)
         elif self.matcher is not None and (matched := self.matcher.push(token)) is not None:

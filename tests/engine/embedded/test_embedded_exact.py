@@ -158,6 +158,7 @@ def test_sampling_follows_each_rows_distribution() -> None:
 
 async def test_key_value_budget_bounds_the_batch(loaded: LoadedModel) -> None:
     seen: list[int] = []
+    held: list[int] = []
     options = EngineOptions(max_running_requests=8, max_total_tokens=60)
     async with EmbeddedEngine(loaded, options) as engine:
 
@@ -166,7 +167,16 @@ async def test_key_value_budget_bounds_the_batch(loaded: LoadedModel) -> None:
             seen.extend([engine.loop.load[0] async for _ in engine.generate(ask)])
 
         await asyncio.gather(*(one(i) for i in range(7)))
-    assert max(seen) <= 3
+        assert max(seen) == 3
+        # One long row after three short ones: the buffers change their shape, not their size.
+        for length in (40, 5):
+            ask = request("long", prompt(length), max_new_tokens=20)
+            ids, logprobs, _ = await collect(engine, ask)
+            reference = fresh_logprobs(loaded.model, ask.input_ids, ids)
+            assert worst(logprobs, reference) < 1e-5
+            keys = engine.loop._cache.kv.layers[0].keys
+            held.append(keys.shape[0] * keys.shape[2])
+    assert max(held) <= 60
 
 
 async def test_it_is_an_inference_engine(engine: EmbeddedEngine) -> None:
@@ -178,3 +188,11 @@ async def test_it_is_an_inference_engine(engine: EmbeddedEngine) -> None:
     assert len(chunks) == 1
     assert chunks[0].versions == [5] * 8
     assert chunks[0].stop_reason == "length"
+
+
+async def test_half_precision(tiny_model_dir: Any) -> None:
+    options = EngineOptions(dtype="bfloat16")
+    async with EmbeddedEngine.load(str(tiny_model_dir), options) as engine:
+        ids, logprobs, _ = await collect(engine, request("h", prompt(20), max_new_tokens=20))
+        reference = fresh_logprobs(engine.loaded.model, prompt(20), ids)
+        assert worst(logprobs, reference) < 0.15

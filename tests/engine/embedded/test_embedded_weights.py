@@ -53,7 +53,7 @@ async def test_in_place_update_has_exact_versions(
     for generation, seam in zip(generations, seams, strict=True):
         assert (await asyncio.wait_for(generation.finished(), LIMIT)).type == "length"
         out = generation.request
-        assert out.versions == ["0"] * seam + ["7"] * (400 - seam)
+        assert out.versions(0, len(out.output_ids)) == ["0"] * seam + ["7"] * (400 - seam)
         reference = kept_cache_logprobs(old, new, out.input_ids, out.output_ids, seam)
         assert worst(out.logprobs, reference) < 1e-4
         before = fresh_logprobs(old, out.input_ids, out.output_ids[:seam])
@@ -87,8 +87,8 @@ async def test_an_update_waits_for_those_in_flight(
         assert await asyncio.wait_for(update, LIMIT) == 0
         await asyncio.wait_for(running.finished(), LIMIT)
         await asyncio.wait_for(late.finished(), LIMIT)
-        assert running.request.versions == ["0"] * 5
-        assert late.request.versions == ["1"] * 5
+        assert running.request.versions(0, 5) == ["0"] * 5
+        assert late.request.versions(0, 5) == ["1"] * 5
 
 
 async def test_the_wait_is_bounded(tiny_model_dir: Path, other_model_dir: Path) -> None:
@@ -100,7 +100,7 @@ async def test_the_wait_is_bounded(tiny_model_dir: Path, other_model_dir: Path) 
             await engine.update_weights(str(other_model_dir), "1")
         late = engine.submit(request("b", prompt(4)), stream=False)  # admission goes on
         await asyncio.wait_for(late.finished(), LIMIT)
-        assert late.request.versions == ["0"] * 8
+        assert late.request.versions(0, 8) == ["0"] * 8
         await engine.update_weights(str(other_model_dir), "1", abort_all=True)
         assert (await running.finished()).type == "abort"
         assert engine.version == 1
