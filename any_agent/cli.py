@@ -147,8 +147,13 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     from any_agent.launcher import Node, NodeOptions
     from any_agent.launcher.checkpoints import latest_weights
     from any_agent.logs import set_up_logging
+    from any_agent.rundir import RunDir
 
     config = load_config(config_path, overrides)
+    saved = RunDir.of(config.root, config.user, config.experiment, config.trial).path
+    if config_path is None and (saved / "config.yaml").is_file():
+        # A run goes on, or is served, with the settings that it was trained with.
+        config = load_config(saved / "config.yaml", overrides)
     set_up_logging(config.log_level)
     signal.signal(signal.SIGTERM, _interrupt)
     options = NodeOptions(train=train)
