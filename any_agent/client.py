@@ -105,8 +105,12 @@ class RLClient:
         body = Finalize(final_reward=final_reward)
         return await self._call(SessionInfo, "POST", "/finalize", body, key=api_key)
 
-    async def abort(self, api_key: str, reason: str = "aborted by the caller") -> SessionInfo:
-        return await self._call(SessionInfo, "POST", "/abort", Abort(reason=reason), key=api_key)
+    async def abort(
+        self, session: SessionStarted, reason: str = "aborted by the caller"
+    ) -> SessionInfo:
+        path = f"/sessions/{session.session_id}/abort"
+        body = Abort(reason=reason)
+        return await self._call(SessionInfo, "POST", path, body, key=session.api_key)
 
     async def run_info(self) -> RunInfo:
         return await self._call(RunInfo, "GET", "/run", repeatable=True)

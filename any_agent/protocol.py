@@ -71,7 +71,6 @@ class Finalize(_Body):
 
 
 class Abort(_Body):
-    session_id: str | None = None
     reason: str = Field("aborted by the caller", max_length=200)
 
 

@@ -17,7 +17,7 @@ def load_app() -> Any:
     """Import LiteLLM's proxy app, set to need no network and no database."""
     # Read at import: prices from the package, not from the network.
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-    os.environ.setdefault("LITELLM_TELEMETRY", "False")
+    os.environ.setdefault("LITELLM_LOG", "ERROR")
     # It wants a master key; nobody is ever told this one.
     os.environ["LITELLM_MASTER_KEY"] = f"sk-{secrets.token_hex(24)}"
     for name in ("DATABASE_URL", "CONFIG_FILE_PATH", "WORKER_CONFIG"):

@@ -111,20 +111,18 @@ async def finalize(
     return session.info()
 
 
-@router.post("/abort")
-async def abort(
-    body: Abort, request: Request, service: Anyone, query: SessionQuery = None
-) -> SessionInfo:
-    """Throw a session away."""
-    session = await service.auth.session(request, _one(body.session_id, query))
+@router.get("/sessions/{session_id}")
+async def get_session(session_id: str, request: Request, service: Anyone) -> SessionInfo:
+    """What is recorded of a session: the caller's own, or any for the operator."""
+    return (await service.auth.session(request, session_id)).info()
+
+
+@router.post("/sessions/{session_id}/abort")
+async def abort(session_id: str, body: Abort, request: Request, service: Anyone) -> SessionInfo:
+    """Throw a session away; its calls under way are aborted."""
+    session = await service.auth.session(request, session_id)
     await service.sessions.end(session, SessionState.ABORTED, body.reason)
     return session.info()
-
-
-@router.get("/session")
-async def own_session(request: Request, service: Anyone, query: SessionQuery = None) -> SessionInfo:
-    """What is recorded of the caller's session."""
-    return (await service.auth.session(request, query)).info()
 
 
 @router.get("/run")
@@ -143,12 +141,6 @@ async def list_sessions(
     """Live sessions (open, finalized, leased), newest first."""
     live = list(service.sessions.live.values())[-limit:]
     return [session.info() for session in reversed(live)]
-
-
-@router.get("/sessions/{session_id}")
-async def get_session(session_id: str, service: Admin) -> SessionInfo:
-    """Any session that the journal knows."""
-    return (await service.sessions.by_id(session_id)).info()
 
 
 @router.post("/export_trajectories")

@@ -92,7 +92,12 @@ async def open_service(
         await sessions.recover(lease_ttl=config.rollout.lease_ttl)
         run = RunState(config, engine, journal, training=training)
         await run.recover()
-        completer = Completer(engine, chat, context_length=context)
+        completer = Completer(
+            engine,
+            chat,
+            context_length=context,
+            keeps_cache=config.engine.update_mode == "in_place",
+        )
         admin = config.server.admin_key
         s = config.sampling
         service = Service(

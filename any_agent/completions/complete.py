@@ -68,10 +68,19 @@ Completed = Delta | Completion
 class Completer:
     """Turns chat calls into completions of one engine with one chat format."""
 
-    def __init__(self, engine: InferenceEngine, chat: ChatFormat, *, context_length: int) -> None:
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        chat: ChatFormat,
+        *,
+        context_length: int,
+        keeps_cache: bool = False,
+    ) -> None:
+        """``keeps_cache``: weight updates keep the cache of calls under way (`in_place`)."""
         self.engine = engine
         self.chat = chat
         self.context_length = context_length
+        self._keeps_cache = keeps_cache
 
     def prepare(self, call: ChatCall, tree: InteractionTree | None) -> Prepared:
         """Find the parent in the tree, continue its ids exactly or render anew.
@@ -203,7 +212,11 @@ class Completer:
             continuation=prepared.continuation,
             branch_reason=prepared.branch_reason,
             untrainable_reason=_untrainable(prepared.gconfig, ids),
-            request={"overridden": call.overrides, "recorded": call.recorded},
+            request={
+                "overridden": call.overrides,
+                "recorded": call.recorded,
+                "mixed_cache": self._keeps_cache and len(set(versions)) > 1,
+            },
             created_at=prepared.created_at,
         )
         (key,) = chain_keys([message], call.tools, start=prepared.key)
