@@ -114,7 +114,7 @@ async def finalize(
 @router.get("/sessions/{session_id}")
 async def get_session(session_id: str, request: Request, service: Anyone) -> SessionInfo:
     """What is recorded of a session: the caller's own, or any for the operator."""
-    return (await service.auth.session(request, session_id)).info()
+    return await service.sessions.info(await service.auth.session(request, session_id))
 
 
 @router.post("/sessions/{session_id}/abort")

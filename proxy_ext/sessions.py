@@ -315,6 +315,13 @@ class Sessions:
             raise NotFound(f"there is no session {session_id[:80]!r}", code="session_not_found")
         return Session(row, expires=0.0)
 
+    async def info(self, session: Session) -> SessionInfo:
+        """What is recorded of a session; an ended one's interactions are read from the journal."""
+        if session.id not in self.live and not len(session.tree):
+            for interaction in await self.journal.interactions(session.id):
+                add_to_tree(session.tree, interaction)
+        return session.info()
+
     # -- record --------------------------------------------------------------------------------
 
     async def record(self, session: Session, interaction: Interaction, key: bytes) -> None:
