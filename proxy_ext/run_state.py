@@ -31,13 +31,17 @@ class RunState:
         self.version = 0
 
     async def recover(self) -> None:
-        """Load what the journal holds; the engine's own version counts where it is newer."""
+        """Load what the journal holds; the version is the engine's own.
+
+        An engine that an earlier process paused goes on: its trainer may be gone, too.
+        """
         saved: dict[str, Any] = await self._journal.meta("run") or {}
         if saved.get("state") == "finished":
             self.state = "finished"
         self.step = saved.get("step", 0)
         self.checkpoint = saved.get("checkpoint")
         self.version = self._engine.version
+        await self._engine.resume(self.version)
 
     @property
     def info(self) -> RunInfo:
@@ -77,9 +81,9 @@ class RunState:
 
     async def publish(self, body: PublishedVersion) -> None:
         """The engine has these weights now; used from `resume` on. Versions only grow."""
-        if body.version <= self.version:
+        if body.version < self.version:
             raise Conflict(
-                f"version {body.version} is not above {self.version}; versions are never reused",
+                f"version {body.version} is below {self.version}; versions only grow",
                 code="version_reused",
             )
         self.version, self.step = body.version, body.step

@@ -470,8 +470,9 @@ class Sessions:
             if group.closed or group.deadline > now or not group.members:
                 continue
             for session_id, state in tuple(group.members.items()):
-                if state is SessionState.OPEN:
-                    await self._expire_one(self.live[session_id], "its group's time ran out")
+                member = self.live.get(session_id)
+                if state is SessionState.OPEN and member is not None:
+                    await self._expire_one(member, "its group's time ran out")
             if not group.promised and not group.closed:
                 self.admission.release(group.room)
                 group.size -= group.room
