@@ -1,0 +1,73 @@
+# Each target makes .venv if there is none and installs what it needs.
+#
+#   PYTHON       the interpreter to make .venv with; default: the first of python3, python3.13,
+#                python3.12, python3.11 that is a 3.11, 3.12 or 3.13
+#   TORCH_INDEX  a package index to take torch from, e.g. PyTorch's own for CPU-only builds
+#   ARGS         passed on to demo, test, bench and learn, e.g. make test ARGS="-k chat"
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
+TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+# A stamp says that an extra is installed as these files, in this place, ask for it.
+KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | cksum | cut -d ' ' -f 1)
+DEV := $(VENV)/.dev-$(KEY)
+# Whoever has [dev] has [train].
+TRAIN := $(or $(wildcard $(DEV)),$(VENV)/.train-$(KEY))
+
+.PHONY: help demo test lint bench learn clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 14
+
+demo: $(TRAIN) ## make a tiny model, serve it, and train it on what agents do
+	@$(VENV)/bin/any-agent demo $(ARGS)
+
+test: $(DEV) ## run the tests
+	@$(RUN) -m pytest $(ARGS)
+
+lint: $(DEV) ## check style and types
+	@echo "ruff check"; $(VENV)/bin/ruff check .
+	@echo "ruff format --check"; $(VENV)/bin/ruff format --check .
+	@echo "mypy"; $(VENV)/bin/mypy
+
+bench: $(DEV) ## run every benchmark, one after another
+	@for file in $$(grep -l '__main__' benchmarks/*.py); do \
+	  echo "== $$file"; $(RUN) $$file $(ARGS); \
+	done
+
+learn: $(DEV) ## check over ten seeds that the demo learns, and that its control does not
+	@$(RUN) tests/e2e/learn.py $(ARGS)
+
+clean: ## remove .venv, caches and build outputs; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(RUN):
+	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
+	  if "$$python" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
+	  then \
+	    echo "setup    $(VENV) with $$("$$python" --version)"; \
+	    exec "$$python" -m venv --clear $(VENV); \
+	  fi; \
+	done; \
+	echo "error: no Python 3.11, 3.12 or 3.13 with venv found; set PYTHON=/path/to/python3" >&2; exit 1
+
+define install
+	@echo "setup    installing $(TORCH)"
+	@$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) -c constraints.txt $(TORCH)
+	@echo "setup    installing any-agent-rl[$(1)]"
+	@$(PIP) -c constraints.txt -e '.[$(1)]'
+	@touch $@
+endef
+
+$(DEV): | $(RUN)
+	$(call install,dev)
+
+$(VENV)/.train-$(KEY): | $(RUN)
+	$(call install,train)
