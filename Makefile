@@ -12,7 +12,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
+PIP := $(RUN) -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 # A stamp says that an extra is installed as these files, in this place, ask for it.
 KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | cksum | cut -d ' ' -f 1)

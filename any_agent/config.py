@@ -53,6 +53,7 @@ class ModelConfig(_Section):
 
 class ServerConfig(_Section):
     host: str = "127.0.0.1"
+    """The address to listen on."""
     port: int = Field(8000, ge=0, le=65535)
     """0 picks a free one."""
     public_url: str | None = None
@@ -60,6 +61,7 @@ class ServerConfig(_Section):
     admin_key: SecretStr | None = None
     """Opens sessions and the trainer's routes. Without one, only loopback may be bound."""
     max_body_bytes: int = Field(32 * 2**20, ge=1024)
+    """Larger request bodies get 413."""
     max_inflight_calls: int = Field(1024, ge=1)
     """Model calls under way at once; further ones get 429."""
     client_timeout: float = Field(60.0, gt=0)
@@ -79,9 +81,13 @@ class SamplingConfig(_Section):
     """How train sessions are sampled, whatever the agent asks for."""
 
     temperature: float = Field(1.0, gt=0, le=10)
+    """Of every sampled token; the trainer divides by the same."""
     top_p: float = 1.0
+    """Off (1); anything else is refused."""
     top_k: int = -1
+    """Off (-1 or 0); anything else is refused."""
     max_new_tokens: int = Field(4096, ge=1)
+    """The most tokens of one answer; an agent may ask for fewer."""
 
     @model_validator(mode="after")
     def _untruncated(self) -> Self:
@@ -97,9 +103,13 @@ class EngineConfig(_Section):
     url: str | None = None
     """An engine that already runs (SGLang's native HTTP contract). None: start the embedded one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the embedded engine runs; auto takes a GPU if there is one."""
     threads: int = Field(1, ge=1)
+    """CPU threads of the embedded engine."""
     max_running_requests: int = Field(32, ge=1)
+    """Calls that the embedded engine samples at once."""
     max_queued_requests: int = Field(1024, ge=1)
+    """Calls that may wait in the embedded engine; further ones are refused."""
     context_length: int | None = Field(None, ge=16)
     """None: the model's own limit."""
     update_mode: Literal["resume", "in_place"] = "resume"
@@ -140,39 +150,54 @@ class TrainConfig(_Section):
     steps: int = Field(100, ge=0)
     """Optimizer steps; then train sessions are refused and inference goes on."""
     seed: int = 0
+    """Of the trainer's random numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the trainer runs; auto takes a GPU if there is one."""
     threads: int = Field(1, ge=1)
+    """CPU threads of the trainer."""
     preset: Literal["grpo"] = "grpo"
+    """The algorithm, by name."""
     discount: float = Field(1.0, ge=0, le=1)
     """How much of a later turn's reward an earlier turn gets, per turn."""
     normalize_std: bool = True
     """Divide advantages by the group's standard deviation; false is Dr.GRPO."""
     eps_low: float = Field(0.2, ge=0)
+    """The probability ratio is clipped below 1 - eps_low."""
     eps_high: float = Field(0.28, ge=0)
+    """The probability ratio is clipped above 1 + eps_high."""
     is_cap: float = Field(5.0, gt=0)
     """C: the cap of the weight pi_prox / mu."""
     kl_coef: Literal[0] = 0
     """No KL term to a reference yet; only 0 is accepted."""
     lr: float = Field(1e-6, gt=0)
+    """AdamW's learning rate, constant."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's."""
     grad_clip: float = Field(1.0, gt=0)
+    """The norm that a larger gradient is scaled down to."""
     micro_batch_tokens: int = Field(16_384, ge=16)
     """Padded tokens in one forward pass."""
     checkpoint_every: int = Field(20, ge=1)
     """Steps between checkpoints; the last step is always kept."""
     keep_checkpoints: int = Field(3, ge=1)
+    """Checkpoints kept on disk."""
     keep_weights: int = Field(2, ge=1)
     """Published weight versions kept on disk."""
 
 
 class Config(_Section):
     experiment: Name = "my-exp"
+    """With `trial`, the name that a run's files are kept under."""
     trial: Name = "trial-1"
+    """One run of the experiment; starting it again goes on with it."""
     user: Name = Field(default_factory=_user)
+    """Default: the user of the operating system."""
     root: Path = Path("runs")
-    """Everything a run keeps lies under <root>/<user>/<experiment>/<trial>."""
+    """Everything a run keeps lies under `<root>/<user>/<experiment>/<trial>`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Of the files in the run's `logs` folder."""
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()  # type: ignore[call-arg]
     sampling: SamplingConfig = SamplingConfig()  # type: ignore[call-arg]
