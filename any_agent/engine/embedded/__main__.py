@@ -34,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
 async def _serve(args: argparse.Namespace) -> None:
     from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
     from any_agent.engine.embedded.server import EngineServer, listen
+    from any_agent.errors import StartupError
 
     options = EngineOptions(
         device=args.device,
@@ -51,7 +52,10 @@ async def _serve(args: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
     async with EmbeddedEngine.load(args.model_path, options) as engine:
         server = EngineServer(engine, incremental=args.incremental_streaming_output)
-        runner, port = await listen(server, args.host, args.port)
+        try:
+            runner, port = await listen(server, args.host, args.port)
+        except OSError as exc:
+            raise StartupError(f"cannot listen on {args.host}:{args.port}: {exc}") from exc
         print(f"ready on http://{args.host}:{port}", flush=True)
         await stop.wait()
     await runner.cleanup()

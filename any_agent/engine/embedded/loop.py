@@ -72,6 +72,7 @@ class GenerationLoop:
         self.error: BaseException | None = None
         self.steps = 0
         self._waiting: deque[Request] = deque()
+        self._joining: list[Request] = []  # neither waiting nor running: in a prefill
         self._running: list[Request] = []
         self._sampler: BatchSampler | None = None
         self._events: list[Event] = []
@@ -120,14 +121,7 @@ class GenerationLoop:
         """Run a function between two steps; the future has its result."""
         future: Future[T] = Future()
 
-        def run() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except Exception as exc:
-                    future.set_exception(exc)
-
-        self._post(run, future.set_exception)
+        self._post(lambda: _fulfil(future, function), lambda error: _fail(future, error))
         return future
 
     def abort(self, rid: str | None, message: str) -> Future[None]:
@@ -180,11 +174,11 @@ class GenerationLoop:
 
         def enqueue() -> None:
             if self._update is not None and not self._update[1].cancelled():
-                future.set_exception(Conflict("another weight update is waiting"))
+                _fail(future, Conflict("another weight update is waiting"))
             else:
                 self._update = (swap, future)
 
-        self._post(enqueue, future.set_exception)
+        self._post(enqueue, lambda error: _fail(future, error))
         return future
 
     def _post(self, run: Callable[[], None], fail: Callable[[Exception], None]) -> None:
@@ -214,7 +208,8 @@ class GenerationLoop:
 
     def _receive(self) -> None:
         """Run what was posted; wait for it where there is nothing to step."""
-        idle = self.paused is not None or not (self._running or self._waiting)
+        work = self._update or (self.paused is None and (self._running or self._waiting))
+        idle = not work
         while True:
             try:
                 run, _ = self._inbox.get(block=idle)
@@ -229,17 +224,15 @@ class GenerationLoop:
         if self._update is None or (self._running and self.paused is None):
             return
         (swap, future), self._update = self._update, None
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(swap())
-            except Exception as exc:
-                future.set_exception(exc)
+        _fulfil(future, swap)
 
     def _step(self) -> None:
         """Prefill whoever can join, then one token for everyone."""
-        for group in similar_lengths(self._admissible(), self._limits.max_prefill_tokens):
+        self._joining = self._admissible()
+        for group in similar_lengths(self._joining, self._limits.max_prefill_tokens):
             self._prefill(group)
             self._flush()  # the first token need not wait for the second
+        self._joining = []
         if self._running:
             self._decode()
 
@@ -363,11 +356,26 @@ class GenerationLoop:
         error = EngineUnavailable(reason)
         while not self._inbox.empty():
             self._inbox.get_nowait()[1](error)
-        if self._update is not None and self._update[1].set_running_or_notify_cancel():
-            self._update[1].set_exception(error)
-        for request in (*self._running, *self._waiting):
-            request.finish = Finish("abort", message=reason, failed=True)
-            self._report_end(request)
+        if self._update is not None:
+            _fail(self._update[1], error)
+        for request in (*self._running, *self._joining, *self._waiting):
+            if request.finish is None:
+                request.finish = Finish("abort", message=reason, failed=True)
+                self._report_end(request)
         self._running.clear()
         self._waiting.clear()
         self._flush()
+
+
+def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
+    """Unless its owner has cancelled it."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except Exception as exc:
+            future.set_exception(exc)
+
+
+def _fail(future: Future[Any], error: Exception) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)

@@ -139,6 +139,39 @@ async def test_a_dead_loop_fails_everyone(loaded: LoadedModel) -> None:
             await engine.pause("abort")
 
 
+async def test_a_dead_loop_fails_what_was_posted_too(loaded: LoadedModel) -> None:
+    gate = Gate()
+
+    def die(forward: Callable[[], Any], call: int) -> Any:
+        gate.around(lambda: None, call)
+        raise RuntimeError("out of luck")
+
+    async with wrapped(loaded, die) as engine:
+        running = engine.submit(request("a", prompt(3)))
+        await asyncio.to_thread(gate.wait_for_step)
+        cancelled = engine.loop.pause("abort")
+        assert cancelled.cancel()  # its caller has left
+        posted = [engine.loop.resume(), engine.loop.update(lambda: None, "1")]
+        late = engine.submit(request("b", prompt(3)))
+        gate.let(1)
+        for waiter in (running.finished(), late.finished(), *map(asyncio.wrap_future, posted)):
+            with pytest.raises(EngineUnavailable, match="out of luck"):
+                await asyncio.wait_for(waiter, LIMIT)
+
+
+async def test_an_update_whose_caller_left_is_dropped(loaded: LoadedModel) -> None:
+    applied: list[int] = []
+    async with EmbeddedEngine(loaded) as engine:
+        generation = engine.submit(request("a", prompt(3), max_new_tokens=300))
+        await generation.progress()
+        left = engine.loop.update(lambda: applied.append(1), "1")
+        assert left.cancel()
+        kept = engine.loop.update(lambda: applied.append(2), "2")
+        assert await asyncio.wait_for(asyncio.wrap_future(kept), LIMIT) == 0
+        assert (await generation.finished()).type == "length"
+        assert (applied, engine.version) == ([2], 2)
+
+
 async def test_stopping_ends_what_runs(loaded: LoadedModel) -> None:
     async with EmbeddedEngine(loaded) as engine:
         generation = engine.submit(request("a", prompt(3), max_new_tokens=2000))

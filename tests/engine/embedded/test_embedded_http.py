@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +19,7 @@ import pytest
 from embedded_lab import LIMIT, Gate, Serve, wrapped
 from sglang_contract import IDS, SGLangContract, body, call, check_answer, events
 
+from any_agent.engine.embedded.__main__ import main
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.embedded.model import LoadedModel
 
@@ -257,14 +259,26 @@ def test_a_process_of_its_own(tiny_model_dir: Path) -> None:
             process.kill()
 
 
-def test_help_is_quick_and_a_bad_model_is_a_clear_exit(tmp_path: Path) -> None:
+def test_help_is_quick() -> None:
     code = (
         "import sys, any_agent.engine.embedded.__main__ as m\n"
         "m._parser().format_help()\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT)
-    command = [sys.executable, "-m", "any_agent.engine.embedded", "--model-path", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * LIMIT)
-    assert done.returncode == 1
-    assert "cannot load" in done.stderr
+
+
+def test_bad_starts_exit_with_the_reason(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    interval = sys.getswitchinterval()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for path, reason in ((tmp_path, "cannot load"), (tiny_model_dir, "cannot listen")):
+            monkeypatch.setattr(sys, "argv", ["x", "--model-path", str(path), "--port", port])
+            assert main() == 1
+            assert reason in capsys.readouterr().err
+    sys.setswitchinterval(interval)
