@@ -1,0 +1,367 @@
+"""An engine that speaks SGLang's native contract and does what a test tells it to.
+
+It samples nothing: tokens come from a formula or from what the test queued by `say`. Faults are
+queued by `fail`, and a generation can be held at a token by `hold`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+from aiohttp import web
+
+FaultKind = Literal[
+    "die", "status", "error_event", "nan", "null", "disagree", "garbage", "spans", "no_end"
+]
+_SAMPLING = {
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "ignore_eos",
+    "stop",
+    "stop_token_ids",
+}
+
+
+@dataclass(slots=True)
+class Fault:
+    kind: FaultKind
+    after: int = 0
+    """Tokens that come out before it."""
+    status: int = 500
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    rid: str
+    prompt: list[int]
+    params: dict[str, Any]
+    script: list[int] | None
+    fault: Fault | None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    finish: dict[str, Any] | None = None
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ScriptedEngine:
+    """See the module. ``decode`` is for the answers' text and for stop strings."""
+
+    def __init__(
+        self,
+        *,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        incremental: bool = False,
+        context_length: int = 2048,
+        pace: float = 0.0,
+    ) -> None:
+        self.decode = decode or (lambda ids: "".join(chr(97 + i % 26) for i in ids))
+        self.incremental = incremental
+        self.context_length = context_length
+        self.pace = pace
+        self.weight_version = "0"
+        self.requests: list[dict[str, Any]] = []
+        """Bodies of `/generate`, in the order of their arrival."""
+        self.aborted: list[str] = []
+        """What `/abort_request` was asked for."""
+        self.cancelled: list[str] = []
+        """Requests whose client hung up."""
+        self.pauses: list[str] = []
+        self.running: dict[str, Running] = {}
+        self._scripts: deque[list[int]] = deque()
+        self._faults: deque[Fault] = deque()
+        self._holds: deque[tuple[int, asyncio.Event]] = deque()
+        self._going = asyncio.Event()
+        self._going.set()
+        self.url = ""
+
+    # -- what a test says ----------------------------------------------------------------------
+
+    def say(self, ids: Sequence[int]) -> None:
+        """The next generation's tokens; the last one ends it if it is a stop token."""
+        self._scripts.append(list(ids))
+
+    def fail(self, kind: FaultKind, *, after: int = 0, status: int = 500) -> None:
+        """The next generation fails so, after some tokens."""
+        self._faults.append(Fault(kind, after, status))
+
+    def hold(self, at: int) -> asyncio.Event:
+        """The next generation waits before its token ``at`` (or for an abort) for the event."""
+        event = asyncio.Event()
+        self._holds.append((at, event))
+        return event
+
+    # -- the server ----------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def serve(self, port: int = 0) -> AsyncIterator[str]:
+        """Its URL."""
+        app = web.Application(client_max_size=1 << 30)
+        routes = {
+            "/generate": self._generate,
+            "/abort_request": self._abort_request,
+            "/pause_generation": self._pause,
+            "/continue_generation": self._continue,
+            "/update_weights_from_disk": self._update,
+            "/flush_cache": self._ok,
+        }
+        for path, handler in routes.items():
+            app.router.add_post(path, handler)
+        app.router.add_get("/health", self._ok)
+        app.router.add_get("/health_generate", self._health_generate)
+        app.router.add_get("/get_model_info", self._info)
+        runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.01
+        )
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", port)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self.url
+        finally:
+            for run in self.running.values():
+                run.aborted.set()
+            await runner.cleanup()
+
+    async def _ok(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _health_generate(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self._going.is_set() else 503)
+
+    async def _info(self, _: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "model_path": "scripted",
+                "weight_version": self.weight_version,
+                "context_length": self.context_length,
+            }
+        )
+
+    async def _abort_request(self, http: web.Request) -> web.Response:
+        rid = (await http.json()).get("rid")
+        self.aborted.append(rid)
+        if rid in self.running:
+            self.running[rid].aborted.set()
+        return web.Response()
+
+    async def _pause(self, http: web.Request) -> web.Response:
+        mode = (await http.json())["mode"]
+        self.pauses.append(mode)
+        self._going.clear()
+        if mode == "abort":
+            for run in self.running.values():
+                run.aborted.set()
+        return web.json_response({"status": "ok"})
+
+    async def _continue(self, _: web.Request) -> web.Response:
+        self._going.set()
+        return web.json_response({"status": "ok"})
+
+    async def _update(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        if body["model_path"].startswith("/no/"):
+            return web.json_response(
+                {"success": False, "message": "no such checkpoint"}, status=400
+            )
+        self.weight_version = str(body["weight_version"])
+        answer = {"success": True, "message": "ok", "num_paused_requests": len(self.running)}
+        return web.json_response(answer)
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        body = orjson.loads(await http.read())
+        self.requests.append(body)
+        problem = self._problem(body)
+        if problem:
+            return web.json_response({"error": {"message": problem}}, status=400)
+        fault = self._faults.popleft() if self._faults else None
+        if fault is not None and fault.kind == "status":
+            return web.json_response({"error": {"message": "scripted"}}, status=fault.status)
+        run = Running(
+            rid=body.get("rid", "anonymous"),
+            prompt=body["input_ids"],
+            params=body["sampling_params"],
+            script=self._scripts.popleft() if self._scripts else None,
+            fault=fault,
+        )
+        hold = self._holds.popleft() if self._holds else None
+        self.running[run.rid] = run
+        try:
+            if body.get("stream"):
+                return await self._stream(http, body, run, hold)
+            async for _ in self._tokens(run, hold):
+                pass
+            if self._broken(run):
+                return self._break(http, run)
+            return web.Response(body=self._event(body, run, 0), content_type="application/json")
+        except asyncio.CancelledError:
+            self.cancelled.append(run.rid)
+            raise
+        finally:
+            self.running.pop(run.rid, None)
+
+    def _problem(self, body: dict[str, Any]) -> str | None:
+        params = body["sampling_params"]
+        unknown = set(params) - _SAMPLING
+        if unknown:
+            return f"unknown parameters {unknown}"
+        if params.get("temperature", 1) < 0 or not 0 < params.get("top_p", 1) <= 1:
+            return "bad temperature or top_p"
+        if params.get("top_k", -1) < -1:
+            return "bad top_k"
+        if len(body["input_ids"]) >= self.context_length:
+            return "the prompt is longer than the context"
+        return None
+
+    async def _stream(
+        self,
+        http: web.Request,
+        body: dict[str, Any],
+        run: Running,
+        hold: tuple[int, asyncio.Event] | None,
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        sent = 0
+        async for _ in self._tokens(run, hold):
+            if self._broken(run):
+                if run.fault is not None and run.fault.kind == "error_event":
+                    await response.write(b'data: {"error": {"message": "scripted"}}\n\n')
+                elif run.fault is not None and run.fault.kind == "no_end":
+                    await response.write_eof()
+                    return response
+                else:
+                    return self._break(http, run)
+                break
+            await response.write(b"data: " + self._event(body, run, sent) + b"\n\n")
+            sent = len(run.ids)
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    @staticmethod
+    def _broken(run: Running) -> bool:
+        kinds = ("die", "error_event", "no_end")
+        return run.fault is not None and run.fault.kind in kinds and len(run.ids) >= run.fault.after
+
+    @staticmethod
+    def _break(http: web.Request, run: Running) -> web.Response:
+        if http.transport is not None:
+            http.transport.abort()
+        return web.Response()
+
+    async def _tokens(
+        self, run: Running, hold: tuple[int, asyncio.Event] | None
+    ) -> AsyncIterator[None]:
+        """One more token, and the end, at each step."""
+        limit = int(run.params.get("max_new_tokens", 128))
+        stops = run.params.get("stop") or []
+        stops = [stops] if isinstance(stops, str) else stops
+        stop_ids = set(run.params.get("stop_token_ids") or ())
+        while run.finish is None:
+            if self._broken(run):
+                yield
+                return
+            if hold is not None and len(run.ids) == hold[0]:
+                await self._either(hold[1], run.aborted)
+            if not run.aborted.is_set():
+                await self._either(self._going, run.aborted)
+            if run.aborted.is_set():
+                run.finish = {"type": "abort", "message": "aborted"}
+                yield
+                return
+            token = self._next(run)
+            run.ids.append(token)
+            run.logprobs.append(-0.5 - (token % 7) / 8)
+            run.versions.append(self.weight_version)
+            text = self.decode(run.ids)
+            matched = next((s for s in stops if s in text), None)
+            ended = run.script is not None and len(run.ids) == len(run.script)
+            if token in stop_ids:
+                run.finish = {"type": "stop", "matched": token}
+            elif matched is not None:
+                run.finish = {"type": "stop", "matched": matched}
+            elif len(run.ids) >= limit:
+                run.finish = {"type": "length", "length": len(run.ids)}
+            elif ended:
+                run.finish = {"type": "stop", "matched": None}
+            yield
+            await asyncio.sleep(self.pace)
+
+    @staticmethod
+    async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
+        if one.is_set():
+            return
+        waits = [asyncio.ensure_future(e.wait()) for e in (one, other)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await wait
+
+    @staticmethod
+    def _next(run: Running) -> int:
+        k = len(run.ids)
+        if run.script is not None:
+            return run.script[k]
+        # Of the whole context, so that a resumed request goes on as if it had not been cut.
+        return 20 + (7 * (len(run.prompt) + k)) % 60
+
+    def _event(self, body: dict[str, Any], run: Running, sent: int) -> bytes:
+        start = sent if self.incremental else 0
+        ids = run.ids[start:]
+        logprobs: list[Any] = list(run.logprobs[start:])
+        text = self.decode(run.ids)
+        matched = (run.finish or {}).get("matched")
+        if isinstance(matched, str):
+            text = text[: text.index(matched)]
+        fault = run.fault.kind if run.fault and len(run.ids) > run.fault.after else None
+        entries = [[p, i, None] for p, i in zip(logprobs, ids, strict=True)]
+        if fault == "disagree" and entries:
+            entries[-1][1] += 1
+        if fault == "null" and entries:
+            entries[-1][0] = None
+        spans = self._spans(run)
+        if fault == "spans":
+            spans = [{"version": "0", "start": 0, "end": 0}]
+        meta: dict[str, Any] = {
+            "id": run.rid,
+            "finish_reason": run.finish,
+            "prompt_tokens": len(run.prompt),
+            "completion_tokens": len(run.ids),
+            "cached_tokens": 0,
+            "weight_version": run.versions[-1] if run.versions else self.weight_version,
+            "weight_versions": spans,
+            "e2e_latency": 0.001,
+        }
+        if body.get("return_logprob"):
+            meta["output_token_logprobs"] = entries
+        event = orjson.dumps({"text": text, "output_ids": ids, "meta_info": meta})
+        if fault == "nan":
+            # As Python's json would write it.
+            event = event.replace(str(run.logprobs[-1]).encode(), b"NaN")
+        if fault == "garbage":
+            event = b'{"meta_info": {}}'
+        return event
+
+    @staticmethod
+    def _spans(run: Running) -> list[dict[str, Any]]:
+        spans: list[dict[str, Any]] = []
+        for k, version in enumerate(run.versions):
+            if spans and spans[-1]["version"] == version:
+                spans[-1]["end"] = k + 1
+            else:
+                spans.append({"version": version, "start": k, "end": k + 1})
+        return spans or [{"version": "0", "start": 0, "end": 0}]
