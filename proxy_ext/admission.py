@@ -10,16 +10,17 @@ import asyncio
 import time
 from collections import deque
 
-from any_agent.errors import TooManyRequests
+from any_agent.errors import AnyAgentError, TooManyRequests
 
 
 class Ticket:
     """A place in the queue; ``granted`` once its slots are its own."""
 
-    __slots__ = ("future", "slots")
+    __slots__ = ("future", "refused", "slots")
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
+        self.refused: AnyAgentError | None = None
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -27,9 +28,11 @@ class Ticket:
         return self.future.done() and not self.future.cancelled()
 
     async def wait(self, seconds: float) -> bool:
-        """Whether the slots were granted within the time."""
+        """Whether the slots were granted within the time; raises what they were refused with."""
         if not self.future.done() and seconds > 0:
             await asyncio.wait([self.future], timeout=seconds)
+        if self.refused is not None:
+            raise self.refused
         return self.granted
 
 
@@ -42,6 +45,7 @@ class Admission:
         self._lapses = 0.0
         self._max_waiting = max_waiting
         self._queue: deque[Ticket] = deque()
+        self._closed: AnyAgentError | None = None
 
     @property
     def limit(self) -> int:
@@ -60,7 +64,9 @@ class Admission:
         self._grant()
 
     def ask(self, slots: int) -> Ticket:
-        """Queue for slots; TooManyRequests when the queue is full."""
+        """Queue for slots; TooManyRequests when the queue is full, or why it is closed."""
+        if self._closed is not None:
+            raise self._closed
         if len(self._queue) >= self._max_waiting:
             raise TooManyRequests("too many sessions wait for a slot", retry_after=5)
         ticket = Ticket(slots)
@@ -76,6 +82,17 @@ class Admission:
             ticket.future.cancel()
             self._queue.remove(ticket)
             self._grant()
+
+    def close(self, error: AnyAgentError) -> None:
+        """Refuse whoever waits, at once, and whoever asks until `reopen`."""
+        self._closed = error
+        while self._queue:
+            ticket = self._queue.popleft()
+            ticket.refused = error
+            ticket.future.cancel()
+
+    def reopen(self) -> None:
+        self._closed = None
 
     def release(self, slots: int) -> None:
         """Give back slots that no session was opened on."""

@@ -35,8 +35,17 @@ class Group:
         return self.size - len(self.members) - self.promised
 
     @property
+    def unused(self) -> bool:
+        """Whether nobody is in it, or on the way."""
+        return not (self.members or self.promised or self.openers)
+
+    @property
+    def has_open(self) -> bool:
+        return SessionState.OPEN in self._states
+
+    @property
     def complete(self) -> bool:
-        return self.room == 0 and not self.promised and SessionState.OPEN not in self._states
+        return self.room == 0 and not self.promised and not self.has_open
 
     @property
     def finalized(self) -> list[str]:
@@ -86,12 +95,12 @@ class Groups:
         """
         key = f"group:{group_id}" if group_id is not None else f"task:{task_id}"
         group = self._by_key.get(key)
-        if group is not None and group.size != size:
-            raise Conflict(
-                f"the group of {key.partition(':')[2]} has group_size {group.size}, not {size}",
-                code="group_size_mismatch",
-            )
         if group is not None and not group.closed and group.room > 0:
+            if group.size != size:
+                raise Conflict(
+                    f"the group of {key.partition(':')[2]} has group_size {group.size}, not {size}",
+                    code="group_size_mismatch",
+                )
             return group
         if group is not None and group_id is not None:
             raise closed_error(group_id)

@@ -150,7 +150,16 @@ class Leases:
 
     async def _take(self, chosen: list[Session], owner: str) -> list[Trajectory]:
         fresh = [s for s in chosen if s.state is SessionState.FINALIZED]
-        await self._sessions.set_states(fresh, SessionState.LEASED, owner=owner)
+        change = self._sessions.set_states(fresh, SessionState.LEASED, owner=owner)
+        # Shielded: a poller that leaves now must not leave the journal ahead of the memory.
+        write = asyncio.ensure_future(change)
+        try:
+            await asyncio.shield(write)
+        except asyncio.CancelledError:
+            await asyncio.wait([write])
+            if write.exception() is None:
+                await self._sessions.set_states(fresh, SessionState.FINALIZED)
+            raise
         for session in chosen:
             session.lease_expires = time.monotonic() + self._ttl
         return [trajectory(session) for session in chosen]

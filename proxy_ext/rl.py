@@ -33,7 +33,7 @@ from any_agent.record import to_json as row_to_json
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.leases import EXPORT_OWNER
 from proxy_ext.service import Service
-from proxy_ext.wire.http import JSONResponse
+from proxy_ext.wire.http import JSONResponse, while_present
 
 router = APIRouter(prefix="/rl/v1")
 MSGPACK = "application/x-msgpack"
@@ -59,17 +59,17 @@ SessionQuery = Annotated[str | None, Query(alias="session_id")]
 
 
 @router.post("/start_session")
-async def start_session(body: StartSession, service: Admin) -> SessionStarted:
+async def start_session(body: StartSession, request: Request, service: Admin) -> SessionStarted:
     """Open a session; its key goes where the OpenAI key goes."""
-    return await _start(body, service)
+    return await while_present(request, _start(body, service))
 
 
 @router.get("/start_session")
 async def start_session_by_query(
-    service: Admin, query: Annotated[StartSession, Query()]
+    request: Request, service: Admin, query: Annotated[StartSession, Query()]
 ) -> SessionStarted:
     """As POST, for people who type URLs."""
-    return await _start(query, service)
+    return await while_present(request, _start(query, service))
 
 
 async def _start(body: StartSession, service: Service) -> SessionStarted:
@@ -176,9 +176,9 @@ async def set_capacity(body: SetCapacity, service: Admin) -> Capacity:
 
 
 @router.post("/lease", response_class=Response)
-async def lease(body: Lease, service: Admin) -> Response:
+async def lease(body: Lease, request: Request, service: Admin) -> Response:
     """Closed groups as msgpack (`any_agent.record.codec`); 204 when none came in time."""
-    trajectories = await service.leases.lease(body)
+    trajectories = await while_present(request, service.leases.lease(body))
     if not trajectories:
         return Response(status_code=204)
     return Response(pack_trajectories(trajectories), media_type=MSGPACK)
@@ -220,6 +220,10 @@ async def resume(service: Admin) -> RunInfo:
 async def set_run(body: SetRun, service: Admin) -> RunInfo:
     """The run's state and newest checkpoint, told by the trainer."""
     await service.run.set_run(body)
+    if service.run.state == "training":
+        service.sessions.admission.reopen()
+    else:
+        service.sessions.admission.close(service.run.not_training())
     return service.run.info
 
 

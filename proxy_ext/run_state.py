@@ -14,6 +14,8 @@ from proxy_ext.journal import Journal, PutMeta
 
 log = logging.getLogger(__name__)
 
+_RESUME_EVERY = 1.0
+
 
 class RunState:
     """The run's state on one rank; kept in the journal, so that a restart knows it."""
@@ -62,12 +64,16 @@ class RunState:
     def require_training(self) -> None:
         """RunFinished unless train sessions are wanted."""
         if self.state != "training":
-            what = "training has ended" if self.state == "finished" else "no training is going on"
-            raise RunFinished(
-                f"{what} in {self._config.experiment}/{self._config.trial}, so train sessions are "
-                "refused; open one with mode=eval, or load the checkpoint for inference",
-                details={"run": self.info.model_dump()},
-            )
+            raise self.not_training()
+
+    def not_training(self) -> RunFinished:
+        """What an open of a train session is told."""
+        what = "training has ended" if self.state == "finished" else "no training is going on"
+        return RunFinished(
+            f"{what} in {self._config.experiment}/{self._config.trial}, so train sessions are "
+            "refused; open one with mode=eval, or load the checkpoint for inference",
+            details={"run": self.info.model_dump()},
+        )
 
     async def set_run(self, body: SetRun) -> None:
         data = body.model_dump()
@@ -89,10 +95,11 @@ class RunState:
         self.version, self.step = body.version, body.step
 
     async def resume(self) -> None:
+        await self._engine.resume(self.version)
+        # Only now: had that failed, the watchdog must still end the pause.
         if self._watchdog is not None:
             self._watchdog.cancel()
             self._watchdog = None
-        await self._engine.resume(self.version)
 
     def _watch(self, ttl: float) -> None:
         if self._watchdog is not None:
@@ -102,11 +109,13 @@ class RunState:
     async def _resume_after(self, ttl: float) -> None:
         await asyncio.sleep(ttl)
         log.warning("a weight update was not ended within %g s; the engine goes on", ttl)
-        self._watchdog = None
-        try:
-            # The trainer may have died before or after it loaded the weights: ask the engine.
-            await self._engine.info()
-            self.version = max(self.version, self._engine.version)
-            await self._engine.resume(self.version)
-        except AnyAgentError as error:
-            log.error("could not resume the engine: %s", error.message)
+        while True:
+            try:
+                # The trainer may have died before or after it loaded the weights: ask the engine.
+                await self._engine.info()
+                self.version = max(self.version, self._engine.version)
+                await self._engine.resume(self.version)
+                return
+            except AnyAgentError as error:
+                log.error("could not resume the engine, trying again: %s", error.message)
+            await asyncio.sleep(_RESUME_EVERY)

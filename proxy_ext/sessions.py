@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LIVE_STATES = (SessionState.OPEN, SessionState.FINALIZED, SessionState.LEASED)
+HANDED_OUT_STATES = (SessionState.LEASED, SessionState.TRAINED, SessionState.REJECTED)
+"""What only members of a closed group get to."""
 TRANSITIONS: dict[SessionState, frozenset[SessionState]] = {
     SessionState.OPEN: frozenset(
         {
@@ -142,6 +144,8 @@ class Sessions:
         self.groups = Groups(timeout=config.group_timeout)
         self.live: dict[str, Session] = {}
         self._lanes: dict[str, str] = {}
+        self._opening: set[str] = set()
+        """Lanes whose session is being opened."""
         self.ready = asyncio.Condition()
         """Notified whenever a group may have closed."""
 
@@ -170,18 +174,29 @@ class Sessions:
         named = first.group_id or ""
         task = f"task:{first.task_id}"
         key = task if "~" in named else f"group:{named}"
-        age = wall - first.created_at
-        deadline = time.monotonic() + max(0.0, self.config.group_timeout - age)
-        group = self.groups.add(Group(named, key, first.group_size, deadline))
+        remaining = first.created_at + self.config.group_timeout - wall
+        group = Group(named, key, first.group_size, time.monotonic() + remaining)
         group.members = {row.id: row.state for row in rows}
-        leased = any(row.state in (SessionState.LEASED, *TERMINAL_STATES) for row in rows)
-        group.closed = group.complete or (leased and not group.room)
+        handed_out = any(state in HANDED_OUT_STATES for state in group.members.values())
+        if handed_out or (remaining <= 0 and not group.has_open):
+            # It had closed before with the members that it had.
+            group.size = len(group.members)
+            group.closed = True
+        group.closed = group.closed or group.complete
+        self.groups.add(group)
 
     # -- open ----------------------------------------------------------------------------------
 
     async def open(self, body: StartSession) -> tuple[Session, str]:
         """Open a session: take a slot (train), write it, answer it with its key."""
         lane, key = await self._lane(body.api_key)
+        self._opening.add(lane.id)
+        try:
+            return await self._open(body, lane, key)
+        finally:
+            self._opening.discard(lane.id)
+
+    async def _open(self, body: StartSession, lane: Lane, key: str) -> tuple[Session, str]:
         mode = SessionMode(body.mode)
         group: Group | None = None
         if mode is SessionMode.TRAIN:
@@ -202,22 +217,33 @@ class Sessions:
         )
         session = Session(row, expires=now + ttl)
         # Shielded: a client that leaves now must not leave a row that memory lacks.
-        await asyncio.shield(asyncio.ensure_future(self._insert(session, group)))
+        insert = asyncio.ensure_future(self._insert(session, group))
+        try:
+            await asyncio.shield(insert)
+        except asyncio.CancelledError:
+            await asyncio.wait([insert])
+            if insert.exception() is None:
+                await self.end(session, SessionState.ABORTED, "its opener left")
+            raise
         return session, key
 
     async def _insert(self, session: Session, group: Group | None) -> None:
         try:
             await self.journal.commit(PutSession(session.row))
-        except AnyAgentError:
-            if group is None and session.mode is SessionMode.TRAIN:
-                self.admission.release(1)
-            raise
-        finally:
+        except BaseException:
             if group is not None:
                 group.promised -= 1
+                self._discard_unused(group)
+            elif session.mode is SessionMode.TRAIN:
+                self.admission.release(1)
+            raise
         self.live[session.id] = session
         self._lanes[session.row.lane] = session.id
         if group is not None:
+            group.promised -= 1
+            if not group.members:
+                # Its time begins now; until here it may have waited for its slots.
+                group.deadline = time.monotonic() + self.config.group_timeout
             group.members[session.id] = SessionState.OPEN
 
     async def _lane(self, api_key: str | None) -> tuple[Lane, str]:
@@ -236,6 +262,8 @@ class Sessions:
                 f"the key's session {current.id} is still open; finalize it first",
                 code="lane_busy",
             )
+        if lane.id in self._opening:
+            raise Conflict("another open with this key is under way", code="lane_busy")
         return lane, api_key
 
     async def _admit(self, body: StartSession) -> Group | None:
@@ -274,19 +302,25 @@ class Sessions:
                 self.groups.discard(group)
                 raise
         group.openers += 1
+        granted = False
         try:
             granted = group.ticket is None or await group.ticket.wait(wait)
         finally:
             group.openers -= 1
-            if group.ticket is not None and not group.ticket.granted and not group.openers:
-                self.admission.withdraw(group.ticket)
-                self.groups.discard(group)
+            if not granted:
+                self._discard_unused(group)
         if not granted:
             raise self._no_slot()
         if group.closed or group.room < 1:
             raise closed_error(group.id)
         group.promised += 1
         return group
+
+    def _discard_unused(self, group: Group) -> None:
+        """Give back the slots (or the place) of a group that nobody got into."""
+        if group.ticket is not None and group.unused:
+            self.admission.withdraw(group.ticket)
+            self.groups.discard(group)
 
     def _no_slot(self) -> TooManyRequests:
         return TooManyRequests(
@@ -342,8 +376,7 @@ class Sessions:
     async def set_reward(self, session: Session, reward: float, wanted: str | None) -> str:
         """Reward one interaction (the last one by default); its id."""
         async with session.lock:
-            if session.state is not SessionState.FINALIZED:
-                session.require_open()
+            session.require_open()
             tree = session.tree
             if wanted is not None and wanted not in tree:
                 raise NotFound(
@@ -453,7 +486,9 @@ class Sessions:
                     self.groups.discard(group)
             if session.state in TERMINAL_STATES:
                 self.live.pop(session.id, None)
-                self._lanes.pop(session.row.lane, None)
+                # The lane may have its next session already.
+                if self._lanes.get(session.row.lane) == session.id:
+                    del self._lanes[session.row.lane]
         async with self.ready:
             self.ready.notify_all()
 
@@ -473,7 +508,7 @@ class Sessions:
                 member = self.live.get(session_id)
                 if state is SessionState.OPEN and member is not None:
                     await self._expire_one(member, "its group's time ran out")
-            if not group.promised and not group.closed:
+            if not group.promised and not group.closed and not group.has_open:
                 self.admission.release(group.room)
                 group.size -= group.room
                 group.closed = True

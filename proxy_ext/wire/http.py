@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
@@ -13,6 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from any_agent.errors import InvalidRequest
+
+T = TypeVar("T")
 
 
 class JSONResponse(Response):
@@ -37,7 +39,7 @@ async def read_json(request: Request) -> Any:
 class Client:
     """The other end of one request, watched; ``on_leave`` is called at once when it leaves."""
 
-    def __init__(self, request: Request, on_leave: Callable[[], None]) -> None:
+    def __init__(self, request: Request, on_leave: Callable[[], object]) -> None:
         self._request = request
         self._on_leave = on_leave
         self._task: asyncio.Task[None] | None = None
@@ -60,6 +62,19 @@ class Client:
                 self.gone = True
                 self._on_leave()
                 return
+
+
+async def while_present(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await the work, and cancel it if the client leaves: nobody would hear of its result."""
+    task = asyncio.ensure_future(work)
+    async with Client(request, on_leave=task.cancel):
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise InvalidRequest("the client left") from None
 
 
 class EventStream(Response):
