@@ -7,6 +7,7 @@ since its last commit in one transaction (group commit), so that concurrent call
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import queue
@@ -192,24 +193,38 @@ class SQLiteJournal:
 
     def _run(self, jobs: list[_Job]) -> None:
         """One transaction for all; none of it is reported before the commit."""
-        results: list[Any] = []
-        error: Exception | None = None
         try:
-            if any(job.writes for job in jobs):
-                self._connection.execute("BEGIN IMMEDIATE")
-            results = [job.run(self._connection) for job in jobs]
-            if self._connection.in_transaction:
-                self._connection.execute("COMMIT")
+            results = self._transact(jobs)
         except Exception as cause:  # whatever it is, the callers must hear of it
+            if len(jobs) > 1:
+                # One of them may be at fault: the others are not to suffer for it.
+                for job in jobs:
+                    self._run([job])
+                return
             log.error("journal write failed: %s", cause)
             error = StoreUnavailable(
                 f"the journal cannot be written ({cause}); nothing was recorded, try again later",
                 retry_after=5,
             )
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-        for k, job in enumerate(jobs):
-            job.settle(None if error else results[k], error)
+            jobs[0].settle(None, error)
+            return
+        for job, result in zip(jobs, results, strict=True):
+            job.settle(result, None)
+
+    def _transact(self, jobs: list[_Job]) -> list[Any]:
+        connection = self._connection
+        try:
+            if any(job.writes for job in jobs):
+                connection.execute("BEGIN IMMEDIATE")
+            results = [job.run(connection) for job in jobs]
+            if connection.in_transaction:
+                connection.execute("COMMIT")
+            return results
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+            raise
 
 
 def _connect(path: Path) -> sqlite3.Connection:
