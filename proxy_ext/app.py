@@ -119,6 +119,14 @@ def _add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
             return _error_response(NotFound(f"there is no route {request.url.path[:200]}"))
+        cause = error.__cause__
+        if isinstance(cause, AnyAgentError):
+            # FastAPI wraps what goes wrong while it reads a body.
+            return _error_response(cause)
+        if cause is not None:
+            return _error_response(
+                InvalidRequest("the body is not valid JSON", code="invalid_json")
+            )
         return _error_response(InvalidRequest(str(error.detail)), error.status_code)
 
     async def unknown(_: Request, error: Exception) -> Response:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from starlette.requests import Request
 
 from any_agent.errors import Forbidden, SessionMismatch, Unauthenticated
@@ -16,6 +18,8 @@ _NO_SESSION = (
     "no session: POST /rl/v1/start_session gives an api_key; send it as the bearer token "
     "(OPENAI_API_KEY), or in the path as /{api_key}/v1"
 )
+
+_BEARER = re.compile(r"^bearer(\s+|$)", re.IGNORECASE)
 
 
 class Auth:
@@ -69,9 +73,9 @@ class Auth:
             if bearer.startswith(SESSION_KEY_PREFIX):
                 chosen = await self._named(bearer, trusted=False)
             elif not self.is_admin(request):
-                raise Unauthenticated(
-                    _NO_SESSION if not bearer else "this key is not valid here", code="no_session"
-                )
+                if bearer:
+                    raise Unauthenticated("this key is not valid here")
+                raise Unauthenticated(_NO_SESSION, code="no_session")
             elif others:
                 chosen = await self._named(others.pop(0), trusted=True)
             else:
@@ -98,7 +102,7 @@ class Auth:
 
 def bearer_of(request: Request) -> str:
     """The key of `Authorization: Bearer` or `x-api-key`; two that differ are refused."""
-    found = [v.removeprefix("Bearer ").strip() for v in request.headers.getlist("authorization")]
+    found = [_BEARER.sub("", v).strip() for v in request.headers.getlist("authorization")]
     found += request.headers.getlist("x-api-key")
     keys = {key for key in found if key}
     if len(keys) > 1:

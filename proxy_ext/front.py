@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -66,10 +67,9 @@ class Front:
             raise self._too_large()
         if self._loopback_only:
             # Without a key, a web page in the operator's browser must not be able to call us.
-            for name in (b"host", b"origin"):
-                value = values.get(name, b"").decode("latin-1")
-                host = urlsplit(value if "//" in value else f"//{value}").hostname
-                if value and host not in LOOPBACK and not _is_loopback(host):
+            for name, raw in headers:
+                value = raw.decode("latin-1")
+                if name in (b"host", b"origin") and value and not _is_loopback(value):
                     raise Forbidden(
                         f"without an admin key only loopback is served, not {name.decode()} "
                         f"{value[:80]!r}; set server.admin_key"
@@ -103,8 +103,13 @@ class Front:
         )
 
 
-def _is_loopback(host: str | None) -> bool:
-    return host is not None and host.startswith("127.")
+def _is_loopback(value: str) -> bool:
+    """Whether a Host or an Origin names this machine; 127.0.0.1.example.org does not."""
+    try:
+        host = urlsplit(value if "//" in value else f"//{value}").hostname or ""
+        return host in LOOPBACK or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _without_prefix(scope: Scope) -> Scope:
