@@ -13,13 +13,22 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.types import StringConstraints
 
 from any_agent.errors import ConfigError
+from any_agent.keys import SESSION_KEY_PREFIX
 
 ENV_PREFIX = "ANY_AGENT_"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -66,6 +75,19 @@ class ServerConfig(_Section):
     """Model calls under way at once; further ones get 429."""
     client_timeout: float = Field(60.0, gt=0)
     """Seconds after which a client that takes no byte of its answer is cut off."""
+
+    @field_validator("admin_key")
+    @classmethod
+    def _usable_key(cls, key: SecretStr | None) -> SecretStr | None:
+        text = key.get_secret_value() if key is not None else None
+        if text is not None and (
+            not re.fullmatch(r"[!-~]{8,256}", text) or text.startswith(SESSION_KEY_PREFIX)
+        ):
+            raise ValueError(
+                "the admin key must be 8 to 256 printable characters without spaces, and must "
+                f"not begin with {SESSION_KEY_PREFIX}; `openssl rand -hex 24` makes one"
+            )
+        return key
 
     @model_validator(mode="after")
     def _key_unless_loopback(self) -> Self:
@@ -233,6 +255,18 @@ def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
             yield prefix + name
 
 
+def _text_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _text_keys(kind, f"{prefix}{name}.")
+        elif {kind, *get_args(kind)} & {str, Path, SecretStr}:
+            yield prefix + name
+
+
+_TEXT_KEYS = frozenset(_text_keys(Config))
+
+
 def load_config(
     path: str | Path | None = None,
     overrides: Sequence[str] = (),
@@ -251,7 +285,8 @@ def load_config(
         key, sep, value = item.partition("=")
         if not sep:
             raise ConfigError(f"{item!r} is not of the form key=value, e.g. train.lr=1e-3")
-        _assign(data, key.strip().lstrip("-"), _scalar(value))
+        key = key.strip().lstrip("-")
+        _assign(data, key, _value(key, value))
     try:
         return Config.model_validate(data)
     except ValidationError as error:
@@ -271,7 +306,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, not a {type(data).__name__}")
-    return data
+    # A section whose lines are all commented out reads as null.
+    return {key: value for key, value in data.items() if value is not None}
 
 
 def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
@@ -280,7 +316,12 @@ def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
             key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             # A lone word is a tool's own switch unless it names a setting: the root's are few.
             if "." in key or key in Config.model_fields:
-                yield key, _scalar(value)
+                yield key, _value(key, value)
+
+
+def _value(key: str, text: str) -> Any:
+    """What a setting's text means; names and keys are taken as they are, also `007` and `on`."""
+    return text if key in _TEXT_KEYS and text not in ("", "null") else _scalar(text)
 
 
 def _scalar(text: str) -> Any:

@@ -13,7 +13,7 @@ import secrets
 from dataclasses import dataclass
 
 SESSION_KEY_PREFIX = "sk-v1."
-_KEY = re.compile(r"sk-v1\.(\d{1,4})\.([0-9a-f]{24})\.([0-9a-f]{32})")
+_KEY = re.compile(r"sk-v1\.(0|[1-9][0-9]{0,3})\.([0-9a-f]{24})\.([0-9a-f]{32})")
 
 
 @dataclass(frozen=True, slots=True)

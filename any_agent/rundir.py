@@ -19,9 +19,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,17 +88,23 @@ class RunDir:
     def signing_secret(self) -> bytes:
         """The secret behind session keys, made at the first call; the file is the owner's alone."""
         path = self.path / "secret.key"
-        try:
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        except FileExistsError:
-            return bytes.fromhex(path.read_text())
-        secret = secrets.token_bytes(32)
-        with os.fdopen(fd, "w") as file:
-            file.write(secret.hex())
-            file.flush()
-            os.fsync(file.fileno())
-        fsync_folder(self.path)
-        return secret
+        if not path.exists():
+            # Whole or not at all: keys signed with half a secret could be forged.
+            fd, temporary = tempfile.mkstemp(prefix="secret.", dir=self.path)
+            with os.fdopen(fd, "w") as file:
+                file.write(secrets.token_hex(32))
+                file.flush()
+                os.fsync(file.fileno())
+            with suppress(FileExistsError):
+                os.link(temporary, path)
+            os.unlink(temporary)
+            fsync_folder(self.path)
+        text = path.read_text(encoding="ascii", errors="replace").strip()
+        if re.fullmatch("[0-9a-f]{64}", text) is None:
+            raise StartupError(
+                f"{path} holds no secret; delete it, and the session keys of this trial are void"
+            )
+        return bytes.fromhex(text)
 
 
 def fsync_folder(path: Path) -> None:
