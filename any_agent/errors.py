@@ -10,16 +10,16 @@ AnyAgentError                      500 internal_error
 ├── Forbidden                      403 forbidden
 ├── NotFound                       404 not_found
 ├── Conflict                       409 conflict
+│   └── RunFinished                409 run_finished
 ├── SessionClosed                  410 session_closed
 ├── PayloadTooLarge                413 payload_too_large
 ├── Unprocessable                  422 unprocessable
 ├── TooManyRequests                429 no_capacity
-├── RunFinished                    409 run_finished
 ├── EngineUnavailable              503 engine_unavailable
 ├── StoreUnavailable               503 store_unavailable
 ├── ServiceUnavailable             503 service_unavailable
-├── ConfigError                    (exit code 2)
-└── StartupError                   (exit code 1)
+├── ConfigError                    500 bad_config (exit code 2)
+└── StartupError                   500 startup_failed (exit code 1)
 """
 
 from __future__ import annotations
@@ -205,5 +205,8 @@ def from_response(status: int, content: bytes, retry_after: str | None) -> AnyAg
 
 
 def _by_status(status: int) -> type[AnyAgentError]:
+    if status in (502, 504):
+        # Something in front of the service could not reach it.
+        return ServiceUnavailable
     kinds = [kind for kind in AnyAgentError.__subclasses__() if kind.status == status]
-    return kinds[0] if kinds else AnyAgentError
+    return kinds[0] if kinds and status != AnyAgentError.status else AnyAgentError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,8 @@ from pydantic.types import StringConstraints
 
 from any_agent.config import NAME_PATTERN
 
+MAX_METADATA_BYTES = 65_536
+MAX_METADATA_DEPTH = 32
 Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
 
 
@@ -19,7 +22,31 @@ def _finite(value: float) -> float:
     return value
 
 
-Reward = Annotated[float, AfterValidator(_finite)]
+Reward = Annotated[float, Field(strict=True), AfterValidator(_finite)]
+
+
+def _storable(value: dict[str, Any]) -> dict[str, Any]:
+    """What the journal and the trainer's wire can carry, so that it fails here or never."""
+    try:
+        size = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
+    except (ValueError, RecursionError):
+        raise ValueError("metadata must be plain JSON: finite numbers, valid text") from None
+    if size > MAX_METADATA_BYTES:
+        raise ValueError(f"metadata is {size} bytes long; at most {MAX_METADATA_BYTES} are kept")
+    todo: list[tuple[Any, int]] = [(value, 0)]
+    while todo:
+        item, depth = todo.pop()
+        if depth > MAX_METADATA_DEPTH:
+            raise ValueError(f"metadata is nested deeper than {MAX_METADATA_DEPTH} levels")
+        if isinstance(item, int) and not -(2**63) <= item < 2**63:
+            raise ValueError("metadata holds an integer of more than 64 bits; write it as text")
+        if isinstance(item, dict | list):
+            below = item.values() if isinstance(item, dict) else item
+            todo += [(each, depth + 1) for each in below]
+    return value
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_storable)]
 
 
 class _Body(BaseModel):
@@ -31,7 +58,7 @@ class StartSession(_Body):
     group_id: Name | None = None
     group_size: int | None = Field(None, ge=1)
     mode: Literal["train", "eval"] = "train"
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
     ttl: float | None = Field(None, gt=0)
     wait: float = Field(0.0, ge=0)
     """Seconds to wait for a free slot before 429."""
