@@ -20,6 +20,8 @@ from any_agent.types import GenerationChunk, ModelRequest, StopReason
 
 log = logging.getLogger(__name__)
 
+_KEEPALIVE = 3.0
+"""Seconds; below the 5 after which uvicorn, and so SGLang, closes an idle connection."""
 _CONTROL_TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
@@ -47,7 +49,7 @@ class SGLangEngine:
         # No limit on connections: the proxy bounds the calls under way, and a pool that is
         # full would be a hidden queue. No total time-out: a long completion is not an error.
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=15),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=request_timeout),
             json_serialize=lambda data: orjson.dumps(data).decode(),
         )
@@ -226,10 +228,19 @@ class _ChunkReader:
     def __init__(self) -> None:
         self._seen = 0
 
-    def read(self, event: dict[str, Any]) -> GenerationChunk:
-        if "error" in event or "meta_info" not in event:
+    def read(self, event: Any) -> GenerationChunk:
+        """The tokens that an answer adds; EngineUnavailable if it has another form."""
+        if not isinstance(event, dict) or "error" in event or "meta_info" not in event:
             raise EngineUnavailable(f"the engine failed: {str(event)[:300]}", retry_after=2)
-        meta = event["meta_info"]
+        try:
+            return self._read(event, event["meta_info"])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineUnavailable(
+                f"the engine's answer cannot be read ({error!r}): {str(event)[:300]}",
+                retry_after=2,
+            ) from None
+
+    def _read(self, event: dict[str, Any], meta: dict[str, Any]) -> GenerationChunk:
         total = int(meta["completion_tokens"])
         fresh = total - self._seen
         # Whatever the stream's kind, the new tokens are the last ones.
@@ -255,14 +266,19 @@ def _versions(meta: dict[str, Any], start: int, end: int) -> list[int]:
     """The version of each token in [start, end): from the spans, else the answer's one version."""
     spans = meta.get("weight_versions")
     if not spans:
-        return [int(meta["weight_version"])] * (end - start)
+        return [_number(meta["weight_version"])] * (end - start)
     out: list[int] = []
     for span in spans:
         first, last = max(int(span["start"]), start), min(int(span["end"]), end)
-        out += [int(span["version"])] * max(0, last - first)
+        out += [_number(span["version"])] * max(0, last - first)
     if len(out) != end - start:
         raise EngineUnavailable("the engine's weight versions do not cover its tokens")
     return out
+
+
+def _number(version: Any) -> int:
+    """SGLang calls the weights that it was started with "default"."""
+    return 0 if version == "default" else int(version)
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
