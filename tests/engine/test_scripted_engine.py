@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+
 from tests.engine.embedded.sglang_contract import SGLangContract
 from tests.fakes.scripted_engine import ScriptedEngine
 
