@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Body, Depends, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -52,6 +52,10 @@ def admin_service(request: Request) -> Service:
 
 Anyone = Annotated[Service, Depends(service_of)]
 Admin = Annotated[Service, Depends(admin_service)]
+# Everything in these bodies has a default, so none is needed.
+Start = Annotated[StartSession, Body(default_factory=StartSession)]
+End = Annotated[Finalize, Body(default_factory=Finalize)]
+Stop = Annotated[Abort, Body(default_factory=Abort)]
 SessionQuery = Annotated[str | None, Query(alias="session_id")]
 
 
@@ -59,7 +63,7 @@ SessionQuery = Annotated[str | None, Query(alias="session_id")]
 
 
 @router.post("/start_session")
-async def start_session(body: StartSession, request: Request, service: Admin) -> SessionStarted:
+async def start_session(body: Start, request: Request, service: Admin) -> SessionStarted:
     """Open a session; its key goes where the OpenAI key goes."""
     return await while_present(request, _start(body, service))
 
@@ -103,7 +107,7 @@ async def set_reward(
 
 @router.post("/finalize")
 async def finalize(
-    body: Finalize, request: Request, service: Anyone, query: SessionQuery = None
+    body: End, request: Request, service: Anyone, query: SessionQuery = None
 ) -> SessionInfo:
     """End a session; its trajectory is handed to training."""
     session = await service.auth.session(request, _one(body.session_id, query))
@@ -118,7 +122,7 @@ async def get_session(session_id: str, request: Request, service: Anyone) -> Ses
 
 
 @router.post("/sessions/{session_id}/abort")
-async def abort(session_id: str, body: Abort, request: Request, service: Anyone) -> SessionInfo:
+async def abort(session_id: str, body: Stop, request: Request, service: Anyone) -> SessionInfo:
     """Throw a session away; its calls under way are aborted."""
     session = await service.auth.session(request, session_id)
     await service.sessions.end(session, SessionState.ABORTED, body.reason)
