@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -92,7 +93,7 @@ class Proxy:
     ) -> httpx.Response:
         if key is not None:
             headers["authorization"] = f"Bearer {key}"
-        content = body if isinstance(body, bytes) else orjson.dumps(body)
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers["content-type"] = "application/json"
         return await self.http.post(path, content=content, headers=headers)
 
