@@ -17,6 +17,7 @@ from any_agent.errors import AnyAgentError, RunFinished
 from any_agent.protocol import SessionStarted
 
 GROUP_SIZE = 8
+DISCOUNT = 0.9
 _PATIENCE = 120.0
 _POOL = 32
 
@@ -145,8 +146,8 @@ class Driver:
         try:
             turns = await agent.run(item, session)
             right = [is_correct(text, item) for _, text in turns]
-            reward = self._reward(1.0 if right[-1] else 0.0)
-            await self._client.set_reward(session.api_key, reward, completion_id=turns[-1][0])
+            for completion_id, reward in self._rewards(turns, right):
+                await self._client.set_reward(session.api_key, reward, completion_id=completion_id)
             await self._client.finalize(session.api_key)
         except (RuntimeError, AnyAgentError) as error:
             tally.failed += 1
@@ -158,11 +159,25 @@ class Driver:
         tally.first_correct += right[0]
         tally.correct += right[-1]
 
-    def _reward(self, reward: float) -> float:
-        """The session's own reward, or in the control one drawn from recent sessions."""
+    def _rewards(self, turns: list[list[str]], right: list[bool]) -> list[tuple[str, float]]:
+        """(completion id, reward): the last turn's outcome; in the control, another session's.
+
+        There the session gets the return of another one, in such a way that each of its turns is
+        worth just that: by the discount alone, a session of one turn would still score higher
+        than one of two, and whoever was right at once has one.
+        """
+        reward = 1.0 if right[-1] else 0.0
         if self._pool is None:
-            return reward
-        self._pool.append(reward)
-        if len(self._pool) <= _POOL:
-            return self._random.choice(self._pool)
-        return self._pool.pop(self._random.randrange(len(self._pool)))
+            return [(turns[-1][0], reward)]
+        value = self._swapped(sum(reward * DISCOUNT**k for k in range(len(turns))) / len(turns))
+        *earlier, last = [completion_id for completion_id, _ in turns]
+        return [(id, value * (1 - DISCOUNT)) for id in earlier] + [(last, value)]
+
+    def _swapped(self, value: float) -> float:
+        """A recent other session's value, each given out once; a coin until there are enough."""
+        assert self._pool is not None
+        other = float(self._random.random() < 0.5)
+        if len(self._pool) >= _POOL:
+            other = self._pool.pop(self._random.randrange(len(self._pool)))
+        self._pool.append(value)
+        return other

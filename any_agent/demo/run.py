@@ -13,12 +13,12 @@ from typing import Any
 
 from any_agent.client import RLClient
 from any_agent.config import Config, load_config
-from any_agent.demo.driver import GROUP_SIZE, Driver, workers
+from any_agent.demo.driver import DISCOUNT, GROUP_SIZE, Driver, workers
 from any_agent.demo.memory import PeakMemory
 from any_agent.errors import StartupError
 from any_agent.launcher import Node
 
-STEPS = 40
+STEPS = 25
 WORKERS = 4
 EXPERIMENT = "demo"
 
@@ -68,15 +68,16 @@ def demo_config(root: Path, *, seed: int, steps: int) -> Config:
         "model.enable_thinking": "false",
         "server.port": 0,
         "log_level": "info",
-        "sampling.max_new_tokens": 8,
+        "sampling.max_new_tokens": 4,
         "sessions.group_size": GROUP_SIZE,
         "rollout.batch_size": 64,
         "rollout.max_concurrent": 192,
         "rollout.eta": 2,
         "train.steps": steps,
         "train.seed": seed,
-        "train.discount": 0.9,
-        "train.lr": 2e-3,
+        "train.discount": DISCOUNT,
+        "train.lr": 1.5e-3,
+        "train.betas": "[0.9, 0.95]",
         "train.checkpoint_every": 20,
     }
     return load_config(None, [f"{key}={value}" for key, value in settings.items()], environ={})
@@ -99,6 +100,7 @@ async def _drive(node: Node, config: Config, *, seed: int, permute: bool) -> dic
             print(f"before   first answer right: {before.first_accuracy:.3f}", flush=True)
             progress = tasks.create_task(_show_progress(node.dir.metrics, config.train.steps))
             training = await driver.train()
+            await asyncio.wait([progress], timeout=2)
             progress.cancel()
             after = await driver.evaluate()
             print(f"after    first answer right: {after.first_accuracy:.3f}", flush=True)
@@ -123,7 +125,7 @@ async def _watch(node: Node) -> None:
 async def _show_progress(metrics: Path, steps: int) -> None:
     """A line for every step that the trainer reports."""
     shown = 0
-    while True:
+    while shown < steps:
         lines = await asyncio.to_thread(_lines, metrics)
         for text in lines[shown:]:
             line = json.loads(text)
