@@ -48,15 +48,18 @@ clean: ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
+FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+
 $(RUN):
-	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
-	  if "$$python" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
-	  then \
+	@for python in $(PYTHONS); do \
+	  if "$$python" -c '$(FITS)' >/dev/null 2>&1; then \
 	    echo "setup    $(VENV) with $$("$$python" --version)"; \
 	    exec "$$python" -m venv --clear $(VENV); \
 	  fi; \
 	done; \
-	echo "error: no Python 3.11, 3.12 or 3.13 with venv found; set PYTHON=/path/to/python3" >&2; exit 1
+	echo "error: none of these is a Python 3.11, 3.12 or 3.13 with venv: $(PYTHONS);" \
+	  "set PYTHON=/path/to/one" >&2; exit 1
 
 define install
 	@echo "setup    installing $(TORCH)"

@@ -1,0 +1,86 @@
+"""Whether the demo learns: ``python tests/e2e/learn.py [--seeds N] [--controls N]``.
+
+Runs `any-agent demo` for each seed, and its control, in which every session gets another session's
+reward, for some. Prints a table; exit code 1 unless at least nine tenths of the seeds go from an
+accuracy of at most 0.5 to at least 0.85 and no control gains 0.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+BEFORE, AFTER = 0.5, 0.85
+SHARE = 0.9
+CONTROL_GAIN = 0.1
+HEAD = "          seed  before   after    gain  steps  seconds  peak MiB"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Check over many seeds that the demo learns.")
+    parser.add_argument("--seeds", type=int, default=10, help="run seeds 0 .. N-1 (default 10)")
+    parser.add_argument("--controls", type=int, default=3, help="controls 0 .. N-1 (default 3)")
+    parser.add_argument("--steps", type=int, default=None, help="the demo's own number by default")
+    arguments = parser.parse_args()
+    print(HEAD, flush=True)
+    with tempfile.TemporaryDirectory(prefix="any-agent-learn-") as folder:
+        runs = [_demo(Path(folder), seed, arguments.steps) for seed in range(arguments.seeds)]
+        controls = [
+            _demo(Path(folder), seed, arguments.steps, "--permute-rewards")
+            for seed in range(arguments.controls)
+        ]
+    learned = sum(run is not None and _learned(run) for run in runs)
+    gains = [_gain(run) for run in controls if run is not None]
+    print(f"learned   {learned} of {len(runs)} go from <= {BEFORE} to >= {AFTER}")
+    if controls:
+        shown = ", ".join(f"{gain:+.3f}" for gain in gains)
+        print(f"controls  gains {shown or 'none'}; each must be below {CONTROL_GAIN}")
+    good = (
+        learned >= SHARE * len(runs)
+        and len(gains) == len(controls)
+        and all(gain < CONTROL_GAIN for gain in gains)
+    )
+    print("verdict   " + ("it learns, and from the rewards" if good else "FAILED"))
+    return 0 if good else 1
+
+
+def _demo(folder: Path, seed: int, steps: int | None, *options: str) -> dict[str, Any] | None:
+    """One run's figures, printed as a row; None if it failed."""
+    kind = "control" if options else "demo"
+    work = folder / f"{kind}-{seed}"
+    figures = folder / f"{kind}-{seed}.json"
+    command = [sys.executable, "-m", "any_agent.cli", "demo", "--seed", str(seed)]
+    command += ["--json", str(figures), "--keep", str(work), *options]
+    if steps is not None:
+        command += ["--steps", str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        print(f"{kind:<8}{seed:>6}  failed with exit code {done.returncode}:", flush=True)
+        print("\n".join(f"    {line}" for line in done.stderr.splitlines()[-15:]), flush=True)
+        return None
+    run: dict[str, Any] = json.loads(figures.read_text(encoding="utf-8"))
+    print(
+        f"{kind:<8}{seed:>6}{run['before']:>8.3f}{run['after']:>8.3f}{_gain(run):>+8.3f}"
+        f"{run['steps']:>7}{run['seconds']:>9.1f}{run['peak_memory_mib']:>10}",
+        flush=True,
+    )
+    if run["failed_sessions"]:
+        print(f"          {run['failed_sessions']} sessions failed: {run['errors'][-1]}")
+    return run
+
+
+def _gain(run: dict[str, Any]) -> float:
+    return float(run["after"] - run["before"])
+
+
+def _learned(run: dict[str, Any]) -> bool:
+    return bool(run["before"] <= BEFORE and run["after"] >= AFTER)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

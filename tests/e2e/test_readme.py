@@ -1,0 +1,109 @@
+"""The README's commands work as they are written."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from any_agent.config import Config, load_config
+from any_agent.types import Continuation
+from tests.e2e.live_run import recorded
+from tests.e2e.serving import Served, environment, free_port, serve
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def block(name: str) -> str:
+    """The fenced block after the comment ``<!-- test: name -->``."""
+    found = re.findall(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", README.read_text(), re.S)
+    assert len(found) == 1, f"the README has {len(found)} blocks marked {name}"
+    return str(found[0])
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
+    path = tmp_path_factory.mktemp("readme") / "config.yaml"
+    settings = {
+        "root": str(path.parent / "runs"),
+        "model": {"path": str(tiny_model_dir), "enable_thinking": False},
+        "server": {"port": free_port()},
+        "sampling": {"max_new_tokens": 16},
+        "sessions": {"group_size": 2},
+        "rollout": {"batch_size": 4, "max_concurrent": 4},
+        "train": {"steps": 5},
+    }
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(config_file: Path) -> Config:
+    return load_config(config_file, environ={})
+
+
+@pytest.fixture(scope="module")
+def served(config_file: Path) -> Iterator[Served]:
+    with serve("--config", str(config_file), cwd=config_file.parent) as service:
+        yield service
+
+
+def run_bash(script: str, url: str, cwd: Path) -> str:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=cwd,
+        env=environment(ANY_AGENT_URL=url),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_curl_block(served: Served, config: Config, tmp_path: Path) -> None:
+    out = run_bash(block("curl"), served.url, tmp_path)
+    answers = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    rewarded = next(a for a in answers if "reward" in a)
+    finalized = next(a for a in answers if a.get("state") == "finalized")
+    assert rewarded["session_id"] == finalized["session_id"]
+    assert finalized["interactions"] == 2
+
+    session = httpx.get(f"{served.url}/rl/v1/sessions/{finalized['session_id']}").json()
+    assert session["state"] in ("finalized", "leased", "trained")
+    assert session["interactions"] == 2
+    mine = [i for s in recorded(config) for i in s if i.session_id == session["session_id"]]
+    assert [i.continuation for i in mine] == [Continuation.ROOT, Continuation.EXACT]
+
+
+@pytest.mark.parametrize("name", ["http", "client"])
+def test_the_python_blocks(name: str, served: Served, tmp_path: Path) -> None:
+    program = block(name).replace("http://127.0.0.1:8000", served.url)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    states = [s["state"] for s in httpx.get(f"{served.url}/rl/v1/sessions").json()]
+    assert states and "open" not in states
+
+
+def test_ctrl_c_ends_every_process(served: Served) -> None:
+    children = served.children
+    assert len(children) >= 3, "engine, proxy and trainer"
+    assert served.interrupt(timeout=10) == 130
+    _, alive = psutil.wait_procs(children, timeout=1)
+    assert not alive
+    assert "Traceback" not in served.output.read_text()

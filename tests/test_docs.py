@@ -1,0 +1,63 @@
+"""The documents say what the code says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from any_agent.config import known_keys, load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md"]
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # A frozen dataclass looks its module up while it is made.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_configuration_is_up_to_date(generate: ModuleType) -> None:
+    assert generate.TARGET.read_text() == generate.render(generate.SOURCE.read_text()), (
+        "run python docs/generate.py"
+    )
+
+
+def test_configuration_names_every_setting_with_a_meaning() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    rows = re.findall(r"^\| `([a-z_.]+)` \| (.+?) \| (.*?) \| (.*) \|$", text, re.M)
+    assert sorted(name for name, *_ in rows) == sorted(known_keys())
+    assert not [name for name, *cells in rows if not all(cells)]
+
+
+def test_configuration_shows_the_defaults() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    rows = re.findall(r"^\| `([a-z_.]+)` \| .+? \| `(.*?)` \|", text, re.M)
+    given = [f"{name}={text}" for name, text in rows if text != '""' and text[0] != "("]
+    assert load_config(None, given, environ={}) == load_config(None, environ={})
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name: str) -> None:
+    text = (ROOT / name).read_text()
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)", text)
+    missing = [link for link in links if not (ROOT / name).parent.joinpath(link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_named_files_exist(name: str) -> None:
+    text = (ROOT / name).read_text()
+    prefix = r"(?:any_agent|proxy_ext|trainer|tests|docs|benchmarks)/"
+    named = set(re.findall(rf"`({prefix}[\w/.-]*)`", text))
+    assert not [path for path in sorted(named) if not (ROOT / path).exists()]
