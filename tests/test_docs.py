@@ -10,7 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from any_agent.config import known_keys, load_config
+from any_agent.config import Config, known_keys, load_config
+from proxy_ext.app import create_app
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md"]
@@ -61,3 +62,20 @@ def test_named_files_exist(name: str) -> None:
     prefix = r"(?:any_agent|proxy_ext|trainer|tests|docs|benchmarks)/"
     named = set(re.findall(rf"`({prefix}[\w/.-]*)`", text))
     assert not [path for path in sorted(named) if not (ROOT / path).exists()]
+
+
+def test_the_readme_names_every_route() -> None:
+    text = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"`((?:GET|POST|PUT|DELETE) /[^`]*)`", text))
+    front = create_app(
+        Config(),
+        None,  # type: ignore[arg-type]
+        rank=0,
+        engine_url="http://127.0.0.1:1",
+        public_url="http://127.0.0.1:2",
+        training=True,
+        litellm_app=object(),
+    )
+    paths = front._ours.openapi()["paths"]  # type: ignore[attr-defined]
+    served = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+    assert named == {route.replace("{session_id}", "{id}") for route in served}
