@@ -1,0 +1,86 @@
+"""What the benchmarks share: processes and their CPU and memory, medians, one line on the machine.
+
+The figures of interest are CPU seconds of one process, not wall time: other load on the machine
+then changes them little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+
+def cpu_seconds(pid: int) -> float:
+    """User + system time of a process, all its threads, without its children."""
+    try:
+        # The kernel's clock of that process (clock_getcpuclockid), to the nanosecond.
+        return time.clock_gettime(((~pid) << 3) | 2)
+    except OSError:
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+
+
+def resident_mib(pid: int) -> float:
+    return float(psutil.Process(pid).memory_info().rss) / 2**20
+
+
+def median(values: Iterable[float]) -> float:
+    return statistics.median(list(values))
+
+
+def machine() -> str:
+    """Date, interpreter and cores: what a table needs beside it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, {cores} cores"
+
+
+@contextlib.contextmanager
+def child(
+    command: list[str], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """``python COMMAND`` with its output in ``log``, ended with the context."""
+    with open(log, "ab") as out:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_until_up(
+    process: subprocess.Popen[bytes], url: str, log: Path, timeout: float = 120.0
+) -> None:
+    """Return once ``url`` answers 200; RuntimeError with the log's end if that does not happen."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and process.poll() is None:
+        with (
+            contextlib.suppress(urllib.error.URLError, OSError),
+            urllib.request.urlopen(url, timeout=2) as response,
+        ):
+            if response.status == 200:
+                return
+        time.sleep(0.1)
+    tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+    raise RuntimeError(f"{url} did not come up:\n{tail}")
