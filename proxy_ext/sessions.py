@@ -160,7 +160,9 @@ class Sessions:
             for interaction in await self.journal.interactions(row.id):
                 add_to_tree(session.tree, interaction)
             self.live[row.id] = session
-            self._lanes[row.lane] = row.id
+            newest = await self.journal.session_of_lane(row.lane)
+            if newest is not None and newest.id == row.id:
+                self._lanes[row.lane] = row.id
         for group_id in dict.fromkeys(s.row.group_id for s in self.live.values()):
             if group_id is not None:
                 self._recover_group(await self.journal.group(group_id), wall)

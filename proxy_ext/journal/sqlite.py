@@ -186,7 +186,8 @@ class SQLiteJournal:
                     jobs.append(self._queue.get_nowait())
                 except queue.Empty:
                     break
-            self._run([job for job in jobs if job is not None])
+            if todo := [job for job in jobs if job is not None]:
+                self._run(todo)
             if jobs[-1] is None:
                 self._connection.close()
                 return
