@@ -1,0 +1,51 @@
+"""Rows and interactions for the journal's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from any_agent.types import (
+    Continuation,
+    GenerationHyperparameters,
+    Interaction,
+    SessionState,
+    id_array,
+    logprob_array,
+)
+from proxy_ext.journal import SessionRow
+
+
+def make_row(session_id: str, **fields: Any) -> SessionRow:
+    values: dict[str, Any] = {
+        "id": session_id,
+        "lane": f"lane-{session_id}",
+        "mode": "train",
+        "state": SessionState.OPEN,
+        "task_id": None,
+        "group_id": None,
+        "group_size": 1,
+        "metadata": {"é": [1, None]},
+        "created_at": 1000.0,
+        "expires_at": 2000.0,
+    }
+    return SessionRow(**(values | fields))
+
+
+def make_interaction(id: str, session_id: str, parent_id: str | None = None) -> Interaction:
+    return Interaction(
+        id=id,
+        session_id=session_id,
+        parent_id=parent_id,
+        prompt_delta_ids=id_array([1, 2, 3]),
+        output_ids=id_array([4, 5]),
+        output_logprobs=logprob_array([-0.5, -0.25]),
+        output_versions=id_array([0, 1]),
+        message_delta=[{"role": "user", "content": "hé"}],
+        output_message={"role": "assistant", "content": "ho"},
+        finish_reason="stop",
+        gconfig=GenerationHyperparameters(max_new_tokens=7, stop=("x",)),
+        model="m",
+        continuation=Continuation.ROOT if parent_id is None else Continuation.EXACT,
+        request={"overridden": {}, "recorded": {"user": "me"}},
+        created_at=5.0,
+    )

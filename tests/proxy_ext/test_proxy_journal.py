@@ -1,0 +1,202 @@
+"""The SQLite journal: what was acknowledged is there, and a store that fails says so."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from any_agent.errors import StoreUnavailable
+from any_agent.record import pack_interaction
+from any_agent.types import SessionState
+from proxy_ext.journal import (
+    PutInteraction,
+    PutMeta,
+    PutSession,
+    SetInteractionReward,
+    SetState,
+    SQLiteJournal,
+)
+from tests.proxy_ext.journal_lab import make_interaction, make_row
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[SQLiteJournal]:
+    journal = SQLiteJournal(tmp_path / "j" / "rank-0.sqlite")
+    yield journal
+    await journal.close()
+
+
+async def test_round_trip(journal: SQLiteJournal, tmp_path: Path) -> None:
+    first = make_row("s1", group_id="g", group_size=2, task_id="t", created_at=1.0)
+    second = make_row("s2", group_id="g", group_size=2, mode="eval", created_at=2.0)
+    parent = make_interaction("i1", "s1")
+    child = make_interaction("i2", "s1", parent_id="i1")
+    await journal.commit(PutSession(second), PutSession(first))
+    await journal.commit(PutInteraction(parent), PutInteraction(child))
+    await journal.commit(SetInteractionReward("i2", -1.5), PutMeta("run", {"step": 3}))
+    assert await journal.session("s1") == first
+    assert await journal.session("nothing") is None
+    assert await journal.sessions([SessionState.OPEN]) == [first, second]
+    assert await journal.sessions([SessionState.TRAINED]) == []
+    assert await journal.session_of_lane("lane-s2") == second
+    assert await journal.group("g") == [first, second]
+    assert await journal.count("train") == 1
+    assert await journal.meta("run") == {"step": 3}
+    assert await journal.meta("none") is None
+    stored = await journal.interactions("s1")
+    assert [(i.id, i.reward) for i in stored] == [("i1", None), ("i2", -1.5)]
+    assert pack_interaction(stored[0]) == pack_interaction(parent)
+    await journal.commit(SetState(("s1", "s2"), SessionState.LEASED, "why", "owner"))
+    row = await journal.session("s1")
+    assert row is not None
+    assert (row.state, row.reason, row.owner) == (SessionState.LEASED, "why", "owner")
+    # Put again: replaced, at its old place.
+    parent.untrainable_reason = "undelivered"
+    await journal.commit(PutInteraction(parent))
+    await journal.close()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        await journal.commit(PutMeta("x", 1))
+    again = SQLiteJournal(tmp_path / "j" / "rank-0.sqlite")
+    stored = await again.interactions("s1")
+    assert [(i.id, i.untrainable_reason) for i in stored] == [("i1", "undelivered"), ("i2", None)]
+    await again.close()
+
+
+async def test_the_newest_session_of_a_lane(journal: SQLiteJournal) -> None:
+    for k, at in enumerate((1.0, 3.0, 3.0, 2.0)):
+        await journal.commit(PutSession(make_row(f"s{k}", lane="lane", created_at=at)))
+    newest = await journal.session_of_lane("lane")
+    assert newest is not None
+    assert newest.id == "s2"
+
+
+async def test_concurrent_writes_share_a_commit(
+    journal: SQLiteJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transactions: list[int] = []
+    transact = journal._transact
+    go = threading.Event()
+
+    def counted(jobs: list) -> list:  # type: ignore[type-arg]
+        assert go.wait(10)
+        transactions.append(len(jobs))
+        return transact(jobs)
+
+    monkeypatch.setattr(journal, "_transact", counted)
+    writes = [journal.commit(PutMeta(f"k{k}", k)) for k in range(200)]
+    tasks = [asyncio.create_task(write) for write in writes]
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(*tasks)
+    assert sum(transactions) == 200
+    assert len(transactions) <= 3
+
+
+async def test_a_bad_write_harms_only_itself(journal: SQLiteJournal) -> None:
+    bad = SetState(("s",), SessionState.TRAINED, reason="\ud800")
+    results = await asyncio.gather(
+        journal.commit(PutMeta("a", 1)),
+        journal.commit(PutMeta("half", 1), bad),
+        journal.commit(PutMeta("b", 2)),
+        return_exceptions=True,
+    )
+    assert isinstance(results[1], StoreUnavailable)
+    assert [results[0], results[2]] == [None, None]
+    assert [await journal.meta(key) for key in ("a", "half", "b")] == [1, None, 2]
+
+
+async def test_a_lost_connection_is_told_to_everybody(tmp_path: Path) -> None:
+    journal = SQLiteJournal(tmp_path / "j.sqlite")
+    await journal.commit(PutMeta("a", 1))
+    journal._connection.close()
+    for _ in range(2):
+        async with asyncio.timeout(10):
+            results = await asyncio.gather(
+                journal.commit(PutMeta("a", 2)),
+                journal.commit(PutMeta("b", 2)),
+                journal.meta("a"),
+                return_exceptions=True,
+            )
+        assert [type(r) for r in results] == [StoreUnavailable] * 3
+    await journal.close()
+
+
+async def test_a_full_disk(tmp_path: Path) -> None:
+    """As SQLite reports it; what was acknowledged before stays readable."""
+    journal = SQLiteJournal(tmp_path / "j.sqlite")
+    await journal.commit(PutMeta("a", 1))
+    (pages,) = journal._connection.execute("PRAGMA page_count").fetchone()
+    journal._connection.execute(f"PRAGMA max_page_count = {pages + 1}")
+    with pytest.raises(StoreUnavailable, match="full"):
+        await journal.commit(PutMeta("big", "x" * 100_000), PutMeta("small", 1))
+    assert await journal.meta("a") == 1
+    assert await journal.meta("small") is None
+    journal._connection.execute("PRAGMA max_page_count = 100000")
+    await journal.commit(PutMeta("big", "x" * 100_000))
+    await journal.close()
+
+
+def test_a_file_that_cannot_be_used(tmp_path: Path) -> None:
+    other = tmp_path / "other.sqlite"
+    connection = sqlite3.connect(other)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(StoreUnavailable, match="choose another trial"):
+        SQLiteJournal(other)
+    garbage = tmp_path / "garbage.sqlite"
+    garbage.write_bytes(b"no database" * 1000)
+    with pytest.raises(StoreUnavailable, match="cannot open"):
+        SQLiteJournal(garbage)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreUnavailable, match="cannot open"):
+        SQLiteJournal(tmp_path / "file" / "j.sqlite")
+
+
+def killed_writer(path: Path, prefix: str, lines: int) -> list[str]:
+    """What a process acknowledged until it was killed, some time after so many lines."""
+    writer = subprocess.Popen(
+        [sys.executable, "-m", "tests.proxy_ext.journal_writer", str(path), prefix],
+        stdout=subprocess.PIPE,
+        cwd=REPOSITORY,
+        text=True,
+    )
+    assert writer.stdout is not None
+    seen = [writer.stdout.readline() for _ in range(lines)]
+    os.kill(writer.pid, signal.SIGKILL)
+    seen += writer.stdout.readlines()
+    writer.wait()
+    # The very last line may be half a line.
+    return [line for line in seen if line.endswith("\n")]
+
+
+async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    chance = random.Random(0)
+    acknowledged: dict[str, float] = {}
+    for k in range(5):
+        for line in killed_writer(path, f"r{k}", chance.randrange(1, 200)):
+            session_id, reward = line.split()
+            acknowledged[session_id] = float(reward)
+    assert len(acknowledged) >= 5
+    journal = SQLiteJournal(path)
+    assert [r[0] for r in journal._connection.execute("PRAGMA integrity_check")] == ["ok"]
+    rows = {row.id for row in await journal.sessions([SessionState.FINALIZED])}
+    assert rows >= acknowledged.keys()
+    for session_id in rows:
+        # A session and its interaction were one write.
+        (interaction,) = await journal.interactions(session_id)
+        if session_id in acknowledged:
+            assert interaction.reward == acknowledged[session_id]
+    await journal.close()
