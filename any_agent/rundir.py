@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from any_agent.atomic import fsync, write_whole
 from any_agent.errors import StartupError
 
 
@@ -98,7 +99,7 @@ class RunDir:
             with suppress(FileExistsError):
                 os.link(temporary, path)
             os.unlink(temporary)
-            fsync_folder(self.path)
+            fsync(self.path)
         text = path.read_text(encoding="ascii", errors="replace").strip()
         if re.fullmatch("[0-9a-f]{64}", text) is None:
             raise StartupError(
@@ -107,24 +108,9 @@ class RunDir:
         return bytes.fromhex(text)
 
 
-def fsync_folder(path: Path) -> None:
-    """Make renames in a folder durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def write_json(path: Path, data: Any) -> None:
     """Replace a JSON file: durable, and never seen half-written."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(data, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    fsync_folder(path.parent)
+    write_whole(path, json.dumps(data))
 
 
 def read_json(path: Path, default: Any = None) -> Any:

@@ -28,8 +28,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from any_agent.atomic import remove_folder, whole_folder, write_whole
 from any_agent.errors import NotFound, StartupError
-from trainer.atomic import remove_folder, whole_folder, write_whole
 from trainer.policy import Policy, PolicyConfig
 from trainer.weights import save_pretrained
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from any_agent.atomic import remove_folder, whole_folder
 from any_agent.errors import Conflict, StartupError
-from trainer.atomic import remove_folder, whole_folder
 from trainer.policy import Policy
 
 _NAME = re.compile(r"v(\d{8,})")
