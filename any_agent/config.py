@@ -265,6 +265,7 @@ def _text_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 _TEXT_KEYS = frozenset(_text_keys(Config))
+_FLAT_KEYS = {key.replace(".", "_"): key for key in known_keys() if "." in key}
 
 
 def load_config(
@@ -317,6 +318,9 @@ def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
             # A lone word is a tool's own switch unless it names a setting: the root's are few.
             if "." in key or key in Config.model_fields:
                 yield key, _value(key, value)
+            elif key in _FLAT_KEYS:
+                right = ENV_PREFIX + _FLAT_KEYS[key].replace(".", "__").upper()
+                raise ConfigError(f"{name} is no setting: did you mean {right}?")
 
 
 def _value(key: str, text: str) -> Any:
@@ -358,11 +362,13 @@ def _assign(data: dict[str, Any], dotted: str, value: Any) -> None:
 def _explain(error: ValidationError, path: str | Path | None) -> str:
     source = f" (from {path}, the environment or the command line)" if path else ""
     lines = [f"the configuration is wrong{source}:"]
-    keys = [*known_keys(), *Config.model_fields]
+    keys = list(known_keys())
+    sections = sorted({key.partition(".")[0] for key in keys if "." in key})
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, keys, n=1, cutoff=0.4)
+            known = sections if isinstance(item["input"], dict) else keys
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
             if not near:
                 near = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]][:1]
             hint = f"did you mean {near[0]}?" if near else "see `any-agent config` for all keys"

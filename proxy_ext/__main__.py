@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import socket
 import sys
 
 from any_agent.config import load_config
-from any_agent.errors import AnyAgentError, ConfigError
+from any_agent.engine import SGLangEngine
+from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StartupError
 from any_agent.logs import set_up_logging
 
 
@@ -47,6 +49,17 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+async def _check_engine(url: str) -> None:
+    """StartupError if the engine does not answer; said before the slow imports."""
+    engine = SGLangEngine(url, decode=lambda _: "")
+    try:
+        await engine.info()
+    except EngineUnavailable as error:
+        raise StartupError(f"{error.message}; is engine.url right, and is it running?") from None
+    finally:
+        await engine.close()
+
+
 def _serve(config: object, args: argparse.Namespace, listener: socket.socket) -> int:
     import uvicorn
 
@@ -56,9 +69,11 @@ def _serve(config: object, args: argparse.Namespace, listener: socket.socket) ->
 
     assert isinstance(config, Config)
     host, port = listener.getsockname()[:2]
+    chat = load_chat(config)
+    asyncio.run(_check_engine(args.engine_url))
     app = create_app(
         config,
-        load_chat(config),
+        chat,
         rank=args.rank,
         engine_url=args.engine_url,
         training=args.training,
@@ -78,7 +93,11 @@ def _serve(config: object, args: argparse.Namespace, listener: socket.socket) ->
         )
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    server.run(sockets=[listener])
+    try:
+        server.run(sockets=[listener])
+    except SystemExit:
+        # uvicorn's way to say that the start failed; its log says why.
+        return 1
     return 0 if server.started else 1
 
 
