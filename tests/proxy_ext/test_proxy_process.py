@@ -1,0 +1,85 @@
+"""``python -m proxy_ext``: what it says when it cannot start."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.proxy_ext.real_parts import environment, write_config
+
+
+def run(config: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """A start that is expected to fail, before LiteLLM is imported."""
+    command = [sys.executable, "-m", "proxy_ext", "--config", str(config)]
+    return subprocess.run(
+        [*command, "--engine-url", "http://127.0.0.1:1", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(**env),
+    )
+
+
+def test_a_port_in_use(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        ended = run(write_config(tmp_path, tiny_model_dir), "--port", port)
+    assert ended.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+    assert "server.port" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_model_that_does_not_exist(tmp_path: Path) -> None:
+    ended = run(write_config(tmp_path, tmp_path / "nothing"), "--port", "0")
+    assert ended.returncode == 2
+    assert str(tmp_path / "nothing") in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_template_that_cannot_be_rendered(tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in tiny_model_dir.iterdir():
+        if file.suffix != ".safetensors":
+            (model / file.name).write_bytes(file.read_bytes())
+    template = model / "chat_template.jinja"
+    assert template.is_file()
+    template.write_text("{{ raise_exception('broken on purpose') }}")
+    ended = run(write_config(tmp_path, model), "--port", "0")
+    assert ended.returncode == 2
+    assert "broken on purpose" in ended.stderr
+    assert "template" in ended.stderr
+    assert "Traceback" not in ended.stderr.replace("litellm", "")
+
+
+@pytest.mark.parametrize(
+    ("section", "env", "says"),
+    [
+        ({"trian": {"lr": 1}}, {}, "unknown key trian: did you mean train?"),
+        ({"server": {"host": "0.0.0.0"}}, {}, "server.admin_key"),
+        ({}, {"ANY_AGENT_SERVER__HOST": "0.0.0.0"}, "server.admin_key"),
+        ({}, {"ANY_AGENT_SERVER__PROT": "1"}, "did you mean server.port"),
+    ],
+)
+def test_a_bad_configuration(
+    tmp_path: Path, section: dict[str, object], env: dict[str, str], says: str
+) -> None:
+    ended = run(write_config(tmp_path, tmp_path, **section), "--port", "0", **env)
+    assert ended.returncode == 2
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_engine_that_is_not_there(tiny_model_dir: Path, tmp_path: Path) -> None:
+    ended = run(write_config(tmp_path, tiny_model_dir), "--port", "0")
+    assert ended.returncode == 1
+    assert "http://127.0.0.1:1 does not answer" in ended.stderr
+    assert "engine.url" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from any_agent.config import Config, known_keys, load_config
+from any_agent.errors import ConfigError
+
+
+def write(folder: Path, data: Any) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+    return path
+
+
+def test_the_defaults_are_valid_and_open_to_this_machine_only() -> None:
+    config = load_config(environ={})
+    assert config.server.host == "127.0.0.1"
+    assert config.sampling.temperature == config.sampling.top_p == 1
+    assert (config.rollout.eta, config.train.is_cap) == (2, 5.0)
+
+
+def test_command_line_over_environment_over_yaml_over_default(tmp_path: Path) -> None:
+    path = write(tmp_path, {"train": {"lr": 1e-3, "steps": 3, "seed": 4}, "trial": "yaml"})
+    environ = {"ANY_AGENT_TRAIN__LR": "2e-3", "ANY_AGENT_TRAIN__STEPS": "5", "PATH": "/bin"}
+    config = load_config(path, ["train.lr=3e-3", "--server.port=0"], environ)
+    assert (config.train.lr, config.train.steps, config.train.seed) == (3e-3, 5, 4)
+    assert (config.server.port, config.trial, config.train.grad_clip) == (0, "yaml", 1.0)
+
+
+@pytest.mark.parametrize("source", ["yaml", "environment", "command line"])
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("train.step", "unknown key train.step: did you mean train.steps?"),
+        ("train.clip", "unknown key train.clip: did you mean train.grad_clip?"),
+        ("trian.lr", "unknown key trian: did you mean train?"),
+        ("sevrer.port", "unknown key sevrer: did you mean server?"),
+        ("rollout.batchsize", "unknown key rollout.batchsize: did you mean rollout.batch_size?"),
+        ("qqq.zzz", "unknown key qqq: see `any-agent config` for all keys"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(
+    tmp_path: Path, source: str, key: str, says: str
+) -> None:
+    section, _, leaf = key.partition(".")
+    path = write(tmp_path, {section: {leaf: 1}}) if source == "yaml" else None
+    variable = f"ANY_AGENT_{section}__{leaf}".upper()
+    environ = {variable: "1"} if source == "environment" else {}
+    overrides = [f"{key}=1"] if source == "command line" else []
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, overrides, environ)
+    assert says in raised.value.message
+
+
+def test_a_root_key_that_belongs_to_a_section(tmp_path: Path) -> None:
+    for path, overrides in ((None, ["port=1"]), (write(tmp_path, {"port": 1}), [])):
+        with pytest.raises(ConfigError, match=r"unknown key port: did you mean server\.port\?"):
+            load_config(path, overrides, {})
+
+
+def test_single_underscores_in_the_environment() -> None:
+    with pytest.raises(ConfigError, match="did you mean ANY_AGENT_TRAIN__LR"):
+        load_config(None, [], {"ANY_AGENT_TRAIN_LR": "1"})
+    # Not a setting of the service's.
+    assert load_config(None, [], {"ANY_AGENT_URL": "x"}) == load_config(None, [], {})
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.lr", "key=value"),
+        ("train.lr=fast", "train.lr"),
+        ("train.lr=-1", "train.lr"),
+        ("train=5", "train"),
+        ("server.port=70000", "server.port"),
+        ("experiment=a b", "experiment"),
+        ("trial=../x", "trial"),
+        ("sampling.top_p=0.9", "truncated distribution"),
+        ("sampling.top_k=5", "truncated distribution"),
+        ("sampling.temperature=0", "sampling.temperature"),
+        ("sessions.group_size=100", "could never be admitted"),
+        ("train.kl_coef=1", "train.kl_coef"),
+        ("server.host=0.0.0.0", "server.admin_key"),
+        ("server.host=10.0.0.5", "server.admin_key"),
+        ("server.admin_key=short", "8 to 256"),
+        ("server.admin_key=has a space in it", "without spaces"),
+        ("server.admin_key=sk-v1.0.abc.def", "must not begin"),
+    ],
+)
+def test_a_bad_value_names_its_key(override: str, says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, [override], {})
+    assert says in raised.value.message
+    assert raised.value.exit_code == 2
+
+
+def test_an_admin_key_opens_other_addresses() -> None:
+    environ = {"ANY_AGENT_SERVER__ADMIN_KEY": "0123456789"}
+    config = load_config(None, ["server.host=0.0.0.0"], environ)
+    assert config.server.admin_key is not None
+    # All digits, and still text; and never in a dump or a message.
+    assert config.server.admin_key.get_secret_value() == "0123456789"
+    assert "0123456789" not in str(config.dump()) + repr(config)
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, ["server.port=x"], environ)
+    assert "0123456789" not in raised.value.message
+
+
+@pytest.mark.parametrize("value", ["", "null"])
+def test_an_empty_admin_key_is_none_at_all(value: str) -> None:
+    environ = {"ANY_AGENT_SERVER__ADMIN_KEY": value}
+    assert load_config(None, [], environ).server.admin_key is None
+    with pytest.raises(ConfigError, match="admin_key must be set"):
+        load_config(None, ["server.host=0.0.0.0"], environ)
+
+
+def test_an_empty_admin_key_in_yaml_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, {"server": {"host": "0.0.0.0", "admin_key": ""}})
+    with pytest.raises(ConfigError, match="admin_key"):
+        load_config(path, [], {})
+
+
+@pytest.mark.parametrize("name", ["2026-11-20", "007", "1e5", "on", "1_000", "3.14"])
+def test_names_are_text_whatever_they_look_like(name: str) -> None:
+    assert load_config(None, [f"trial={name}"], {}).trial == name
+    assert load_config(None, [], {"ANY_AGENT_EXPERIMENT": name}).experiment == name
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 1e-3), ("2E5", 2e5), (".5", 0.5), ("7", 7.0), ("+1e2", 100.0)]
+)
+def test_numbers(text: str, value: float) -> None:
+    assert load_config(None, [f"train.lr={text}"], {}).train.lr == value
+
+
+def test_a_section_of_comments_is_empty(tmp_path: Path) -> None:
+    path = write(tmp_path, "train:\n  # lr: 1\nserver:\n")
+    assert load_config(path, ["train.steps=2"], {}).train.steps == 2
+    assert load_config(write(tmp_path, ""), [], {}) == load_config(environ={})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("- a", "mapping"), ("a: [", "not valid YAML"), ("5", "mapping")]
+)
+def test_files_that_are_no_settings(tmp_path: Path, text: str, says: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=says) as raised:
+        load_config(path, [], {})
+    assert str(path) in raised.value.message
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*nothing.yaml: No such file"):
+        load_config(tmp_path / "nothing.yaml", [], {})
+
+
+def test_a_dump_can_be_loaded_again(tmp_path: Path) -> None:
+    config = load_config(None, ["train.betas=[0.8, 0.9]", "trial=2026-11-20"], {})
+    assert load_config(write(tmp_path, config.dump()), [], {}) == config
+
+
+def test_every_setting_can_be_named(tmp_path: Path) -> None:
+    keys = list(known_keys())
+    assert len(keys) == len(set(keys))
+    assert {"experiment", "train.lr", "server.admin_key"} <= set(keys)
+    dumped = Config().dump()
+    for key in keys:
+        node: Any = dumped
+        for part in key.split("."):
+            if key != "server.admin_key":
+                node = node[part]

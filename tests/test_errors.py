@@ -1,0 +1,70 @@
+"""The exception tree, its documentation, and its way over HTTP and back."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from any_agent import errors
+from any_agent.errors import AnyAgentError, from_response
+
+
+def tree(kind: type[AnyAgentError] = AnyAgentError, depth: int = 0) -> Iterator[tuple[int, type]]:
+    yield depth, kind
+    for child in kind.__subclasses__():
+        yield from tree(child, depth + 1)
+
+
+KINDS: list[type[AnyAgentError]] = [kind for _, kind in tree()]
+
+
+def test_the_docstring_is_the_tree() -> None:
+    assert errors.__doc__ is not None
+    documented = {}
+    for line in errors.__doc__.splitlines():
+        found = re.match(r"([│├└─ ]*)(\w+)\s+(\d{3}) (\w+)", line)
+        if found:
+            documented[found[2]] = (len(found[1]) // 4, int(found[3]), found[4])
+    actual = {k.__name__: (depth, k.status, k.default_code) for depth, k in tree()}
+    assert documented == actual
+
+
+def test_codes_are_distinct() -> None:
+    codes = [kind.default_code for kind in KINDS]
+    assert len(codes) == len(set(codes))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_comes_back_as_its_class(kind: type[AnyAgentError]) -> None:
+    error = kind("do this", param="p", retry_after=3)
+    body = json.dumps(error.body()).encode()
+    back = from_response(error.status, body, error.headers().get("Retry-After"))
+    assert type(back) is kind
+    assert (back.message, back.code, back.param) == ("do this", kind.default_code, "p")
+    assert back.retry_after == 3
+    assert kind("x").headers() == ({} if kind.retryable else {"x-should-retry": "false"})
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "kind"),
+    [
+        (400, b'{"error": {"message": "m", "code": "some_new_code"}}', errors.InvalidRequest),
+        (409, b'{"error": {"message": "m", "code": "group_closed"}}', errors.Conflict),
+        (410, b"gone", errors.SessionClosed),
+        (429, b"<html>slow down</html>", errors.TooManyRequests),
+        (500, b"Internal Server Error", AnyAgentError),
+        (502, b"<html>bad gateway</html>", errors.ServiceUnavailable),
+        (503, b"", errors.EngineUnavailable),
+        (504, b"\xff", errors.ServiceUnavailable),
+        (418, b"teapot", AnyAgentError),
+        (400, b'{"error": "text"}', errors.InvalidRequest),
+        (400, b"[]", errors.InvalidRequest),
+    ],
+)
+def test_answers_of_others(status: int, content: bytes, kind: type[AnyAgentError]) -> None:
+    error = from_response(status, content, "soon")
+    assert type(error) is kind
+    assert error.retry_after is None

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from any_agent.errors import StartupError
+from any_agent.rundir import RunDir, read_json, write_json
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir.of(tmp_path, "me", "exp", "trial")
+    run.create()
+    return run
+
+
+def test_where_files_lie(run: RunDir, tmp_path: Path) -> None:
+    assert run.path == tmp_path / "me" / "exp" / "trial"
+    for folder in (run.weights, run.checkpoints, run.manifests, run.logs):
+        assert folder.is_dir()
+    assert run.journal(3).name == "rank-3.sqlite"
+    assert run.journal(3).parent.is_dir()
+    run.create()  # again: nothing happens
+
+
+def test_one_service_at_a_time(run: RunDir) -> None:
+    with run.lock():
+        code = (
+            "import sys; from pathlib import Path; from any_agent.rundir import RunDir\n"
+            "with RunDir(Path(sys.argv[1])).lock(): pass"
+        )
+        other = subprocess.run(
+            [sys.executable, "-c", code, str(run.path)], capture_output=True, text=True
+        )
+        assert other.returncode == 1
+        assert "another service is using" in other.stderr
+        with pytest.raises(StartupError, match="choose another trial"), run.lock():
+            pass
+    with run.lock():
+        pass
+
+
+def test_the_secret_is_made_once_for_its_owner_only(run: RunDir) -> None:
+    secret = run.signing_secret()
+    assert len(secret) == 32
+    assert run.signing_secret() == secret
+    assert (run.path / "secret.key").stat().st_mode & 0o777 == 0o600
+    assert [p.name for p in run.path.iterdir() if "secret" in p.name] == ["secret.key"]
+    assert RunDir(run.path.parent / "other").path != run.path
+
+
+@pytest.mark.parametrize("content", ["", "00" * 31, "zz" * 32, "\x00" * 64])
+def test_half_a_secret_is_no_secret(run: RunDir, content: str) -> None:
+    """A key signed with it could be forged."""
+    (run.path / "secret.key").write_text(content)
+    with pytest.raises(StartupError, match="delete it"):
+        run.signing_secret()
+
+
+def test_json_is_replaced_whole(run: RunDir) -> None:
+    assert read_json(run.state) is None
+    assert read_json(run.state, {"a": 1}) == {"a": 1}
+    write_json(run.state, {"step": 1})
+    with pytest.raises(TypeError):
+        write_json(run.state, {"step": object()})
+    assert read_json(run.state) == {"step": 1}
+    write_json(run.state, {"step": 2})
+    assert read_json(run.state) == {"step": 2}
