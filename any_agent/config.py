@@ -210,6 +210,8 @@ class TrainConfig(_Section):
 
 
 class Config(_Section):
+    """Every setting of a run; made by :func:`load_config`."""
+
     experiment: Name = "my-exp"
     """With `trial`, the name that a run's files are kept under."""
     trial: Name = "trial-1"

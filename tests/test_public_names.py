@@ -1,0 +1,47 @@
+"""What `any_agent` promises to its users. A change here is a change of the public interface."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import any_agent
+
+PUBLIC = [
+    "AnyAgentError",
+    "Config",
+    "Interaction",
+    "LocalModel",
+    "ProxyWorkflow",
+    "RLClient",
+    "RolloutWorkflow",
+    "Trajectory",
+    "__version__",
+    "load_config",
+    "load_engine",
+]
+
+
+def test_the_list() -> None:
+    assert any_agent.__all__ == PUBLIC
+    assert sorted(PUBLIC) == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_each_name_is_there(name: str) -> None:
+    value = getattr(any_agent, name)
+    if name != "__version__":
+        assert value.__name__ == name
+        assert value.__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="NoSuchName"):
+        _ = any_agent.NoSuchName
+
+
+def test_star_import() -> None:
+    code = "from any_agent import *; print(RLClient, load_config)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
