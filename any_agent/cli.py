@@ -98,7 +98,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="make a tiny model, serve it, and train it on what agents do; nothing is downloaded",
     )
     demo.add_argument("--seed", type=int, default=0, help="of the model and the prompts")
-    demo.add_argument("--steps", type=int, default=None, help="optimizer steps")
+    demo.add_argument("--steps", type=_positive, default=None, help="optimizer steps")
     demo.add_argument("--json", metavar="FILE", help="write the figures there")
     demo.add_argument("--keep", metavar="DIR", help="keep the run there (default: a new one)")
     demo.add_argument(
@@ -107,6 +107,13 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="a control: give each session another session's rewards; nothing should be learned",
     )
     demo.set_defaults(run=_demo)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -331,6 +331,8 @@ def _value(key: str, text: str) -> Any:
 
 
 def _scalar(text: str) -> Any:
+    if not text.strip():
+        return ""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:

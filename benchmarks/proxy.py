@@ -265,7 +265,7 @@ class Lab:
         self.engine, _ = self._start("engine", [__file__, *role], "/get_model_info")
 
     def _start(self, name: str, command: list[str], health: str) -> tuple[str, int]:
-        from any_agent.launcher.node import free_port
+        from any_agent.ports import free_port
 
         log = self._folder / f"{name}.log"
         port = free_port("127.0.0.1")

@@ -12,6 +12,7 @@ from any_agent.config import load_config
 from any_agent.engine import SGLangEngine
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StartupError
 from any_agent.logs import set_up_logging
+from any_agent.ports import listen
 
 
 def main() -> int:
@@ -27,26 +28,12 @@ def main() -> int:
     try:
         config = load_config(args.config)
         set_up_logging(config.log_level)
-        listener = _listen(args.host, args.port)
+        # Before anything slow, so that a port in use is known at once.
+        listener = listen(args.host, args.port)
         return _serve(config, args, listener)
     except AnyAgentError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Bind before anything slow, so that a port in use is known at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; stop what uses it or set "
-            "server.port (0 picks a free one)"
-        ) from None
-    return listener
 
 
 async def _check_engine(url: str) -> None:

@@ -116,14 +116,35 @@ class ChatFormat:
         if self.name == "default":
             ids = self._template(lambda: self._derived(prompt, output, new, tools))
         else:
-            rendered = self._template(
-                lambda: self._renderer.bridge_to_next_turn(prompt, output, new, tools=tools)
-            )
-            ids = rendered.token_ids if rendered is not None else None
+            ids = self._bridged(prompt, output, new, tools)
         seen = len(prompt) + len(output)
         if ids is None or len(ids) <= seen or ids[:seen] != prompt + output:
             return None
         return _ints(ids)
+
+    def _bridged(
+        self, prompt: list[int], output: list[int], new: list[Message], tools: list[Tool] | None
+    ) -> list[int] | None:
+        """By the family's own bridge.
+
+        It declines what it would not have written itself, such as a turn that ended inside its
+        reasoning. What follows a turn that did end is the same whatever was in it, so there it is
+        taken from a turn of nothing but that end.
+        """
+
+        def bridge(completion: list[int]) -> list[int] | None:
+            rendered = self._template(
+                lambda: self._renderer.bridge_to_next_turn(prompt, completion, new, tools=tools)
+            )
+            return None if rendered is None else _ints(rendered.token_ids)
+
+        ids = bridge(output)
+        if ids is None and output and output[-1] in self._stop_set:
+            end = prompt + output[-1:]
+            ids = bridge(output[-1:])
+            if ids is not None and ids[: len(end)] == end:
+                return prompt + output + ids[len(end) :]
+        return ids
 
     def parse(
         self, output_ids: Sequence[int], *, prompt_ids: Sequence[int], tools: list[Tool] | None

@@ -20,6 +20,7 @@ GROUP_SIZE = 8
 DISCOUNT = 0.9
 _PATIENCE = 120.0
 _POOL = 32
+_EVALS = 2
 
 
 @dataclass(slots=True)
@@ -96,9 +97,9 @@ class Driver:
         self._seed = seed
 
     async def evaluate(self) -> Tally:
-        """One eval session for every held-out prompt."""
+        """Some eval sessions for every held-out prompt."""
         tally = Tally()
-        todo = iter(items(held_out=True))
+        todo = iter(items(held_out=True) * _EVALS)
 
         async def work(agent: Worker) -> None:
             for item in todo:

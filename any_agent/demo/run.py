@@ -15,7 +15,7 @@ from any_agent.client import RLClient
 from any_agent.config import Config, load_config
 from any_agent.demo.driver import DISCOUNT, GROUP_SIZE, Driver, workers
 from any_agent.demo.memory import PeakMemory
-from any_agent.errors import StartupError
+from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher import Node
 
 STEPS = 25
@@ -34,9 +34,11 @@ def run_demo(
     """Run it, print it, write the figures; 0 when it went well."""
     started = time.monotonic()
     root = Path(keep) if keep else Path(tempfile.mkdtemp(prefix="any-agent-demo-"))
+    if (root / "model").exists():
+        raise ConfigError(f"{root} holds a demo already; choose another folder for --keep")
     root.mkdir(parents=True, exist_ok=True)
     print(f"demo     seed {seed}, files in {root}", flush=True)
-    config = demo_config(root, seed=seed, steps=steps or STEPS)
+    config = demo_config(root, seed=seed, steps=STEPS if steps is None else steps)
     with PeakMemory() as memory:
         _make_model(Path(config.model.path), seed)
         print("model    a tiny Qwen3, warmed up on noisy labels", flush=True)
@@ -118,7 +120,8 @@ async def _drive(node: Node, config: Config, *, seed: int, permute: bool) -> dic
 async def _watch(node: Node) -> None:
     """Raise when a part of the service dies."""
     while True:
-        await asyncio.to_thread(node.check)
+        # Not in another thread: children end with the thread that started them.
+        node.check()
         await asyncio.sleep(0.5)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +19,7 @@ import yaml
 from any_agent.config import Config
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.process import Process
+from any_agent.ports import free_port, listen
 from any_agent.rundir import RunDir
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Node:
         self._stack.enter_context(self.dir.lock())
         host = self.config.server.host
         port = self.config.server.port or free_port(host)
-        check_port(host, port)
+        listen(host, port).close()
         self.url = self.config.server.public_url or f"http://{host}:{port}"
         config_path = self._write_config()
         if not self.engine_url:
@@ -192,28 +192,6 @@ def check_model(path: str) -> None:
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1
     if looks_local and not (Path(path).expanduser() / "config.json").is_file():
         raise ConfigError(f"model.path={path} is no model folder: it has no config.json")
-
-
-def check_port(host: str, port: int) -> None:
-    """ConfigError if something listens there already."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}; stop what uses it, or set "
-                "server.port to another one (0 picks a free one)"
-            ) from None
-
-
-def free_port(host: str) -> int:
-    """A port that nothing listened on a moment ago."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def _answers(url: str) -> bool:

@@ -95,8 +95,15 @@ class RolloutExecutor:
                     return self._take()
                 remaining = None if deadline is None else deadline - time.monotonic()
                 if remaining is not None and remaining <= 0:
-                    raise TimeoutError(f"{count} of {self._config.batch_size} sessions came")
+                    raise TimeoutError(self._shortfall(count))
                 self._arrived.wait(remaining)
+
+    def _shortfall(self, count: int) -> str:
+        said = f"{count} of {self._config.batch_size} sessions came"
+        if self.rejected:
+            rejected = ", ".join(f"{n} {reason}" for reason, n in self.rejected.items())
+            said += f"; rejected so far: {rejected}"
+        return said
 
     def ack(self, trained: list[str], rejected: list[Rejection]) -> None:
         """Tell the service what became of a batch."""

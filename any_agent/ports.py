@@ -1,0 +1,29 @@
+"""Listening on TCP ports."""
+
+from __future__ import annotations
+
+import socket
+
+from any_agent.errors import ConfigError
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, 0 for any free port; ConfigError when something else has the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; stop what uses it, or set "
+            "server.port to another one (0 picks a free one)"
+        ) from None
+    return listener
+
+
+def free_port(host: str) -> int:
+    """A port that nothing listened on a moment ago."""
+    with listen(host, 0) as listener:
+        return int(listener.getsockname()[1])
