@@ -234,7 +234,7 @@ class ScriptedEngine:
         await response.prepare(http)
         sent = 0
         async for _ in self._tokens(run, hold):
-            if self._broken(run):
+            if self._broken(run) and len(run.ids) == sent:
                 if run.fault is not None and run.fault.kind == "error_event":
                     await response.write(b'data: {"error": {"message": "scripted"}}\n\n')
                 elif run.fault is not None and run.fault.kind == "no_end":
