@@ -25,6 +25,8 @@ T = TypeVar("T")
 _CAPACITY_TTL = 15.0
 _CAPACITY_EVERY = 1.0
 _POLLS = 4
+_ACK_PATIENCE = 60.0
+_ACK_EVERY = 0.25
 
 
 class RolloutExecutor:
@@ -197,11 +199,21 @@ class RolloutExecutor:
 
     async def _ack(self, trained: list[str], rejected: list[Rejection]) -> None:
         ids = [*trained, *(r.session_id for r in rejected)]
-        try:
-            await self._client.ack(owner=self._owner, trained=trained, rejected=rejected)
-        except Conflict as error:
-            # The lease was lost meanwhile (another trainer, or a very long step).
-            log.error("acknowledging %d sessions failed: %s", len(ids), error.message)
+        deadline = time.monotonic() + _ACK_PATIENCE
+        while True:
+            try:
+                await self._client.ack(owner=self._owner, trained=trained, rejected=rejected)
+                break
+            except Conflict as error:
+                # The lease was lost meanwhile (another trainer, or a very long step).
+                log.error("acknowledging %d sessions failed: %s", len(ids), error.message)
+                break
+            except AnyAgentError as error:
+                # An ack may be repeated, so a store that is full for a moment ends no run.
+                if not error.retryable or time.monotonic() > deadline:
+                    raise
+                log.warning("could not acknowledge: %s; trying again", error.message)
+            await asyncio.sleep(_ACK_EVERY)
         self._held.difference_update(ids)
         self._changed.set()
 
