@@ -1,0 +1,161 @@
+"""One chat request + one interaction tree -> one recorded completion, without HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.completions import Completer, Completion, Delta, parse_chat
+from any_agent.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest
+from any_agent.record import InteractionTree
+from any_agent.types import (
+    Continuation,
+    GenerationChunk,
+    GenerationHyperparameters,
+    Message,
+    ModelRequest,
+    SessionMode,
+)
+
+USER: Message = {"role": "user", "content": "Say a number."}
+
+
+class Engine:
+    """Answers with queued ids, a token a chunk."""
+
+    version = 4
+
+    def __init__(self) -> None:
+        self.answers: list[list[int]] = []
+        self.requests: list[ModelRequest] = []
+        self.end = True
+
+    async def generate(
+        self, request: ModelRequest, *, stream: bool
+    ) -> AsyncGenerator[GenerationChunk]:
+        self.requests.append(request)
+        ids = self.answers.pop(0)
+        pieces = [[i] for i in ids] if stream else [ids]
+        for k, piece in enumerate(pieces):
+            last = k == len(pieces) - 1 and self.end
+            yield GenerationChunk(
+                piece, [-1.0] * len(piece), [4] * len(piece), "stop" if last else None
+            )
+
+    async def pause(self) -> None: ...
+
+    async def resume(self, version: int) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model_dir: Path) -> ChatFormat:
+    return load_chat_format(str(tiny_model_dir), enable_thinking=False)
+
+
+async def complete(
+    completer: Completer,
+    tree: InteractionTree,
+    messages: list[Message],
+    *,
+    stream: bool = False,
+    mode: SessionMode = SessionMode.TRAIN,
+    **fields: object,
+) -> tuple[Completion, list[Delta]]:
+    call = parse_chat(
+        {"messages": messages, **fields},
+        mode=mode,
+        sampling=GenerationHyperparameters(max_new_tokens=64),
+        model="m",
+    )
+    prepared = completer.prepare(call, tree)
+    deltas: list[Delta] = []
+    async for item in completer.run(prepared, session_id="s", stream=stream):
+        if isinstance(item, Completion):
+            tree.add(item.interaction, item.key)
+            return item, deltas
+        deltas.append(item)
+    raise AssertionError("a call ends with its completion")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_turns_continue_exactly(chat: ChatFormat, stream: bool) -> None:
+    engine, tree = Engine(), InteractionTree()
+    completer = Completer(engine, chat, context_length=2048)
+    messages = [USER]
+    previous: list[int] = []
+    for turn in range(4):
+        ids = [*chat.tokenizer.encode(f"it is {turn}"), chat.stop_token_ids[0]]
+        engine.answers.append(ids)
+        done, deltas = await complete(completer, tree, messages, stream=stream)
+        assert done.parsed.content == f"it is {turn}"
+        assert [i for d in deltas for i in d.output_ids] == (ids if stream else [])
+        assert "".join(d.message.content or "" for d in deltas) == (
+            f"it is {turn}" if stream else ""
+        )
+        interaction = done.interaction
+        assert interaction.output_ids.tolist() == ids
+        assert interaction.trainable
+        if turn:
+            assert interaction.continuation is Continuation.EXACT
+            before = engine.requests[-2].input_ids + previous
+            assert engine.requests[-1].input_ids[: len(before)] == before
+        previous = ids
+        messages = [*messages, interaction.output_message, USER]
+    assert tree.prompt_ids(interaction.id).tolist() == engine.requests[-1].input_ids
+    assert len(tree.path(interaction.id)) == 4
+
+
+async def test_the_stop_ids_of_the_format_are_asked_for(chat: ChatFormat) -> None:
+    engine = Engine()
+    engine.answers.append([30, chat.stop_token_ids[0]])
+    completer = Completer(engine, chat, context_length=2048)
+    await complete(completer, InteractionTree(), [USER], stop=["zz"])
+    gconfig = engine.requests[0].gconfig
+    assert set(gconfig.stop_token_ids) >= set(chat.stop_token_ids)
+    assert gconfig.stop == ("zz",)
+
+
+async def test_the_context_bounds_the_budget(chat: ChatFormat) -> None:
+    engine = Engine()
+    length = len(chat.render([USER], None))
+    engine.answers.append([30])
+    await complete(Completer(engine, chat, context_length=length + 3), InteractionTree(), [USER])
+    assert engine.requests[0].gconfig.max_new_tokens == 3
+    with pytest.raises(ContextLengthExceeded, match=f"{length} tokens long"):
+        await complete(Completer(engine, chat, context_length=length), InteractionTree(), [USER])
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [({}, None), ({"temperature": 0}, "truncated"), ({"top_p": 0.9}, "truncated")],
+    # Of eval sessions, whose sampling is the agent's own.
+)
+async def test_a_truncated_distribution_is_marked(
+    chat: ChatFormat, fields: dict[str, float], why: str | None
+) -> None:
+    engine = Engine()
+    engine.answers.append([30])
+    completer = Completer(engine, chat, context_length=2048)
+    done, _ = await complete(completer, InteractionTree(), [USER], mode=SessionMode.EVAL, **fields)
+    reason = done.interaction.untrainable_reason
+    assert (reason is None) if why is None else (reason is not None and why in reason)
+
+
+async def test_an_engine_without_an_end(chat: ChatFormat) -> None:
+    engine = Engine()
+    engine.end = False
+    engine.answers.append([30, 31])
+    completer = Completer(engine, chat, context_length=2048)
+    with pytest.raises(EngineUnavailable):
+        await complete(completer, InteractionTree(), [USER])
+
+
+def test_messages_that_cannot_be_rendered(chat: ChatFormat) -> None:
+    completer = Completer(Engine(), chat, context_length=2048)
+    body = {"messages": [{"role": "user", "content": {"no": "text"}}]}
+    call = parse_chat(body, mode=SessionMode.TRAIN, sampling=GenerationHyperparameters(), model="m")
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]"):
+        completer.prepare(call, InteractionTree())

@@ -1,0 +1,191 @@
+"""The executor against a scripted service."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from any_agent.client import RLClient
+from any_agent.config import RolloutConfig
+from any_agent.errors import (
+    AnyAgentError,
+    Conflict,
+    EngineUnavailable,
+    ServiceUnavailable,
+    StoreUnavailable,
+    Unauthenticated,
+)
+from any_agent.protocol import Capacity, Rejection
+from any_agent.rollout import RolloutExecutor
+from any_agent.types import Trajectory
+from any_agent.workflow import Episode, RolloutWorkflow
+
+CONFIG = RolloutConfig(batch_size=4, max_concurrent=8, eta=1)
+
+
+def episode(name: str, size: int = 2) -> Episode:
+    return [Trajectory(f"{name}-{k}", name, []) for k in range(size)]
+
+
+class Service(RLClient):
+    """Remembers what it was told; ``failures`` are raised by the next calls of a kind."""
+
+    def __init__(self) -> None:
+        self.limits: list[int] = []
+        self.held: list[list[str]] = []
+        self.acks: list[tuple[list[str], list[str]]] = []
+        self.failures: dict[str, list[AnyAgentError]] = {}
+        self.state = {"admitted": 0, "reserved": 0, "waiting": 0, "running": 0, "buffered": 0}
+        self.closed = False
+
+    def _maybe_fail(self, kind: str) -> None:
+        if self.failures.get(kind):
+            raise self.failures[kind].pop(0)
+
+    async def set_capacity(
+        self, *, limit: int, ttl: float, owner: str, held: list[str]
+    ) -> Capacity:
+        self._maybe_fail("capacity")
+        assert owner == "me"
+        self.limits.append(limit)
+        self.held.append(held)
+        return Capacity(**self.state, limit=limit)
+
+    async def ack(self, *, owner: str, trained: list[str], rejected: list[Rejection]) -> int:
+        self._maybe_fail("ack")
+        self.acks.append((trained, [r.session_id for r in rejected]))
+        return len(trained) + len(rejected)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Scripted(RolloutWorkflow):
+    """Episodes (or errors) from a queue that any thread may fill."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._queue: asyncio.Queue[Episode | AnyAgentError | None] = asyncio.Queue()
+        self.started = threading.Event()
+
+    def give(self, *items: Episode | AnyAgentError | None) -> None:
+        assert self.started.wait(5)
+        assert self.loop is not None
+        for item in items:
+            self.loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+    async def arun_episode(self, engine: Any, data: Any) -> Episode | None:
+        self.loop = asyncio.get_running_loop()
+        self.started.set()
+        item = await self._queue.get()
+        if isinstance(item, AnyAgentError):
+            raise item
+        return item
+
+
+class Lab:
+    def __init__(self, reject: Callable[[Episode], str | None] = lambda _: None) -> None:
+        self.service, self.workflow = Service(), Scripted()
+        self.executor = RolloutExecutor(
+            lambda: self.service,
+            lambda _, owner: self.workflow,
+            CONFIG,
+            owner="me",
+            reject=reject,
+        )
+        self.executor.start()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    lab = Lab(reject=lambda e: "dull" if e[0].group_id.startswith("dull") else None)
+    yield lab
+    lab.executor.stop()
+    assert lab.service.closed
+
+
+def test_a_batch_is_the_oldest_episodes_with_enough_sessions(lab: Lab) -> None:
+    lab.workflow.give(episode("a"), episode("b", 1), episode("c"), episode("d"))
+    batch = lab.executor.prepare_batch(timeout=10)
+    assert [e[0].group_id for e in batch] == ["a", "b", "c"]
+    with pytest.raises(TimeoutError, match="2 of 4 sessions"):
+        until(lambda: len(lab.executor._buffer) == 1)
+        lab.executor.prepare_batch(timeout=0.01)
+    lab.workflow.give(episode("e"))
+    assert [e[0].group_id for e in lab.executor.prepare_batch(timeout=10)] == ["d", "e"]
+
+
+def test_the_limit_follows_the_formula_and_leases_are_held(lab: Lab) -> None:
+    until(lambda: lab.service.limits[-1:] == [8])  # min(8, 2 * 4) on top of 0 admitted
+    lab.service.state |= {"admitted": 6, "running": 4, "buffered": 2}
+    lab.workflow.give(episode("a"))
+    until(lambda: lab.service.limits[-1] == 6 + min(8 - 4, 8 - 6))
+    until(lambda: lab.service.held[-1] == ["a-0", "a-1"])
+    lab.executor.ack(["a-0"], [Rejection(session_id="a-1", reason="stale")])
+    assert lab.service.acks == [(["a-0"], ["a-1"])]
+    until(lambda: lab.service.held[-1] == [])
+
+
+def test_dull_episodes_are_rejected_at_once(lab: Lab) -> None:
+    lab.workflow.give(episode("dull1"), None, episode("a"), episode("dull2"), episode("b"))
+    batch = lab.executor.prepare_batch(timeout=10)
+    assert [e[0].group_id for e in batch] == ["a", "b"]
+    until(lambda: len(lab.service.acks) == 2)
+    assert [rejected for _, rejected in lab.service.acks] == [
+        ["dull1-0", "dull1-1"],
+        ["dull2-0", "dull2-1"],
+    ]
+    assert lab.executor.rejected == {"dull": 4}
+
+
+def test_a_service_that_is_away_for_a_moment(lab: Lab) -> None:
+    lab.service.failures = {"capacity": [ServiceUnavailable("away")] * 2}
+    lab.workflow.give(EngineUnavailable("away"), episode("a"), episode("b"))
+    assert len(lab.executor.prepare_batch(timeout=10)) == 2
+
+
+def test_an_ack_is_repeated_while_the_store_is_away(lab: Lab) -> None:
+    lab.service.failures = {"ack": [StoreUnavailable("full")] * 2}
+    lab.workflow.give(episode("dull"), episode("a"), episode("b"))
+    lab.executor.prepare_batch(timeout=10)
+    until(lambda: lab.service.acks == [([], ["dull-0", "dull-1"])])
+    lab.service.failures = {"ack": [StoreUnavailable("full")]}
+    lab.executor.ack(["a-0", "a-1"], [])
+    assert lab.service.acks[-1] == (["a-0", "a-1"], [])
+
+
+def test_a_lost_lease_is_no_reason_to_stop(lab: Lab) -> None:
+    lab.workflow.give(episode("a"), episode("b"))
+    lab.executor.prepare_batch(timeout=10)
+    lab.service.failures = {"ack": [Conflict("lease lost")]}
+    lab.executor.ack(["a-0"], [])
+    until(lambda: "a-0" not in lab.service.held[-1])
+
+
+def test_what_cannot_get_better_is_raised_to_the_trainer() -> None:
+    lab = Lab()
+    lab.workflow.give(Unauthenticated("wrong key"))
+    with pytest.raises(Unauthenticated):
+        lab.executor.prepare_batch(timeout=10)
+    lab.executor.stop()
+
+
+def test_stopping_ends_polls_at_once() -> None:
+    lab = Lab()
+    assert lab.workflow.started.wait(5)
+    began = time.monotonic()
+    lab.executor.stop()
+    assert time.monotonic() - began < 5
+    assert not lab.executor._thread.is_alive()

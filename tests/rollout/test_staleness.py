@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from any_agent.config import RolloutConfig
+from any_agent.protocol import Capacity
+from any_agent.rollout import free_slots
+
+CONFIG = RolloutConfig(batch_size=8, max_concurrent=16, eta=2)
+
+
+def capacity(running: int = 0, buffered: int = 0, reserved: int = 0, waiting: int = 0) -> Capacity:
+    return Capacity(
+        admitted=100,
+        reserved=reserved,
+        waiting=waiting,
+        running=running,
+        buffered=buffered,
+        limit=100,
+    )
+
+
+@pytest.mark.parametrize(
+    ("now", "free"),
+    [
+        # min(16 - running, 3 * 8 - (running + buffered)), reserved slots counted as running
+        (capacity(), 16),
+        (capacity(running=5), 11),
+        (capacity(running=5, reserved=3), 8),
+        (capacity(running=16), 0),
+        (capacity(running=20), 0),
+        (capacity(buffered=8), 16),
+        (capacity(buffered=20), 4),
+        (capacity(running=3, buffered=20), 1),
+        (capacity(buffered=24), 0),
+        (capacity(buffered=30), 0),
+        (capacity(running=1, buffered=40), 0),
+        # Waiting opens change nothing while a batch can still be completed.
+        (capacity(running=16, waiting=50), 0),
+        (capacity(buffered=24, waiting=50), 0),
+    ],
+)
+def test_the_formula(now: Capacity, free: int) -> None:
+    assert free_slots(now, CONFIG) == free
+
+
+def test_eta_zero_admits_one_batch() -> None:
+    config = RolloutConfig(batch_size=8, max_concurrent=64, eta=0)
+    assert free_slots(capacity(), config) == 8
+    assert free_slots(capacity(running=3, buffered=4), config) == 1
+
+
+@pytest.mark.parametrize(
+    ("buffered", "waiting", "free"),
+    [
+        # 3 of 4 buffered, room for 1, and the next group needs 2: nothing would ever move.
+        (3, 2, 2),
+        (3, 0, 1),
+        (2, 2, 2),
+        (3, 50, 4),
+        (4, 2, 0),
+    ],
+)
+def test_a_batch_that_could_never_be_completed(buffered: int, waiting: int, free: int) -> None:
+    config = RolloutConfig(batch_size=4, max_concurrent=4, eta=0)
+    assert free_slots(capacity(buffered=buffered, waiting=waiting), config) == free
+
+
+def test_no_stall_rule_while_sessions_run() -> None:
+    config = RolloutConfig(batch_size=4, max_concurrent=4, eta=0)
+    assert free_slots(capacity(running=1, buffered=3, waiting=2), config) == 0
+    assert free_slots(capacity(reserved=1, buffered=3, waiting=2), config) == 0

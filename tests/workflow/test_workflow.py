@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from any_agent.client import RLClient
+from any_agent.record import pack_trajectories
+from any_agent.types import Trajectory
+from any_agent.workflow import ProxyWorkflow, RolloutWorkflow
+
+
+class ScriptedClient(RLClient):
+    """Answers polls from a list; then blocks."""
+
+    def __init__(self, answers: list[bytes | None]) -> None:
+        self.answers = answers
+        self.asked: list[tuple[str, float, int]] = []
+        self.blocked = asyncio.Event()
+
+    async def lease(self, *, owner: str, wait: float, max_groups: int = 1) -> bytes | None:
+        self.asked.append((owner, wait, max_groups))
+        if not self.answers:
+            self.blocked.set()
+            await asyncio.Event().wait()
+        return self.answers.pop(0)
+
+
+async def test_it_blocks_until_external_agents_have_closed_a_group() -> None:
+    group = [Trajectory(f"s{k}", "g", [], final_reward=float(k)) for k in range(2)]
+    client = ScriptedClient([None, None, pack_trajectories(group)])
+    workflow = ProxyWorkflow(client, owner="me", poll=7.0)
+    assert isinstance(workflow, RolloutWorkflow)
+    episode = await workflow.arun_episode(None, None)
+    assert [(t.session_id, t.final_reward) for t in episode] == [("s0", 0.0), ("s1", 1.0)]
+    assert client.asked == [("me", 7.0, 1)] * 3
+
+
+async def test_it_stops_at_once_when_cancelled() -> None:
+    client = ScriptedClient([None])
+    task = asyncio.create_task(ProxyWorkflow(client, owner="me").arun_episode(None, None))
+    async with asyncio.timeout(5):
+        await client.blocked.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+
+
+def test_a_workflow_must_say_how_it_runs() -> None:
+    with pytest.raises(TypeError, match="arun_episode"):
+        RolloutWorkflow()  # type: ignore[abstract]
