@@ -163,8 +163,6 @@ class GRPOTrainer:
         self._highest += 1
         version, step = self._highest, self.policy.steps
         self._step_of_version[version] = step
-        newest = sorted(self._step_of_version)[-10_000:]
-        self._step_of_version = {v: self._step_of_version[v] for v in newest}
         # Reserved on disk first: a version that was perhaps seen is not used again.
         write_json(
             self.dir.state,

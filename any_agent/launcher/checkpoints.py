@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +35,6 @@ def latest_weights(config: Config) -> SavedWeights | None:
     path = run.checkpoints / name
     if match is None or not (path / "manifest.json").is_file():
         return None
-    version = int(read_json(run.state, {}).get("highest_version", 0))
-    return SavedWeights(path, int(match[1]), version)
-
-
-def checkpoint_of(path: Path) -> dict[str, object]:
-    """The trainer's own counters in a checkpoint."""
-    state: dict[str, object] = json.loads(
-        (path / "trainer" / "state.json").read_text(encoding="utf-8")
-    )
-    return state
+    saved = read_json(path / "trainer" / "state.json", {})
+    # The version that just these weights were published as; later ones are other weights.
+    return SavedWeights(path, int(match[1]), int(saved["state"]["version"]))
