@@ -1,0 +1,123 @@
+"""The client of the `/rl` routes against answers, lost answers and nobody at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from any_agent.client import RLClient
+from any_agent.errors import Conflict, ServiceUnavailable, TooManyRequests
+
+STARTED = {
+    "session_id": "s",
+    "api_key": "k",
+    "base_url": "http://x/v1",
+    "mode": "train",
+    "version": 0,
+    "group_id": None,
+    "task_id": None,
+    "expires_in": 1.0,
+}
+Answer = httpx.Response | Exception
+
+
+def client_with(*answers: Answer, retry_for: float = 5.0) -> tuple[RLClient, list[httpx.Request]]:
+    """A client whose requests are answered in turn; the last answer stays."""
+    seen: list[httpx.Request] = []
+    todo = list(answers)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        item = todo.pop(0) if len(todo) > 1 else todo[0]
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    client = RLClient("http://service/v1/", admin_key="operator", retry_for=retry_for)
+    client._http = httpx.AsyncClient(
+        transport=httpx.MockTransport(answer), base_url="http://service"
+    )
+    return client, seen
+
+
+def full(retry_after: str = "1") -> httpx.Response:
+    error = {"error": {"message": "no slot", "code": "no_capacity"}}
+    return httpx.Response(429, json=error, headers={"Retry-After": retry_after})
+
+
+async def test_paths_and_keys() -> None:
+    client, seen = client_with(httpx.Response(200, json=STARTED))
+    session = await client.start_session(task_id="t")
+    assert session.api_key == "k"
+    assert str(seen[0].url) == "http://service/rl/v1/start_session"
+    assert seen[0].headers["authorization"] == "Bearer operator"
+    reward = {"session_id": "s", "interaction_id": "i", "reward": 1.0}
+    client, seen = client_with(httpx.Response(200, json=reward))
+    await client.set_reward("session-key", 1.0)
+    assert seen[0].headers["authorization"] == "Bearer session-key"
+
+
+async def test_an_error_is_raised_as_its_class_and_once() -> None:
+    error = {"error": {"message": "use a new group_id", "code": "group_closed"}}
+    client, seen = client_with(httpx.Response(409, json=error))
+    with pytest.raises(Conflict, match="use a new group_id") as raised:
+        await client.start_session(patience=60)
+    assert raised.value.code == "group_closed"
+    assert len(seen) == 1
+
+
+async def test_patience_asks_again_while_there_is_no_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+
+    async def no_sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr("any_agent.client.asyncio.sleep", no_sleep)
+    client, seen = client_with(full("3"), full("3"), httpx.Response(200, json=STARTED))
+    await client.start_session(patience=60)
+    assert len(seen) == 3
+    assert all(2.3 < seconds < 3.7 for seconds in slept)
+    client, seen = client_with(full())
+    with pytest.raises(TooManyRequests):
+        await client.start_session()
+    assert len(seen) == 1
+
+
+async def test_a_connection_that_could_not_be_made_is_tried_again() -> None:
+    client, seen = client_with(httpx.ConnectError("refused"), httpx.Response(200, json=STARTED))
+    await client.start_session()
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "repeated"),
+    [
+        (lambda c: c.start_session(), False),
+        (lambda c: c.finalize("k", 1.0), False),
+        (lambda c: c.run_info(), True),
+        (lambda c: c.set_capacity(limit=1, ttl=1, owner="o", held=[]), True),
+        (lambda c: c.ack(owner="o", trained=[], rejected=[]), True),
+    ],
+    ids=["start_session", "finalize", "run_info", "set_capacity", "ack"],
+)
+async def test_a_lost_reply_is_repeated_only_where_that_changes_nothing(
+    call: Callable[[RLClient], object], repeated: bool
+) -> None:
+    client, seen = client_with(httpx.ReadError("lost"), full())
+    with pytest.raises(TooManyRequests if repeated else ServiceUnavailable):
+        await call(client)  # type: ignore[misc]
+    assert len(seen) == (2 if repeated else 1)
+
+
+async def test_nobody_there() -> None:
+    client = RLClient("http://127.0.0.1:1", retry_for=0.1)
+    began = time.monotonic()
+    with pytest.raises(ServiceUnavailable, match=r"127\.0\.0\.1:1 does not answer"):
+        await client.run_info()
+    assert time.monotonic() - began < 10
+    await client.close()
