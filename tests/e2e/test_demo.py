@@ -15,7 +15,8 @@ from any_agent.demo.task import items, messages
 from any_agent.rundir import RunDir
 from tests.e2e.serving import run_cli, serve
 
-STEPS = 3
+STEPS = 8
+"""Enough to learn something; `make learn` looks at whole runs over many seeds."""
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +39,16 @@ def test_the_figures_are_those_of_the_run(demo: tuple[dict[str, Any], str]) -> N
     assert (figures["seed"], figures["steps"]) == (0, STEPS)
     assert not figures["permuted_rewards"]
     assert figures["failed_sessions"] == 0, figures["errors"]
-    assert figures["eval_sessions"] == 2 * len(items(held_out=True))
+    assert figures["eval_sessions"] == 4 * len(items(held_out=True))
     assert figures["train_sessions"] >= STEPS * 64
-    assert 0 <= figures["before"] <= 1 and 0 <= figures["after"] <= 1
+    assert figures["before"] <= 0.5
+    assert figures["after"] >= figures["before"] + 0.15
     assert figures["seconds"] > 0 and figures["peak_memory_mib"] > 100
     lines = output.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step ")][-1] == f"{STEPS}/{STEPS}"
     assert f"{figures['before']:.3f} -> {figures['after']:.3f} in {STEPS} steps" in output
     metrics = Path(figures["run"], "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in metrics] == [1, 2, 3]
+    assert [json.loads(line)["step"] for line in metrics] == list(range(1, STEPS + 1))
 
 
 def test_its_checkpoint_answers_in_this_process(demo: tuple[dict[str, Any], str]) -> None:
