@@ -187,6 +187,13 @@ class ChatFormat:
             )
         )
 
+    def token_text(self, token_id: int) -> str:
+        """One token's text by itself; part of a character shows as the replacement character."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id])
+        return text
+
     def _template(self, render: Callable[[], Any]) -> Any:
         """The boundary to foreign code: whatever a template raises is about the request."""
         try:

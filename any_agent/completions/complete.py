@@ -43,6 +43,20 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt's ids, and what of them the parent has already."""
+
+    ids: list[int]
+    inherited: int = 0
+    """Leading ids that are the parent's prompt and output."""
+    parent_id: str | None = None
+    covered: int = 0
+    """Leading messages that the parent has."""
+    continuation: Continuation = Continuation.ROOT
+    branch_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """Newly certain text, and the tokens sampled since the last delta."""
 
@@ -88,29 +102,25 @@ class Completer:
         Raises TemplateError, ContextLengthExceeded or InvalidRequest; nothing is recorded.
         """
         keys = chain_keys(call.messages, call.tools)
-        prompt, parent_id, covered, how, reason = self._prompt(call, keys, tree)
-        room = self.context_length - len(prompt)
+        prompt = self._prompt(call, keys, tree)
+        room = self.context_length - len(prompt.ids)
         if room < 1:
             raise ContextLengthExceeded(
                 f"this model's maximum context length is {self.context_length} tokens, but the "
-                f"messages are {len(prompt)} tokens long; shorten them",
+                f"messages are {len(prompt.ids)} tokens long; shorten them",
                 param="messages",
             )
-        start = 0
-        if parent_id is not None and tree is not None:
-            parent = tree[parent_id]
-            start = len(tree.prompt_ids(parent_id)) + len(parent.output_ids)
         gconfig = call.gconfig
         stop_ids = {*gconfig.stop_token_ids, *self.chat.stop_token_ids}
         return Prepared(
             id=f"chatcmpl-{uuid.uuid4().hex}",
             call=call,
-            prompt_ids=prompt,
-            prompt_delta_ids=prompt[start:],
-            message_delta=call.messages[covered:],
-            parent_id=parent_id,
-            continuation=how,
-            branch_reason=reason,
+            prompt_ids=prompt.ids,
+            prompt_delta_ids=prompt.ids[prompt.inherited :],
+            message_delta=call.messages[prompt.covered :],
+            parent_id=prompt.parent_id,
+            continuation=prompt.continuation,
+            branch_reason=prompt.branch_reason,
             gconfig=gconfig.new(
                 max_new_tokens=min(gconfig.max_new_tokens, room),
                 stop_token_ids=tuple(sorted(stop_ids)),
@@ -119,29 +129,24 @@ class Completer:
             created_at=time.time(),
         )
 
-    def _prompt(
-        self, call: ChatCall, keys: list[bytes], tree: InteractionTree | None
-    ) -> tuple[list[int], str | None, int, Continuation, str | None]:
-        """Prompt ids, parent, messages the parent covers, how it continues, why it branched."""
+    def _prompt(self, call: ChatCall, keys: list[bytes], tree: InteractionTree | None) -> _Prompt:
         found = tree.find(keys, call.messages) if tree is not None else None
         if found is None or tree is None:
-            return self.chat.render(call.messages, call.tools), None, 0, Continuation.ROOT, None
+            return _Prompt(self.chat.render(call.messages, call.tools))
         parent, covered = found
         new = call.messages[covered:]
+        reason = "no message follows the recorded answer"
         if new:
             before = tree.prompt_ids(parent.id).tolist()
             output = parent.output_ids.tolist()
-            bridged = self.chat.bridge(before, output, new, call.tools)
-            if bridged is not None:
-                # The law everything else rests on; a renderer's promise is not enough.
-                if bridged[: len(before) + len(output)] != before + output:
-                    raise AssertionError("a continued prompt must begin with its parent's ids")
-                return bridged, parent.id, covered, Continuation.EXACT, None
+            # None unless the ids begin with all of before + output: it compares them.
+            ids = self.chat.bridge(before, output, new, call.tools)
+            if ids is not None:
+                inherited = len(before) + len(output)
+                return _Prompt(ids, inherited, parent.id, covered, Continuation.EXACT)
             reason = "the template cannot continue the earlier ids"
-        else:
-            reason = "no message follows the recorded answer"
         ids = self.chat.render(call.messages, call.tools)
-        return ids, None, 0, Continuation.BRANCH, reason
+        return _Prompt(ids, continuation=Continuation.BRANCH, branch_reason=reason)
 
     async def run(
         self, prepared: Prepared, *, session_id: str, stream: bool

@@ -97,6 +97,8 @@ def warm_up(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    # Two threads on a model this small are many times slower when the cores are shared.
+    torch.set_num_threads(1)
     torch.manual_seed(seed)
     talks = NoisyTalks(AutoTokenizer.from_pretrained(path), seed)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()

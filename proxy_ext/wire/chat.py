@@ -218,7 +218,7 @@ class _Answer:
         chat = self._service.completer.chat
         content = []
         for token, logprob in zip(ids, logprobs, strict=True):
-            text = chat.decode([token])
+            text = chat.token_text(token)
             content.append(
                 {
                     "token": text,
