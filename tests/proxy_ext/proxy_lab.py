@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import orjson
+import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -26,6 +27,7 @@ from any_agent.record import unpack_trajectories
 from any_agent.types import Trajectory
 from proxy_ext.app import create_app
 from proxy_ext.service import Service
+from proxy_ext.wire.http import Client
 
 LIMIT = 15.0
 """Seconds until a test gives up on what must happen in a moment."""
@@ -43,6 +45,19 @@ async def until(condition: Callable[[], Any], what: str = "the condition") -> An
             return value
         assert time.monotonic() < deadline, f"{what} did not come true within {LIMIT:g} s"
         await asyncio.sleep(0.01)
+
+
+def noticed_hang_up(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set once the proxy has noticed that a client left."""
+    noticed = asyncio.Event()
+    watch = Client._watch
+
+    async def watch_and_tell(client: Client) -> None:
+        await watch(client)
+        noticed.set()
+
+    monkeypatch.setattr(Client, "_watch", watch_and_tell)
+    return noticed
 
 
 def config_for(root: Path, *settings: str) -> Config:

@@ -15,7 +15,7 @@ from proxy_ext.journal import Statement
 from proxy_ext.wire.http import EventStream
 from tests.fakes.scripted_engine import FaultKind, ScriptedEngine
 from tests.proxy_ext.conftest import Start
-from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
+from tests.proxy_ext.proxy_lab import HELLO, Proxy, noticed_hang_up, until
 
 BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
@@ -168,12 +168,12 @@ async def test_an_answer_that_reached_nobody_is_not_trained_on(
     session = await proxy.open()
     first = await proxy.complete(session["api_key"])
     slow = SlowJournal(proxy, monkeypatch)
+    noticed = noticed_hang_up(monkeypatch)
     writer = await raw_call(proxy, session["api_key"], stream=stream)
     await until(lambda: slow.waiting)
     hang_up(writer)
-    # Nothing shows that the hang-up was noticed: the next call's answer comes after it.
-    await proxy.http.get("/healthz")
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(10):
+        await noticed.wait()
     slow.go.set()
 
     async def marked() -> bool:

@@ -10,8 +10,9 @@ import pytest
 
 from any_agent.client import RLClient
 from any_agent.errors import RunFinished
+from any_agent.types import SessionState
 from tests.proxy_ext.conftest import Start
-from tests.proxy_ext.proxy_lab import Proxy, until
+from tests.proxy_ext.proxy_lab import Proxy, noticed_hang_up, until
 
 
 def start_waiting(proxy: Proxy, **fields: Any) -> asyncio.Task[httpx.Response]:
@@ -129,13 +130,14 @@ async def test_an_opener_that_leaves_while_it_is_written(
         await commit(*statements)
 
     monkeypatch.setattr(journal, "commit", slow)
+    noticed = noticed_hang_up(monkeypatch)
     opening = start_waiting(proxy)
-    await begun.wait()
-    opening.cancel()
-    await proxy.http.get("/healthz")
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(10):
+        await begun.wait()
+        opening.cancel()
+        await noticed.wait()
     go.set()
-    await until(lambda: not proxy.service.sessions.live)
+    await until(lambda: journal.sessions([SessionState.ABORTED]))
     assert (await proxy.capacity())["running"] == 0
 
 
