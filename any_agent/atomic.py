@@ -19,8 +19,8 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield an empty folder next to ``target`` that becomes ``target`` on leaving.
 
     On leaving, every file and folder is fsynced, then renamed, then the parent is fsynced. After
-    an exception nothing but the old state is left. An existing ``target`` is replaced at the very
-    end if ``replace``, else FileExistsError is raised.
+    an exception in the body nothing but the old state is left. An existing ``target`` is replaced
+    at the very end if ``replace``, else FileExistsError is raised.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for leftover in target.parent.glob(f"{_PREFIX}*"):
@@ -34,14 +34,19 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
             for name in files:
                 fsync(Path(folder, name))
             fsync(Path(folder))
-        if target.exists():
-            if not replace:
-                raise FileExistsError(f"{target} exists")
-            remove_folder(target)
-        temporary.rename(target)
+        if target.exists() and not replace:
+            raise FileExistsError(f"{target} exists")
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    # From here on the new folder is whole and is never removed, whatever interrupts the renames.
+    if target.exists():
+        doomed = _doomed(target)
+        target.rename(doomed)
+        temporary.rename(target)
+        shutil.rmtree(doomed)
+    else:
+        temporary.rename(target)
     fsync(target.parent)
 
 
@@ -56,10 +61,15 @@ def write_whole(target: Path, text: str) -> None:
 
 def remove_folder(target: Path) -> None:
     """Remove a folder so that no half of it is ever seen under its name."""
-    doomed = target.with_name(f"{_PREFIX}removed-{target.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    doomed = _doomed(target)
     target.rename(doomed)
     shutil.rmtree(doomed)
+
+
+def _doomed(target: Path) -> Path:
+    path = target.with_name(f"{_PREFIX}removed-{target.name}")
+    shutil.rmtree(path, ignore_errors=True)
+    return path
 
 
 def fsync(path: Path) -> None:

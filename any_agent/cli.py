@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from any_agent import __version__
@@ -16,9 +16,13 @@ from any_agent.errors import AnyAgentError, ConfigError, StartupError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code. 0 ended well, 1 failed, 2 wrong input, 130 interrupted."""
     arguments = _parser().parse_args(argv)
+    return guarded(lambda: arguments.run(arguments))
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Errors as a line on standard error and an exit code, not as a traceback."""
     try:
-        code: int = arguments.run(arguments)
-        return code
+        return run()
     except (ConfigError, StartupError) as error:
         print(f"error: {error.message}", file=sys.stderr)
         return error.exit_code
@@ -131,9 +135,9 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> int:
     import yaml
 
-    from any_agent.config import load_config
+    from any_agent.launcher.trial import resolve_config
 
-    config = load_config(arguments.config, overrides_of(arguments))
+    config = resolve_config(arguments.config, overrides_of(arguments))
     print(yaml.safe_dump(config.dump(), sort_keys=False), end="")
     return 0
 
@@ -150,17 +154,11 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def run_service(config_path: str | None, overrides: list[str], *, train: bool, stay: bool) -> int:
     """Start the service and watch it until Ctrl-C, SIGTERM or, unless ``stay``, the last step."""
-    from any_agent.config import load_config
     from any_agent.launcher import Node, NodeOptions
-    from any_agent.launcher.checkpoints import latest_weights
+    from any_agent.launcher.trial import latest_weights, resolve_config, trial_dir
     from any_agent.logs import set_up_logging
-    from any_agent.rundir import RunDir
 
-    config = load_config(config_path, overrides)
-    saved = RunDir.of(config.root, config.user, config.experiment, config.trial).path
-    if config_path is None and (saved / "config.yaml").is_file():
-        # A run goes on, or is served, with the settings that it was trained with.
-        config = load_config(saved / "config.yaml", overrides)
+    config = resolve_config(config_path, overrides)
     set_up_logging(config.log_level)
     signal.signal(signal.SIGTERM, _interrupt)
     options = NodeOptions(train=train)
@@ -168,9 +166,10 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     if found is not None:
         options = NodeOptions(train=train, model_path=str(found.path), weight_version=found.version)
         print(f"model    {found.path} (step {found.step})")
-    if not config.model.path and found is not None:
-        config = config.model_copy(
-            update={"model": config.model.model_copy(update={"path": str(found.path)})}
+    elif not train and (trial_dir(config).path / "config.yaml").is_file():
+        raise ConfigError(
+            f"{config.experiment}/{config.trial} has no whole checkpoint to serve in "
+            f"{trial_dir(config).checkpoints}"
         )
     with Node(config, options) as node:
         print(f"any-agent server listening at {node.url}", flush=True)

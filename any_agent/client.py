@@ -39,7 +39,8 @@ class RLClient:
     """One service, reached by URL; every call raises the AnyAgentError that the service answered.
 
     A connection that could not be made is tried again for ``retry_for`` seconds (a rank that
-    restarts); a lost reply is tried again only where doing it twice changes nothing.
+    restarts); a lost reply or a 503 only where doing it twice changes nothing. Without
+    ``trust_env`` proxies named in the environment are not used.
     """
 
     def __init__(
@@ -49,13 +50,17 @@ class RLClient:
         admin_key: str | None = None,
         timeout: float = 60.0,
         retry_for: float = 30.0,
+        trust_env: bool = True,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._retry_for = retry_for
         self._timeout = timeout
         self._http = httpx.AsyncClient(
-            base_url=self.url, timeout=timeout, limits=httpx.Limits(max_connections=None)
+            base_url=self.url,
+            timeout=timeout,
+            limits=httpx.Limits(max_connections=None),
+            trust_env=trust_env,
         )
 
     async def __aenter__(self) -> Self:
@@ -133,6 +138,7 @@ class RLClient:
         return response.content if response.status_code == 200 else None
 
     async def ack(self, *, owner: str, trained: list[str], rejected: list[Rejection]) -> int:
+        """End leases, all or none; Conflict if one of them was lost."""
         body = Ack(owner=owner, trained=trained, rejected=rejected)
         return (await self._call(Acked, "POST", "/ack", body, repeatable=True)).acked
 
@@ -141,7 +147,7 @@ class RLClient:
 
     async def publish_version(self, *, version: int, path: str, step: int) -> None:
         body = PublishedVersion(version=version, path=path, step=step)
-        await self._send("POST", "/version", body)
+        await self._send("POST", "/version", body, repeatable=True)
 
     async def resume(self) -> None:
         await self._send("POST", "/resume", repeatable=True)
@@ -181,6 +187,7 @@ class RLClient:
         deadline = time.monotonic() + self._retry_for
         delay = 0.05
         while True:
+            late = time.monotonic() + delay > deadline
             try:
                 response = await self._http.request(
                     method,
@@ -189,15 +196,16 @@ class RLClient:
                     headers=headers,
                     timeout=self._timeout + slack,
                 )
-                break
+                if response.status_code != 503 or not repeatable or late:
+                    break
             except httpx.TransportError as error:
                 again = repeatable or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-                if not again or time.monotonic() + delay > deadline:
+                if not again or late:
                     raise errors.ServiceUnavailable(
                         f"{self.url} does not answer ({type(error).__name__}); is it running?"
                     ) from error
-                await asyncio.sleep(delay * random.uniform(0.5, 1.5))
-                delay = min(delay * 2, 2.0)
+            await asyncio.sleep(delay * random.uniform(0.5, 1.5))
+            delay = min(delay * 2, 2.0)
         if response.status_code >= 400:
             raise errors.from_response(
                 response.status_code, response.content, response.headers.get("retry-after")

@@ -31,6 +31,8 @@ from any_agent.errors import ConfigError
 from any_agent.keys import SESSION_KEY_PREFIX
 
 ENV_PREFIX = "ANY_AGENT_"
+SECRET_VARIABLES = (f"{ENV_PREFIX}SERVER__ADMIN_KEY",)
+"""Settings that go from process to process by the environment, never by a file."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
@@ -58,6 +60,11 @@ class ModelConfig(_Section):
     """Which earlier thinking later turns still see; only `all` continues every turn exactly."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The engine's precision. Training keeps float32 masters."""
+
+    @field_validator("path")
+    @classmethod
+    def _without_tilde(cls, path: str) -> str:
+        return os.path.expanduser(path)
 
 
 class ServerConfig(_Section):
@@ -138,6 +145,8 @@ class EngineConfig(_Section):
     """What a weight update does to calls under way: recompute them (exact) or keep their cache."""
     update_wait: float = Field(120.0, gt=0)
     """Seconds that a call waits for a weight update before it gets 503."""
+    load_timeout: float = Field(600.0, gt=0, le=1500)
+    """Seconds that the engine may take to load new weights."""
     request_timeout: float = Field(600.0, gt=0)
     """Seconds without a byte from the engine after which a call fails."""
 
@@ -294,6 +303,13 @@ def load_config(
         return Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError(_explain(error, path)) from None
+
+
+def load_resolved(path: str | Path, environ: Mapping[str, str] | None = None) -> Config:
+    """Settings that another process has resolved: the file alone, and secrets, which it lacks."""
+    environ = os.environ if environ is None else environ
+    secrets = {name: environ[name] for name in SECRET_VARIABLES if environ.get(name)}
+    return load_config(path, environ=secrets)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

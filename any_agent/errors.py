@@ -19,7 +19,8 @@ AnyAgentError                      500 internal_error
 ├── StoreUnavailable               503 store_unavailable
 ├── ServiceUnavailable             503 service_unavailable
 ├── ConfigError                    500 bad_config (exit code 2)
-└── StartupError                   500 startup_failed (exit code 1)
+├── StartupError                   500 startup_failed (exit code 1)
+└── TrainingError                  500 training_failed
 """
 
 from __future__ import annotations
@@ -181,6 +182,12 @@ class StartupError(AnyAgentError):
 
     default_code = "startup_failed"
     exit_code = 1
+
+
+class TrainingError(AnyAgentError):
+    """Training cannot go on; what it has so far is kept."""
+
+    default_code = "training_failed"
 
 
 _BY_CODE: dict[str, type[AnyAgentError]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 import threading
 import uuid
 from collections.abc import Coroutine
@@ -34,7 +33,7 @@ def load_engine(
 
     Raises NotFound when the trial has no checkpoint under ``root``.
     """
-    run = RunDir.of(Path(root), user or Config().user or getpass.getuser(), experiment, trial)
+    run = RunDir.of(Path(root), user or Config().user, experiment, trial)
     try:
         name = (run.checkpoints / "latest").read_text(encoding="utf-8").strip()
     except FileNotFoundError:

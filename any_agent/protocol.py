@@ -16,9 +16,14 @@ MAX_METADATA_DEPTH = 32
 Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
 
 
+_MAX_REWARD = 1e6
+
+
 def _finite(value: float) -> float:
     if not math.isfinite(value):
         raise ValueError("a reward must be a finite number")
+    if abs(value) > _MAX_REWARD:
+        raise ValueError(f"a reward must lie between -{_MAX_REWARD:g} and {_MAX_REWARD:g}")
     return value
 
 

@@ -75,8 +75,11 @@ class RunDir:
         self.journal(0).parent.mkdir(exist_ok=True)
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the folder for one service; StartupError if another one has it."""
+    def lock(self) -> Iterator[int]:
+        """Hold the folder for one service; StartupError if another one has it.
+
+        Yields the locked file's descriptor; processes that inherit it hold the lock, too.
+        """
         with open(self.path / "lock", "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,7 +87,7 @@ class RunDir:
                 raise StartupError(
                     f"another service is using {self.path}; stop it, or choose another trial"
                 ) from None
-            yield
+            yield file.fileno()
 
     def signing_secret(self) -> bytes:
         """The secret behind session keys, made at the first call; the file is the owner's alone."""

@@ -8,7 +8,7 @@ import logging
 import socket
 import sys
 
-from any_agent.config import load_config
+from any_agent.config import load_resolved
 from any_agent.engine import SGLangEngine
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StartupError
 from any_agent.logs import set_up_logging
@@ -23,10 +23,13 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--public-url", default=None)
+    parser.add_argument(
+        "--model-path", help="where the tokenizer is, if not in the configured model"
+    )
     parser.add_argument("--training", action="store_true", help="a trainer will take sessions")
     args = parser.parse_args()
     try:
-        config = load_config(args.config)
+        config = load_resolved(args.config)
         set_up_logging(config.log_level)
         # Before anything slow, so that a port in use is known at once.
         listener = listen(args.host, args.port)
@@ -56,7 +59,7 @@ def _serve(config: object, args: argparse.Namespace, listener: socket.socket) ->
 
     assert isinstance(config, Config)
     host, port = listener.getsockname()[:2]
-    chat = load_chat(config)
+    chat = load_chat(config, args.model_path)
     asyncio.run(_check_engine(args.engine_url))
     app = create_app(
         config,

@@ -47,10 +47,10 @@ class Service:
     auth: Auth
 
 
-def load_chat(config: Config) -> ChatFormat:
+def load_chat(config: Config, path: str | None = None) -> ChatFormat:
     """The policy's chat format; ConfigError when its template cannot be used."""
     return load_chat_format(
-        config.model.path,
+        path or config.model.path,
         renderer=config.model.renderer,
         enable_thinking=config.model.enable_thinking,
         thinking_retention=config.model.thinking_retention,

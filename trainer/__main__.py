@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 
-from any_agent.config import load_config
+from any_agent.config import load_resolved
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.logs import set_up_logging
 
@@ -21,7 +21,7 @@ def main() -> int:
     # Leave through the finally clauses, so that threads and connections end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        config = load_config(args.config)
+        config = load_resolved(args.config)
         set_up_logging(config.log_level)
         import transformers
 

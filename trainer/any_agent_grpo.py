@@ -20,8 +20,7 @@ if __package__ in (None, ""):
         p for p in (_home, os.environ.get("PYTHONPATH", "")) if p
     )
 
-from any_agent.cli import add_service_arguments, overrides_of, run_service
-from any_agent.errors import ConfigError, StartupError
+from any_agent.cli import add_service_arguments, guarded, overrides_of, run_service
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,18 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="end after the last step instead of serving the trained model on",
     )
     arguments = parser.parse_args(argv)
-    try:
-        return run_service(
+    return guarded(
+        lambda: run_service(
             arguments.config,
             overrides_of(arguments),
             train=True,
             stay=not arguments.exit_when_done,
         )
-    except (ConfigError, StartupError) as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    )
 
 
 if __name__ == "__main__":

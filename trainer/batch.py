@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from any_agent.config import TrainConfig
@@ -23,8 +24,8 @@ class TrainingBatch:
     rows: list[Row] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)
     """Sessions with at least one token in the loss."""
-    stale: list[str] = field(default_factory=list)
-    """Sessions that count in their baseline but have no token left."""
+    rejected: dict[str, str] = field(default_factory=dict)
+    """Sessions without one, and why: `stale` (they count in their baseline) or `untrainable`."""
     scores: list[float] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
     """Optimizer steps between each counted output token's version and now."""
@@ -74,8 +75,22 @@ def training_batch(
             ]
             left = [row for row in fresh if bool(row["loss_mask"].any())]
             batch.rows += left
-            (batch.trained if left else batch.stale).append(t.session_id)
+            if left:
+                batch.trained.append(t.session_id)
+            else:
+                batch.rejected[t.session_id] = "stale" if rows else "untrainable"
     return batch
+
+
+def versions_in(episodes: Sequence[Episode]) -> set[int]:
+    """Every version that sampled one of their tokens."""
+    return {
+        int(version)
+        for episode in episodes
+        for trajectory in episode
+        for node in trajectory.interactions
+        for version in np.unique(node.output_versions)
+    }
 
 
 def _rows(

@@ -7,6 +7,7 @@ import logging
 import random
 import time
 import uuid
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,30 @@ import torch
 
 from any_agent.client import RLClient
 from any_agent.config import Config
-from any_agent.errors import ConfigError
+from any_agent.errors import ConfigError, TrainingError
 from any_agent.protocol import Rejection
 from any_agent.rollout import RolloutExecutor
-from any_agent.rundir import RunDir, read_json, write_json
+from any_agent.rundir import RunDir, write_json
 from any_agent.workflow import Episode, ProxyWorkflow, RolloutWorkflow
-from trainer.batch import TrainingBatch, training_batch, without_signal
-from trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from trainer.batch import TrainingBatch, training_batch, versions_in, without_signal
+from trainer.checkpoint import (
+    latest_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 from trainer.loss import LossConfig, preset
 from trainer.packing import count_trained, micro_batches
 from trainer.policy import Policy, PolicyConfig, StepResult
 from trainer.sync import DiskSync
-from trainer.weights import prune, publish_to_disk
+from trainer.versions import Versions
+from trainer.weights import prune, publish_to_disk, tokenizer_of
 
 log = logging.getLogger(__name__)
 
+_PATIENCE = 120.0
+"""Seconds that the trainer waits for a proxy that restarts."""
+_MAX_FAILED_STEPS = 5
 _REMEMBERED = 65_536
 """Consumed ids kept: many times what can be finalized and not yet acknowledged."""
 
@@ -51,35 +61,43 @@ class GRPOTrainer:
     ) -> None:
         self.config = config
         self.dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
-        self._sync = DiskSync(engine_url)
+        self._sync = DiskSync(engine_url, load_timeout=config.engine.load_timeout)
         self._make_workflow = workflow or ProxyWorkflow
         key = config.server.admin_key
         self._executor = RolloutExecutor(
-            lambda: RLClient(service_url, admin_key=key.get_secret_value() if key else None),
+            lambda: RLClient(
+                service_url,
+                admin_key=key.get_secret_value() if key else None,
+                retry_for=_PATIENCE,
+                trust_env=False,
+            ),
             lambda client, owner: self._make_workflow(client, owner=owner),  # type: ignore[call-arg]
             config.rollout,
             owner=f"trainer-{uuid.uuid4().hex[:12]}",
             reject=self._reject,
         )
         self._loss = _loss_config(config)
-        saved = read_json(self.dir.state, {})
-        self._highest = int(saved.get("highest_version", 0))
-        self._step_of_version = {int(v): s for v, s in saved.get("versions", {"0": 0}).items()}
+        self._versions = Versions(self.dir.state)
         self._consumed: dict[str, None] = {}
         self.policy: Policy
+        self._tokenizer: Path
+        self._saved_step: int | None = None
         self.checkpoint: Path | None = None
+        self._failed_steps = 0
 
     def train(self) -> None:
         """Make the configured number of optimizer steps, from the latest checkpoint if any."""
         resumed = self._load()
         self._executor.start()
         try:
-            if resumed:
+            self._versions.at_least(self._executor.call(self._service_version()))
+            if resumed or self.config.engine.url:
+                # An engine that somebody else started may hold any weights.
                 self._publish()
             self._tell("training")
             while self.policy.steps < self.config.train.steps:
                 self._step()
-            if self.checkpoint is None or self.policy.steps % self.config.train.checkpoint_every:
+            if self._saved_step != self.policy.steps:
                 self._save()
             self._tell("finished")
         finally:
@@ -97,18 +115,9 @@ class GRPOTrainer:
             self.config.train,
             step=step,
             eta=self.config.rollout.eta,
-            step_of_version=self._step_of_version,
+            step_of_version=self._versions.steps_of(versions_in(episodes)),
         )
-        result = None
-        if batch.rows:
-            # What a step is about to consume is on disk before it changes anything.
-            self._write_manifest(batch)
-            result = self.policy.step(
-                micro_batches(batch.rows, self.config.train.micro_batch_tokens),
-                count_trained(batch.rows),
-                self._loss,
-                entropy=True,
-            )
+        result = self._optimize(batch)
         trained = time.perf_counter()
         if result is not None:
             self._publish()
@@ -118,10 +127,10 @@ class GRPOTrainer:
             del self._consumed[next(iter(self._consumed))]
         self._executor.ack(
             batch.trained,
-            [Rejection(session_id=id, reason="stale") for id in batch.stale],
+            [Rejection(session_id=id, reason=why) for id, why in batch.rejected.items()],
         )
         if result is None:
-            log.warning("a batch of %d sessions was wholly stale; no step", len(batch.stale))
+            log.warning("no step on a batch: %s", dict(Counter(batch.rejected.values())))
             return
         times = {
             "wait": waited - started,
@@ -133,8 +142,35 @@ class GRPOTrainer:
             self._save()
             self._tell("training")
 
+    def _optimize(self, batch: TrainingBatch) -> StepResult | None:
+        """One optimizer step; None where there is nothing to train on, or it is not finite."""
+        if not batch.rows:
+            return None
+        # What a step is about to consume is on disk before it changes anything.
+        self._write_manifest(batch)
+        try:
+            result = self.policy.step(
+                micro_batches(batch.rows, self.config.train.micro_batch_tokens),
+                count_trained(batch.rows),
+                self._loss,
+                entropy=True,
+            )
+        except FloatingPointError as error:
+            self._failed_steps += 1
+            if self._failed_steps >= _MAX_FAILED_STEPS:
+                raise TrainingError(
+                    f"{self._failed_steps} steps in a row were not finite, the last one: {error}; "
+                    "lower train.lr, or look at the rewards in metrics.jsonl"
+                ) from error
+            log.error("a batch is left out, the weights are unchanged: %s", error)
+            batch.rejected |= dict.fromkeys(batch.trained, "not_finite")
+            batch.trained = []
+            return None
+        self._failed_steps = 0
+        return result
+
     def _wait(self) -> list[Episode]:
-        """The next batch, without sessions that a surviving history has trained on already."""
+        """The next batch, without sessions that were trained on already."""
         while True:
             try:
                 episodes = self._executor.prepare_batch(timeout=60.0)
@@ -144,7 +180,7 @@ class GRPOTrainer:
             known = [t.session_id for e in episodes for t in e if t.session_id in self._consumed]
             if not known:
                 return episodes
-            # Trained before a crash that came before the acknowledgement.
+            # Trained on, but their lease was lost before the acknowledgement.
             self._executor.ack(known, [])
             fresh = [[t for t in e if t.session_id not in self._consumed] for e in episodes]
             left = [episode for episode in fresh if episode]
@@ -160,21 +196,13 @@ class GRPOTrainer:
 
     def _publish(self) -> None:
         """The policy's weights to the engine, as a version that was never used before."""
-        self._highest += 1
-        version, step = self._highest, self.policy.steps
-        self._step_of_version[version] = step
-        # Reserved on disk first: a version that was perhaps seen is not used again.
-        write_json(
-            self.dir.state,
-            {"highest_version": version, "step": step, "versions": self._step_of_version},
-        )
+        step = self.policy.steps
+        version = self._versions.reserve(step)
         dtype = {"float32": None, "bfloat16": torch.bfloat16}[self.config.model.dtype]
-        path = publish_to_disk(
-            self.policy, self.config.model.path, self.dir.weights, version, dtype=dtype
-        )
+        path = publish_to_disk(self.policy, self._tokenizer, self.dir.weights, version, dtype=dtype)
         self._executor.call(
             self._sync.update(self._executor.client, path, version=version, step=step),
-            timeout=600.0,
+            timeout=self.config.engine.load_timeout + 5 * _PATIENCE,
         )
         prune(self.dir.weights, self.config.train.keep_weights)
 
@@ -193,8 +221,14 @@ class GRPOTrainer:
         latest = latest_checkpoint(self.dir.checkpoints)
         if latest is None:
             self.policy = Policy.load(self.config.model.path, settings)
+            self._tokenizer = tokenizer_of(self.config.model.path)
             return False
         self.policy, state = load_checkpoint(latest, settings)
+        self._tokenizer = latest
+        for group in self.policy.optimizer.param_groups:
+            # The optimizer's state goes on; its settings are those of this start.
+            group.update(lr=c.lr, betas=c.betas, weight_decay=c.weight_decay)
+        self._saved_step = self.policy.steps
         self._consumed = dict.fromkeys(state["consumed"])
         self.checkpoint = latest
         log.info("going on from %s (step %d)", latest, self.policy.steps)
@@ -204,10 +238,12 @@ class GRPOTrainer:
         self.checkpoint = save_checkpoint(
             self.dir.checkpoints,
             self.policy,
-            self.config.model.path,
-            {"version": self._highest, "consumed": list(self._consumed)},
+            self._tokenizer,
+            {"version": self._versions.highest, "consumed": list(self._consumed)},
             keep=self.config.train.keep_checkpoints,
         )
+        self._saved_step = self.policy.steps
+        self._prune_manifests()
         log.info("checkpoint %s", self.checkpoint)
 
     def _tell(self, state: Any) -> None:
@@ -216,6 +252,16 @@ class GRPOTrainer:
             self._executor.client.set_run(state, step=self.policy.steps, checkpoint=checkpoint)
         )
 
+    async def _service_version(self) -> int:
+        return (await self._executor.client.run_info()).version
+
+    def _prune_manifests(self) -> None:
+        """Keep those that are newer than the oldest checkpoint kept: what a resume gives up."""
+        oldest = list_checkpoints(self.dir.checkpoints)[0].step
+        for path in self.dir.manifests.glob("step-*.json"):
+            if int(path.stem.removeprefix("step-")) <= oldest:
+                path.unlink()
+
     def _write_manifest(self, batch: TrainingBatch) -> None:
         step = self.policy.steps + 1
         write_json(
@@ -223,7 +269,7 @@ class GRPOTrainer:
             {
                 "step": step,
                 "trained": batch.trained,
-                "stale": batch.stale,
+                "rejected": batch.rejected,
                 "tokens": [int(row["loss_mask"].sum()) for row in batch.rows],
             },
         )
@@ -233,10 +279,10 @@ class GRPOTrainer:
         line = {
             "time": time.time(),
             "step": self.policy.steps,
-            "version": self._highest,
+            "version": self._versions.highest,
             "reward": sum(batch.scores) / max(1, len(batch.scores)),
             "sessions": len(batch.trained),
-            "stale_sessions": len(batch.stale),
+            "left_out": dict(Counter(batch.rejected.values())),
             "rejected": dict(self._executor.rejected),
             "interactions": len(batch.rows),
             "staleness_mean": sum(batch.ages) / max(1, len(batch.ages)),

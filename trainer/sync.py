@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import httpx
@@ -9,24 +10,25 @@ import httpx
 from any_agent.client import RLClient
 from any_agent.errors import EngineUnavailable
 
-_PAUSE_TTL = 300.0
-_LOAD_TIMEOUT = 240.0
-"""Below the pause's ttl: an engine must not go on while it may still be loading."""
+_RELOAD_SLACK = 60.0
 
 
 class DiskSync:
     """Weights by way of a folder that trainer and engine both see."""
 
-    def __init__(self, engine_url: str) -> None:
+    def __init__(self, engine_url: str, *, load_timeout: float) -> None:
         self._engine_url = engine_url.rstrip("/")
+        self._load_timeout = load_timeout
 
     async def update(self, client: RLClient, path: Path, *, version: int, step: int) -> None:
         """Make the engine sample with the weights in ``path`` as ``version``.
 
-        Raises EngineUnavailable if the engine did not take them; it goes on with the old ones.
+        Raises EngineUnavailable if the engine did not take them in time. It goes on all the same:
+        whatever it serves, it stamps on every token, so nothing is recorded under a wrong version.
         """
-        await client.pause(ttl=_PAUSE_TTL)
         try:
+            # Ends by itself if this process dies.
+            await client.pause(ttl=2 * self._load_timeout + _RELOAD_SLACK)
             await self._load(path, version)
             await client.publish_version(version=version, path=str(path), step=step)
         finally:
@@ -35,14 +37,17 @@ class DiskSync:
     async def _load(self, path: Path, version: int) -> None:
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": True}
         try:
-            async with httpx.AsyncClient(timeout=_LOAD_TIMEOUT) as http:
-                response = await http.post(
-                    f"{self._engine_url}/update_weights_from_disk", json=body
-                )
-        except httpx.TransportError as error:
+            async with (
+                asyncio.timeout(self._load_timeout),
+                httpx.AsyncClient(timeout=None, trust_env=False) as http,
+            ):
+                url = f"{self._engine_url}/update_weights_from_disk"
+                response = await http.post(url, json=body)
+        except (httpx.TransportError, TimeoutError) as error:
             raise EngineUnavailable(
-                f"the engine at {self._engine_url} did not take version {version} "
-                f"({type(error).__name__})"
+                f"the engine at {self._engine_url} did not take version {version} within "
+                f"{self._load_timeout:g} s ({type(error).__name__}); is it running, and is "
+                "engine.load_timeout long enough?"
             ) from error
         if response.status_code != 200 or not response.json().get("success"):
             raise EngineUnavailable(f"the engine refused version {version}: {response.text[:300]}")

@@ -52,6 +52,15 @@ def publish_to_disk(
     return target
 
 
+def tokenizer_of(model: str) -> Path:
+    """The folder of a model's tokenizer files; of a hub name, its cached copy."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, allow_patterns=list(_TOKENIZER_FILES)))
+
+
 def published_versions(root: Path) -> list[int]:
     """The versions in ``root``, ascending."""
     if not root.is_dir():

@@ -62,6 +62,7 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.name: str = renderer.config.name
         self.vocab_size = len(tokenizer)
+        self._token_texts: dict[int, str] = {}
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stop_token_ids))
         self._renderer = renderer
         self._keep_thinking = keep_thinking

@@ -36,7 +36,6 @@ HONOURED = frozenset(
 HARMLESS = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "reasoning_effort",
@@ -57,6 +56,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
 }
@@ -96,12 +96,13 @@ def parse_chat(
     recorded = _sort_out(body)
     tools = _tools(body)
     asked, wanted = _sampling(body)
-    limit = min(wanted.pop("max_new_tokens", sampling.max_new_tokens), sampling.max_new_tokens)
+    tokens = wanted.pop("max_new_tokens", sampling.max_new_tokens)
+    limit = min(tokens, sampling.max_new_tokens)
     stop = wanted.pop("stop", ())
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, Any] = {"max_new_tokens": tokens} if tokens > limit else {}
     if mode is SessionMode.TRAIN:
         gconfig = sampling.new(max_new_tokens=limit, stop=stop)
-        overrides = {
+        overrides |= {
             key: asked[key] for key, value in wanted.items() if getattr(gconfig, key) != value
         }
     else:
@@ -132,7 +133,10 @@ def _sort_out(body: Mapping[str, Any]) -> dict[str, Any]:
         if key in HARMLESS:
             recorded[key] = value
         elif key in NEUTRAL:
-            if value not in NEUTRAL[key]:
+            recorded[key] = value
+            # Without tools there is nothing to call in parallel.
+            means_nothing = key == "parallel_tool_calls" and not body.get("tools")
+            if value not in NEUTRAL[key] and not means_nothing:
                 raise UnsupportedParameter(
                     f"{key}={_short(value)} is not supported here: it would change the "
                     f"distribution or the format in a way that is not recorded; leave it out",

@@ -7,7 +7,7 @@ import json
 import random
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ DISCOUNT = 0.9
 _PATIENCE = 120.0
 _POOL = 32
 _EVALS = 2
+_MAX_FAILED = 100
 
 
 @dataclass(slots=True)
@@ -150,11 +151,14 @@ class Driver:
             for completion_id, reward in self._rewards(turns, right):
                 await self._client.set_reward(session.api_key, reward, completion_id=completion_id)
             await self._client.finalize(session.api_key)
-        except (RuntimeError, AnyAgentError) as error:
+        except (RuntimeError, TimeoutError, AnyAgentError) as error:
+            # Left open, it would keep its group waiting.
+            with suppress(AnyAgentError):
+                await self._client.abort(session, "the demo's agent failed")
             tally.failed += 1
             tally.errors = [*tally.errors[-4:], str(error)]
-            if tally.failed > 100:
-                raise
+            if tally.failed > _MAX_FAILED:
+                raise AnyAgentError(f"{tally.failed} sessions failed: {error}") from error
             return
         tally.sessions += 1
         tally.first_correct += right[0]

@@ -15,7 +15,7 @@ from any_agent.client import RLClient
 from any_agent.config import Config, load_config
 from any_agent.demo.driver import DISCOUNT, GROUP_SIZE, Driver, workers
 from any_agent.demo.memory import PeakMemory
-from any_agent.errors import ConfigError, StartupError
+from any_agent.errors import AnyAgentError, ConfigError, StartupError
 from any_agent.launcher import Node
 
 STEPS = 25
@@ -43,7 +43,10 @@ def run_demo(
         _make_model(Path(config.model.path), seed)
         print("model    a tiny Qwen3, warmed up on noisy labels", flush=True)
         with Node(config) as node:
-            figures = asyncio.run(_drive(node, config, seed=seed, permute=permute))
+            try:
+                figures = asyncio.run(_drive(node, config, seed=seed, permute=permute))
+            except* AnyAgentError as group:
+                raise _first(group) from None
             _finish(node)
         peak = memory.peak_mib
     figures |= {
@@ -91,6 +94,13 @@ def _make_model(path: Path, seed: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
         raise StartupError(f"the demo's model could not be made:\n{done.stderr[-2000:]}")
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong first, out of nested groups of concurrent tasks."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def _drive(node: Node, config: Config, *, seed: int, permute: bool) -> dict[str, Any]:

@@ -11,35 +11,44 @@ from dataclasses import replace
 
 from any_agent.types import GenerationChunk
 
+_BROKEN = "\ufffd"
 
-def cut_at_seam(
-    chunk: GenerationChunk,
-    before: Sequence[int],
-    seam: int,
-    stops: Sequence[str],
-    decode: Callable[[Sequence[int]], str],
-) -> GenerationChunk:
-    """End a chunk at the first token that completes a stop string begun before the seam.
 
-    ``before`` are the output ids so far, ``seam`` how many of them the old weights sampled.
-    A chunk without such a token comes back as it is.
+class SeamMatcher:
+    """Ends the new output at the first token that completes a stop string begun in the old one.
+
+    ``before`` are the output ids of the old weights. Only their end is decoded, and nothing any
+    more once the new text is as long as the longest stop string: from there on the engine sees
+    every match by itself.
     """
-    longest = max(map(len, stops))
-    old = decode(before[:seam])
-    tail = old[-(longest - 1) :] if longest > 1 else ""
-    if not tail:
-        return chunk
-    fresh = list(before[seam:])
-    # Only a stop string that starts in the old tail concerns us: once the new text is as long
-    # as the longest one, the engine sees every further match by itself.
-    if len(decode([*before[:seam], *fresh])) - len(old) >= longest:
-        return chunk
-    for k, token in enumerate(chunk.output_ids):
-        fresh.append(token)
-        text = tail + decode([*before[:seam], *fresh])[len(old) :]
-        for stop in stops:
-            at = text.find(stop)
-            if 0 <= at < len(tail) < at + len(stop):
+
+    def __init__(
+        self,
+        before: Sequence[int],
+        stops: Sequence[str],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self._stops = stops
+        self._decode = decode
+        self._longest = max(map(len, stops), default=0)
+        # A character has up to four bytes, and a byte can be a token.
+        self._ids = list(before[-4 * (self._longest + 1) :]) if stops else []
+        text = decode(self._ids) if self._ids else ""
+        self._tail = text.rstrip(_BROKEN)
+        # A character cut between its bytes begins before the seam and shows after it.
+        self._straddles = text != self._tail
+        self._done = not (self._tail or self._straddles)
+
+    def cut(self, chunk: GenerationChunk) -> GenerationChunk:
+        """The chunk, or what of it the agent gets if a stop string ends in it."""
+        for k, token in enumerate(chunk.output_ids):
+            if self._done:
+                break
+            self._ids.append(token)
+            text = self._decode(self._ids)
+            stop = self._match(text)
+            if stop is not None:
+                self._done = True
                 return replace(
                     chunk,
                     output_ids=chunk.output_ids[: k + 1],
@@ -48,6 +57,15 @@ def cut_at_seam(
                     stop_reason="stop",
                     matched_stop=stop,
                 )
-        if len(text) - len(tail) >= longest:
-            return chunk
-    return chunk
+            self._done = len(text.rstrip(_BROKEN)) - len(self._tail) >= self._longest
+        return chunk
+
+    def _match(self, text: str) -> str | None:
+        """The stop string that begins before the seam and ends after it."""
+        seam = len(self._tail)
+        for stop in self._stops:
+            at = text.find(stop, max(0, seam - len(stop) + 1))
+            begins_before = at < seam or (self._straddles and at == seam)
+            if at >= 0 and begins_before and at + len(stop) > seam:
+                return stop
+        return None

@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 
 from any_agent.engine.gate import UpdateGate
-from any_agent.engine.seam import cut_at_seam
+from any_agent.engine.seam import SeamMatcher
 from any_agent.errors import EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationChunk, ModelRequest, StopReason
 
@@ -101,13 +101,11 @@ class SGLangEngine:
                     max_new_tokens=request.gconfig.max_new_tokens - len(done)
                 ),
             )
-            seam = len(done)
+            seam = SeamMatcher(done, request.gconfig.stop, self._decode)
             last: GenerationChunk | None = None
             async with aclosing(self._attempt(part, stream=stream)) as chunks:
                 async for raw in chunks:
-                    chunk = raw
-                    if seam and request.gconfig.stop:
-                        chunk = cut_at_seam(raw, done, seam, request.gconfig.stop, self._decode)
+                    chunk = seam.cut(raw)
                     done += chunk.output_ids
                     last = chunk
                     if chunk.stop_reason == "abort":
@@ -115,10 +113,10 @@ class SGLangEngine:
                     yield chunk
                     if chunk.stop_reason is not None:
                         return
-            if last is None:
+            if last is None or last.stop_reason is None:
                 raise EngineUnavailable("the engine ended a stream without an end", retry_after=2)
             if self._gate.closings == closings:
-                raise EngineUnavailable("the engine aborted the request", retry_after=2)
+                raise EngineUnavailable("the engine aborted the request; try again", retry_after=2)
             # An update came in between: what was sampled stays, and the rest is sampled from
             # prompt + partial output, computed anew under the new weights.
             budget_spent = len(done) >= request.gconfig.max_new_tokens

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
+import signal
+import socket
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +18,8 @@ from typing import Self
 
 import yaml
 
-from any_agent.config import Config
+from any_agent.atomic import write_whole
+from any_agent.config import SECRET_VARIABLES, Config
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.process import Process
 from any_agent.ports import free_port, listen
@@ -52,6 +55,7 @@ class Node:
         self._stack = ExitStack()
         self._processes: list[Process] = []
         self._restarts: list[float] = []
+        self._lock: int | None = None
         self.engine_url = config.engine.url or ""
         self.url = ""
         self.proxy: Process
@@ -75,13 +79,14 @@ class Node:
 
     def stop(self) -> None:
         """End every process, newest first; within seconds, for certain."""
-        for process in self._processes:
-            process.ask_to_stop()
-        deadline = time.monotonic() + _STOP_GRACE
-        for process in reversed(self._processes):
-            process.stop(grace=max(0.1, deadline - time.monotonic()))
-        self._processes.clear()
-        self._stack.close()
+        with _uninterrupted():
+            for process in self._processes:
+                process.ask_to_stop()
+            deadline = time.monotonic() + _STOP_GRACE
+            for process in reversed(self._processes):
+                process.stop(grace=max(0.1, deadline - time.monotonic()))
+            self._processes.clear()
+            self._stack.close()
 
     def watch(self, *, until_trained: bool = False) -> None:
         """Keep the parts running; returns when training has ended and that was asked for.
@@ -113,26 +118,27 @@ class Node:
         model = self.options.model_path or self.config.model.path
         check_model(model)
         self.dir.create()
-        self._stack.enter_context(self.dir.lock())
+        self._lock = self._stack.enter_context(self.dir.lock())
         host = self.config.server.host
         port = self.config.server.port or free_port(host)
         listen(host, port).close()
-        self.url = self.config.server.public_url or f"http://{host}:{port}"
+        self.url = self.config.server.public_url or url_of(_reachable(host), port)
         config_path = self._write_config()
         if not self.engine_url:
             self._start_engine(model)
         arguments = ["proxy_ext", "--config", str(config_path), "--engine-url", self.engine_url]
         arguments += ["--host", host, "--port", str(port), "--public-url", self.url]
+        arguments += ["--model-path", model]
         if self.options.train:
             arguments += ["--training"]
-        self.proxy = self._add("proxy", arguments)
-        local = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+        self.proxy = self._add("proxy", arguments, secret=True)
+        local = url_of({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
         self.proxy.wait_ready(lambda: _answers(f"{local}/healthz"), timeout=_START_TIMEOUT)
         self.options.say(f"proxy    ready at {self.url}")
         if self.options.train:
             arguments = ["trainer", "--config", str(config_path)]
             arguments += ["--service-url", local, "--engine-url", self.engine_url]
-            self.trainer = self._add("trainer", arguments)
+            self.trainer = self._add("trainer", arguments, secret=True)
             self.options.say("trainer  started")
 
     def _start_engine(self, model: str) -> None:
@@ -145,17 +151,20 @@ class Node:
         arguments += ["--max-running-requests", str(engine.max_running_requests)]
         arguments += ["--max-queued-requests", str(engine.max_queued_requests)]
         arguments += ["--weight-version", str(self.options.weight_version)]
-        arguments += ["--incremental-streaming-output"]
-        if engine.device != "auto":
-            arguments += ["--device", engine.device]
+        arguments += ["--incremental-streaming-output", "--device", engine.device]
         if engine.context_length:
             arguments += ["--context-length", str(engine.context_length)]
         process = self._add("engine", arguments)
         process.wait_ready(lambda: _answers(f"{self.engine_url}/health"), timeout=_START_TIMEOUT)
         self.options.say(f"engine   ready at {self.engine_url}")
 
-    def _add(self, name: str, arguments: list[str]) -> Process:
-        process = Process(name, arguments, self.dir.logs / f"{name}.log")
+    def _add(self, name: str, arguments: list[str], *, secret: bool = False) -> Process:
+        key = self.config.server.admin_key
+        secrets = {}
+        if secret and key is not None:
+            secrets = {SECRET_VARIABLES[0]: key.get_secret_value()}
+        log = self.dir.logs / f"{name}.log"
+        process = Process(name, arguments, log, lock=self._lock, secrets=secrets)
         self._processes.append(process)
         process.start()
         return process
@@ -173,12 +182,9 @@ class Node:
         self.proxy.start()
 
     def _write_config(self) -> Path:
-        path = self.dir.path / "config.yaml"
-        path.write_text(yaml.safe_dump(self.config.dump(), sort_keys=False), encoding="utf-8")
-        key = self.config.server.admin_key
-        if key is not None:
-            # Secrets go by the environment, never into a file.
-            os.environ["ANY_AGENT_SERVER__ADMIN_KEY"] = key.get_secret_value()
+        """The settings for the children; those of a mere serving are not the run's."""
+        path = self.dir.path / ("config.yaml" if self.options.train else "serving.yaml")
+        write_whole(path, yaml.safe_dump(self.config.dump(), sort_keys=False))
         return path
 
 
@@ -194,9 +200,37 @@ def check_model(path: str) -> None:
         raise ConfigError(f"model.path={path} is no model folder: it has no config.json")
 
 
+def url_of(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _reachable(host: str) -> str:
+    """What other machines may call a host that stands for all of this one's addresses."""
+    return socket.gethostname() if host in ("0.0.0.0", "::") else host
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let no second Ctrl-C end the launcher before its children."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Never by an `http_proxy` of the environment: the parts are on this machine."""
+
+
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=2) as response:
+        with _DIRECT.open(url, timeout=2) as response:
             return int(response.status) == 200
     except (urllib.error.URLError, OSError, ValueError):
         return False

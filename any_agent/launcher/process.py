@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from any_agent.config import ENV_PREFIX
 from any_agent.errors import StartupError
 
 _PR_SET_PDEATHSIG = 1
@@ -24,14 +25,27 @@ def _die_with_parent() -> None:
 
 
 class Process:
-    """A named child. ``python -m module`` arguments; output goes to ``log``."""
+    """A named child. ``python -m module`` arguments; output goes to ``log``.
 
-    def __init__(self, name: str, arguments: Sequence[str], log: Path) -> None:
+    It inherits ``lock``, a locked file, so that the lock is held until the last child is gone.
+    ``secrets`` are variables for its environment; other settings of ours do not reach it that way.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        lock: int | None = None,
+        secrets: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.log = log
+        self._lock = lock
+        self._secrets = secrets or {}
         self._arguments = [sys.executable, "-m", *arguments]
         self._popen: subprocess.Popen[bytes] | None = None
-        self.starts = 0
 
     def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -41,11 +55,11 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env=_environment() | dict(self._secrets),
+                pass_fds=() if self._lock is None else (self._lock,),
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
-        self.starts += 1
 
     @property
     def pid(self) -> int:
@@ -76,7 +90,8 @@ class Process:
 
     def stop(self, *, grace: float) -> None:
         """SIGTERM to the group, SIGKILL after ``grace`` seconds; returns when it is gone."""
-        if self._popen is None:
+        if self._popen is None or self._popen.returncode is not None:
+            # Reaped before: the number may be another process's by now.
             return
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -91,7 +106,9 @@ class Process:
     def last_lines(self, count: int = 15) -> str:
         """The end of its log, indented."""
         try:
-            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            with open(self.log, "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 65_536))
+                lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             lines = []
         shown = lines[-count:] or ["(its log is empty)"]
@@ -103,7 +120,7 @@ class Process:
 
 
 def _environment() -> dict[str, str]:
-    environment = dict(os.environ)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     environment["PYTHONUNBUFFERED"] = "1"
     return environment

@@ -16,7 +16,6 @@ from any_agent.config import RolloutConfig
 from any_agent.errors import AnyAgentError, Conflict
 from any_agent.protocol import Capacity, Rejection
 from any_agent.rollout.staleness import free_slots
-from any_agent.types import Trajectory
 from any_agent.workflow import Episode, RolloutWorkflow
 
 log = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ class RolloutExecutor:
 
     def ack(self, trained: list[str], rejected: list[Rejection]) -> None:
         """Tell the service what became of a batch."""
-        self.call(self._ack(trained, rejected))
+        self.call(self._ack(trained, rejected), timeout=_ACK_PATIENCE + 300)
 
     # ------------------------------------------------------------------------------------------
 
@@ -187,7 +186,12 @@ class RolloutExecutor:
     async def _receive(self, episode: Episode) -> None:
         ids = [trajectory.session_id for trajectory in episode]
         self._held.update(ids)
-        reason = self._reject(episode)
+        try:
+            reason = self._reject(episode)
+        except Exception:
+            # One agent's data must not end the training of all.
+            log.exception("an episode of %s cannot be used", ids)
+            reason = "unusable"
         if reason is None:
             with self._arrived:
                 self._buffer.append(episode)
@@ -198,26 +202,28 @@ class RolloutExecutor:
         self._changed.set()
 
     async def _ack(self, trained: list[str], rejected: list[Rejection]) -> None:
-        ids = [*trained, *(r.session_id for r in rejected)]
+        try:
+            await self._ack_all(trained, rejected)
+        except Conflict:
+            # The lease of some was lost meanwhile (another trainer, a very long step); the others
+            # must not wait for their time-out.
+            for one in [*(([id], []) for id in trained), *(([], [r]) for r in rejected)]:
+                try:
+                    await self._ack_all(*one)
+                except Conflict as error:
+                    log.error("a session may be handed out again: %s", error.message)
+        self._held.difference_update(trained, (r.session_id for r in rejected))
+        self._changed.set()
+
+    async def _ack_all(self, trained: list[str], rejected: list[Rejection]) -> None:
+        """All or none. An ack may be repeated, so a store full for a moment ends no run."""
         deadline = time.monotonic() + _ACK_PATIENCE
         while True:
             try:
                 await self._client.ack(owner=self._owner, trained=trained, rejected=rejected)
-                break
-            except Conflict as error:
-                # The lease was lost meanwhile (another trainer, or a very long step).
-                log.error("acknowledging %d sessions failed: %s", len(ids), error.message)
-                break
+                return
             except AnyAgentError as error:
-                # An ack may be repeated, so a store that is full for a moment ends no run.
                 if not error.retryable or time.monotonic() > deadline:
                     raise
                 log.warning("could not acknowledge: %s; trying again", error.message)
             await asyncio.sleep(_ACK_EVERY)
-        self._held.difference_update(ids)
-        self._changed.set()
-
-
-def sessions_of(batch: list[Episode]) -> list[Trajectory]:
-    """Every trajectory of a batch."""
-    return [trajectory for episode in batch for trajectory in episode]

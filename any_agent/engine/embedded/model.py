@@ -48,9 +48,14 @@ class LoadedModel:
 def load_model(
     path: str, *, device: str = "cpu", dtype: str = "auto", context_length: int | None = None
 ) -> LoadedModel:
-    """Load from a directory or a hub name. Raises StartupError with what is wrong."""
+    """Load from a directory or a hub name. Raises StartupError with what is wrong.
+
+    ``device`` auto takes a GPU if there is one.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path,

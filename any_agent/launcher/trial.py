@@ -1,0 +1,78 @@
+"""What a trial's folder holds already: its settings and its newest weights. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from any_agent.config import Config, load_config
+from any_agent.errors import ConfigError
+from any_agent.rundir import RunDir, read_json
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeights:
+    """A checkpoint, and the version under which an engine serves it."""
+
+    path: Path
+    step: int
+    version: int
+
+
+def trial_dir(config: Config) -> RunDir:
+    return RunDir.of(config.root, config.user, config.experiment, config.trial)
+
+
+def resolve_config(path: str | None, overrides: Sequence[str]) -> Config:
+    """The settings to start with; without a file, those that the trial was started with before.
+
+    Raises ConfigError for a trial that was started from another model: its checkpoints, sessions
+    and template belong together.
+    """
+    config = load_config(path, overrides)
+    saved = trial_dir(config).path / "config.yaml"
+    if not saved.is_file():
+        return config
+    before = load_config(saved, environ={})
+    if path is None:
+        config = load_config(saved, overrides)
+    if config.model.path and config.model.path != before.model.path:
+        raise ConfigError(
+            f"{config.experiment}/{config.trial} was started from {before.model.path}, not from "
+            f"{config.model.path}; choose another --trial, or leave the model out"
+        )
+    return config
+
+
+def latest_weights(config: Config) -> SavedWeights | None:
+    """The trial's latest checkpoint, or None where nothing was kept yet.
+
+    ``latest`` names it; a checkpoint counts only if its manifest, written last, agrees with it.
+    """
+    run = trial_dir(config)
+    try:
+        name = (run.checkpoints / "latest").read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    match = _STEP.fullmatch(name)
+    path = run.checkpoints / name
+    if match is None or not _is_whole(path):
+        return None
+    saved = read_json(path / "trainer" / "state.json")
+    # The version that just these weights were published as; later ones are other weights.
+    return SavedWeights(path, int(match[1]), int(saved["state"]["version"]))
+
+
+def _is_whole(path: Path) -> bool:
+    manifest = read_json(path / "manifest.json")
+    if manifest is None:
+        return False
+    sizes: dict[str, int] = manifest["files"]
+    return all(
+        (path / name).is_file() and (path / name).stat().st_size == size
+        for name, size in sizes.items()
+    )
