@@ -12,6 +12,7 @@ from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import GenerationHyperparameters, SessionMode
 
 RUN = GenerationHyperparameters(max_new_tokens=100)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -45,8 +46,18 @@ def test_neutral_values_pass_and_others_are_refused(key: str) -> None:
     for value in (*NEUTRAL[key], None):
         assert parse(**{key: value}).gconfig == RUN
     with pytest.raises(UnsupportedParameter, match=key) as raised:
-        parse(**{key: {"something": "else"}})
+        parse(**{key: {"something": "else"}}, tools=[TOOL])
     assert raised.value.param == key
+
+
+def test_parallel_calls_mean_nothing_without_tools() -> None:
+    assert parse(parallel_tool_calls=False).recorded == {"parallel_tool_calls": False}
+
+
+def test_a_token_limit_above_the_runs_is_an_override() -> None:
+    call = parse(max_tokens=RUN.max_new_tokens + 1)
+    assert call.overrides == {"max_new_tokens": RUN.max_new_tokens + 1}
+    assert call.gconfig.max_new_tokens == RUN.max_new_tokens
 
 
 @pytest.mark.parametrize("key", ["best_of", "api_base", "guided_json", "\n" * 500, "x" * 500])
