@@ -8,7 +8,8 @@ from starlette.requests import Request
 
 from any_agent.errors import Forbidden, SessionMismatch, Unauthenticated
 from any_agent.keys import SESSION_KEY_PREFIX, KeySigner, SecretHash
-from proxy_ext.sessions import Session, Sessions
+from proxy_ext.session import Session
+from proxy_ext.sessions import Sessions
 
 SESSION_ID_PREFIX = "ses-"
 PREFIX_SCOPE_KEY = "any_agent.session_prefix"
@@ -25,9 +26,9 @@ _BEARER = re.compile(r"^bearer(\s+|$)", re.IGNORECASE)
 class Auth:
     """Without an admin key (loopback only) everybody is the operator."""
 
-    def __init__(self, sessions: Sessions, admin_key: str | None) -> None:
+    def __init__(self, sessions: Sessions, signer: KeySigner, admin_key: str | None) -> None:
         self._sessions = sessions
-        self._signer: KeySigner = sessions.signer
+        self._signer = signer
         self._admin = SecretHash(admin_key) if admin_key else None
 
     @property

@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator
 
 from any_agent.completions import Completed, Completer, Completion, Prepared
 from any_agent.errors import AnyAgentError, SessionClosed, TooManyRequests
-from proxy_ext.sessions import Session, Sessions
+from proxy_ext.session import Session
+from proxy_ext.sessions import Sessions
 
 log = logging.getLogger(__name__)
 

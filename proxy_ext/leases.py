@@ -13,7 +13,8 @@ import time
 from any_agent.errors import Conflict
 from any_agent.protocol import Ack, Capacity, Lease, SetCapacity
 from any_agent.types import Interaction, SessionMode, SessionState, Trajectory
-from proxy_ext.sessions import Session, Sessions
+from proxy_ext.session import Session
+from proxy_ext.sessions import Sessions
 
 log = logging.getLogger(__name__)
 

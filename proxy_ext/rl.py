@@ -79,7 +79,7 @@ async def start_session_by_query(
 async def _start(body: StartSession, service: Service) -> SessionStarted:
     if body.mode == "train":
         service.run.require_training()
-    session, key = await service.sessions.open(body)
+    session, key = await service.opening.open(body)
     return SessionStarted(
         session_id=session.id,
         api_key=key,

@@ -20,6 +20,7 @@ from proxy_ext.auth import Auth
 from proxy_ext.calls import Calls
 from proxy_ext.journal import Journal, SQLiteJournal
 from proxy_ext.leases import Leases
+from proxy_ext.opening import Opening
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions import Sessions
 
@@ -41,6 +42,7 @@ class Service:
     sampling: GenerationHyperparameters
     """What train sessions are sampled with."""
     sessions: Sessions
+    opening: Opening
     leases: Leases
     calls: Calls
     run: RunState
@@ -82,13 +84,7 @@ async def open_service(
         info = await engine.info()
         context = config.engine.context_length or int(info["context_length"])
         signer = KeySigner(run_dir.signing_secret())
-        sessions = Sessions(
-            journal,
-            signer,
-            config.sessions,
-            rank=rank,
-            batch_size=config.rollout.batch_size,
-        )
+        sessions = Sessions(journal, config.sessions, rank=rank)
         await sessions.recover(lease_ttl=config.rollout.lease_ttl)
         run = RunState(config, engine, journal, training=training)
         await run.recover()
@@ -111,10 +107,13 @@ async def open_service(
                 max_new_tokens=s.max_new_tokens, temperature=s.temperature
             ),
             sessions=sessions,
+            opening=Opening(
+                sessions, signer, config.sessions, batch_size=config.rollout.batch_size
+            ),
             leases=Leases(sessions, ttl=config.rollout.lease_ttl),
             calls=Calls(completer, sessions, limit=config.server.max_inflight_calls),
             run=run,
-            auth=Auth(sessions, admin.get_secret_value() if admin else None),
+            auth=Auth(sessions, signer, admin.get_secret_value() if admin else None),
         )
         sweeper = asyncio.create_task(_sweep(service))
         try:

@@ -1,4 +1,4 @@
-"""The live sessions of one rank: opened, rewarded, finalized, aborted, expired.
+"""The live sessions of one rank: found, rewarded, finalized, aborted, expired.
 
 Each change is checked, written to the journal, then made in memory, under the session's lock.
 """
@@ -7,31 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-from any_agent.chat import chain_keys
 from any_agent.config import SessionConfig
 from any_agent.errors import (
     AnyAgentError,
     Conflict,
-    InvalidRequest,
     NotFound,
     SessionClosed,
-    TooManyRequests,
-    Unauthenticated,
     Unprocessable,
 )
-from any_agent.keys import KeySigner, Lane
-from any_agent.protocol import SessionInfo, StartSession
-from any_agent.record import InteractionTree
+from any_agent.protocol import SessionInfo
 from any_agent.types import TERMINAL_STATES, Interaction, SessionMode, SessionState
 from proxy_ext.admission import Admission
-from proxy_ext.groups import Group, Groups, closed_error
+from proxy_ext.groups import Group, Groups
 from proxy_ext.journal import (
     Journal,
     PutInteraction,
@@ -40,87 +32,9 @@ from proxy_ext.journal import (
     SetInteractionReward,
     SetState,
 )
-
-if TYPE_CHECKING:
-    from proxy_ext.calls import Call
+from proxy_ext.session import HANDED_OUT_STATES, LIVE_STATES, TRANSITIONS, Session, add_to_tree
 
 log = logging.getLogger(__name__)
-
-LIVE_STATES = (SessionState.OPEN, SessionState.FINALIZED, SessionState.LEASED)
-HANDED_OUT_STATES = (SessionState.LEASED, SessionState.TRAINED, SessionState.REJECTED)
-"""What only members of a closed group get to."""
-TRANSITIONS: dict[SessionState, frozenset[SessionState]] = {
-    SessionState.OPEN: frozenset(
-        {
-            SessionState.FINALIZED,
-            SessionState.EVALUATED,
-            SessionState.EXPIRED,
-            SessionState.ABORTED,
-        }
-    ),
-    SessionState.FINALIZED: frozenset({SessionState.LEASED, SessionState.REJECTED}),
-    SessionState.LEASED: frozenset(
-        {SessionState.FINALIZED, SessionState.TRAINED, SessionState.REJECTED}
-    ),
-}
-"""Every state change there is; terminal states have none."""
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """A session in memory, with its tree and the calls under way."""
-
-    row: SessionRow
-    expires: float
-    """Monotonic."""
-    tree: InteractionTree = field(default_factory=InteractionTree)
-    calls: set[Call] = field(default_factory=set)
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    lease_expires: float = 0.0
-    closing: bool = False
-    """It is being ended: new calls are refused and recordings of running ones are awaited."""
-
-    @property
-    def id(self) -> str:
-        return self.row.id
-
-    @property
-    def mode(self) -> SessionMode:
-        return SessionMode(self.row.mode)
-
-    @property
-    def state(self) -> SessionState:
-        return self.row.state
-
-    def require_open(self) -> None:
-        """SessionClosed (410) unless it is open."""
-        if self.state is not SessionState.OPEN or self.closing:
-            raise closed_session(self.row)
-
-    def info(self) -> SessionInfo:
-        row = self.row
-        return SessionInfo(
-            session_id=row.id,
-            state=row.state,
-            mode="train" if row.mode == "train" else "eval",
-            task_id=row.task_id,
-            group_id=row.group_id,
-            interactions=len(self.tree),
-            rewards={i.id: i.reward for i in self.tree if i.reward is not None},
-            final_reward=row.final_reward,
-            reason=row.reason,
-            created_at=row.created_at,
-            expires_in=self.expires - time.monotonic() if row.state is SessionState.OPEN else None,
-        )
-
-
-def closed_session(row: SessionRow) -> SessionClosed:
-    why = f" ({row.reason})" if row.reason else ""
-    state = "being finalized" if row.state is SessionState.OPEN else f"{row.state}{why}"
-    return SessionClosed(
-        f"session {row.id} is {state}; it takes no more calls or rewards: start a new session",
-        details={"state": str(row.state)},
-    )
 
 
 class Sessions:
@@ -129,23 +43,17 @@ class Sessions:
     def __init__(
         self,
         journal: Journal,
-        signer: KeySigner,
         config: SessionConfig,
         *,
         rank: int,
-        batch_size: int,
     ) -> None:
         self.journal = journal
-        self.signer = signer
         self.config = config
         self.rank = rank
-        self._batch_size = batch_size
         self.admission = Admission(max_waiting=config.max_waiting)
         self.groups = Groups(timeout=config.group_timeout)
         self.live: dict[str, Session] = {}
         self._lanes: dict[str, str] = {}
-        self._opening: set[str] = set()
-        """Lanes whose session is being opened."""
         self.ready = asyncio.Condition()
         """Notified whenever a group may have closed."""
 
@@ -187,149 +95,10 @@ class Sessions:
         group.closed = group.closed or group.complete
         self.groups.add(group)
 
-    # -- open ----------------------------------------------------------------------------------
-
-    async def open(self, body: StartSession) -> tuple[Session, str]:
-        """Open a session: take a slot (train), write it, answer it with its key."""
-        lane, key = await self._lane(body.api_key)
-        self._opening.add(lane.id)
-        try:
-            return await self._open(body, lane, key)
-        finally:
-            self._opening.discard(lane.id)
-
-    async def _open(self, body: StartSession, lane: Lane, key: str) -> tuple[Session, str]:
-        mode = SessionMode(body.mode)
-        group: Group | None = None
-        if mode is SessionMode.TRAIN:
-            group = await self._admit(body)
-        now, wall = time.monotonic(), time.time()
-        ttl = min(body.ttl or self.config.ttl, self.config.ttl)
-        row = SessionRow(
-            id=f"ses-{self.rank}-{secrets.token_hex(8)}",
-            lane=lane.id,
-            mode=mode,
-            state=SessionState.OPEN,
-            task_id=body.task_id,
-            group_id=group.id if group else None,
-            group_size=group.size if group else 1,
-            metadata=body.metadata,
-            created_at=wall,
-            expires_at=wall + ttl,
-        )
-        session = Session(row, expires=now + ttl)
-        # Shielded: a client that leaves now must not leave a row that memory lacks.
-        insert = asyncio.ensure_future(self._insert(session, group))
-        try:
-            await asyncio.shield(insert)
-        except asyncio.CancelledError:
-            await asyncio.wait([insert])
-            if insert.exception() is None:
-                await self.end(session, SessionState.ABORTED, "its opener left")
-            raise
-        return session, key
-
-    async def _insert(self, session: Session, group: Group | None) -> None:
-        try:
-            await self.journal.commit(PutSession(session.row))
-        except BaseException:
-            if group is not None:
-                group.promised -= 1
-                self._discard_unused(group)
-            elif session.mode is SessionMode.TRAIN:
-                self.admission.release(1)
-            raise
+    def add(self, session: Session) -> None:
+        """A session that the journal has; its lane's newest one."""
         self.live[session.id] = session
         self._lanes[session.row.lane] = session.id
-        if group is not None:
-            group.promised -= 1
-            if not group.members:
-                # Its time begins now; until here it may have waited for its slots.
-                group.deadline = time.monotonic() + self.config.group_timeout
-            group.members[session.id] = SessionState.OPEN
-
-    async def _lane(self, api_key: str | None) -> tuple[Lane, str]:
-        if api_key is None:
-            return self.signer.mint(self.rank)
-        lane = self.signer.verify(api_key)
-        if lane is None:
-            raise Unauthenticated("api_key is not a session key of this service")
-        if lane.rank != self.rank:
-            raise Conflict(
-                "the key belongs to another rank; open without api_key", code="lane_on_other_rank"
-            )
-        current = await self.by_lane(lane.id)
-        if current is not None and current.state is SessionState.OPEN:
-            raise Conflict(
-                f"the key's session {current.id} is still open; finalize it first",
-                code="lane_busy",
-            )
-        if lane.id in self._opening:
-            raise Conflict("another open with this key is under way", code="lane_busy")
-        return lane, api_key
-
-    async def _admit(self, body: StartSession) -> Group | None:
-        """A slot of its own, or one of its group's; TooManyRequests if none came in time."""
-        wait = min(body.wait, self.config.max_wait)
-        if body.group_id is None and body.task_id is None:
-            if body.group_size not in (None, 1):
-                raise InvalidRequest("group_size needs a group_id or a task_id", param="group_size")
-            ticket = self.admission.ask(1)
-            try:
-                granted = await ticket.wait(wait)
-            except asyncio.CancelledError:
-                self.admission.withdraw(ticket)
-                raise
-            if not granted:
-                self.admission.withdraw(ticket)
-                raise self._no_slot()
-            return None
-        return await self._admit_member(body, wait)
-
-    async def _admit_member(self, body: StartSession, wait: float) -> Group:
-        size = body.group_size or self.config.group_size
-        if size > self._batch_size:
-            raise InvalidRequest(
-                f"group_size {size} exceeds the run's batch_size {self._batch_size}",
-                param="group_size",
-            )
-        if body.group_id is not None and self.groups.get(body.group_id) is None:  # noqa: SIM102
-            if await self.journal.group(body.group_id):
-                raise closed_error(body.group_id)
-        group = self.groups.joinable(group_id=body.group_id, task_id=body.task_id, size=size)
-        if group.ticket is None and not group.members:
-            try:
-                group.ticket = self.admission.ask(size)
-            except TooManyRequests:
-                self.groups.discard(group)
-                raise
-        group.openers += 1
-        granted = False
-        try:
-            granted = group.ticket is None or await group.ticket.wait(wait)
-        finally:
-            group.openers -= 1
-            if not granted:
-                self._discard_unused(group)
-        if not granted:
-            raise self._no_slot()
-        if group.closed or group.room < 1:
-            raise closed_error(group.id)
-        group.promised += 1
-        return group
-
-    def _discard_unused(self, group: Group) -> None:
-        """Give back the slots (or the place) of a group that nobody got into."""
-        if group.ticket is not None and group.unused:
-            self.admission.withdraw(group.ticket)
-            self.groups.discard(group)
-
-    def _no_slot(self) -> TooManyRequests:
-        return TooManyRequests(
-            "no slot for a train session is free: the trainer has as many as it wants now; "
-            "try again later, or pass `wait` (seconds) to wait for one",
-            retry_after=2,
-        )
 
     # -- look-up -------------------------------------------------------------------------------
 
@@ -400,8 +169,8 @@ class Sessions:
             session.require_open()
             session.closing = True
             try:
-                await self._settle_calls(session)
                 self._check_finalizable(session, final_reward)
+                await self._settle_calls(session)
                 train = session.mode is SessionMode.TRAIN
                 state = SessionState.FINALIZED if train else SessionState.EVALUATED
                 row = replace(session.row, state=state, final_reward=final_reward)
@@ -527,11 +296,3 @@ class Sessions:
             pass
         except AnyAgentError as error:
             log.warning("could not expire session %s: %s", session.id, error.message)
-
-
-def add_to_tree(tree: InteractionTree, interaction: Interaction) -> None:
-    """Add a stored interaction under the key that continuations look for."""
-    messages = [*interaction.message_delta, interaction.output_message]
-    start = tree.key(interaction.parent_id) if interaction.parent_id is not None else None
-    keys = chain_keys(messages, interaction.tools, start=start)
-    tree.add(interaction, keys[-1])

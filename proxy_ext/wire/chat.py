@@ -16,7 +16,7 @@ from any_agent.errors import AnyAgentError, Unauthenticated
 from any_agent.types import SessionMode
 from proxy_ext.calls import Call
 from proxy_ext.service import Service
-from proxy_ext.sessions import Session
+from proxy_ext.session import Session
 from proxy_ext.wire.http import Client, EventStream, JSONResponse, read_json
 
 log = logging.getLogger(__name__)

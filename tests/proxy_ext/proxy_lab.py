@@ -23,6 +23,8 @@ from starlette.routing import Route
 from any_agent.chat import ChatFormat
 from any_agent.client import RLClient
 from any_agent.config import Config, load_config
+from any_agent.keys import KeySigner
+from any_agent.launcher.trial import trial_dir
 from any_agent.record import unpack_trajectories
 from any_agent.types import Trajectory
 from proxy_ext.app import create_app
@@ -216,3 +218,8 @@ async def running_proxy(
         server.should_exit = True
         await task
         listener.close()
+
+
+def signer(proxy: Proxy) -> KeySigner:
+    """What signs the keys of a proxy under test."""
+    return KeySigner(trial_dir(proxy.service.config).signing_secret())

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
-from tests.proxy_ext.proxy_lab import HELLO, Proxy
+from tests.proxy_ext.proxy_lab import HELLO, Proxy, signer
 
 CHAT = "/v1/chat/completions"
 
@@ -276,7 +276,7 @@ async def test_no_session_and_wrong_keys(proxy: Proxy, engine: ScriptedEngine) -
             refusal(response, 401, "invalid_api_key", "not valid")
         response = await proxy.post(f"/{bad}{CHAT}", {"messages": HELLO})
         refusal(response, 401, "invalid_api_key", "not valid")
-    signed_elsewhere = proxy.service.sessions.signer.mint(0)[1]
+    signed_elsewhere = signer(proxy).mint(0)[1]
     refusal(await proxy.call(signed_elsewhere), 401, "invalid_api_key", "not valid")
     response = await proxy.post(f"/ses-0-nothere{CHAT}", {"messages": HELLO})
     refusal(response, 404, "session_not_found", "ses-0-nothere")

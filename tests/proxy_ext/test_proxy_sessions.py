@@ -12,7 +12,7 @@ from any_agent.client import RLClient
 from any_agent.errors import RunFinished
 from any_agent.types import SessionState
 from tests.proxy_ext.conftest import Start
-from tests.proxy_ext.proxy_lab import Proxy, noticed_hang_up, until
+from tests.proxy_ext.proxy_lab import Proxy, noticed_hang_up, signer, until
 
 
 def start_waiting(proxy: Proxy, **fields: Any) -> asyncio.Task[httpx.Response]:
@@ -360,5 +360,5 @@ async def test_a_key_opens_one_session_at_a_time(start: Start) -> None:
 
 async def test_a_key_of_another_rank(start: Start) -> None:
     proxy = await start()
-    _, key = proxy.service.sessions.signer.mint(3)
+    _, key = signer(proxy).mint(3)
     await refused(proxy, 409, "lane_on_other_rank", api_key=key, mode="eval")
