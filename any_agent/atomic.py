@@ -42,8 +42,14 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     # From here on the new folder is whole and is never removed, whatever interrupts the renames.
     if target.exists():
         doomed = _doomed(target)
-        target.rename(doomed)
-        temporary.rename(target)
+        try:
+            target.rename(doomed)
+            temporary.rename(target)
+        except BaseException:
+            if not target.exists():
+                # Under its own name: the next writer removes what is left under others.
+                doomed.rename(target)
+            raise
         shutil.rmtree(doomed)
     else:
         temporary.rename(target)

@@ -1,0 +1,96 @@
+"""Folders that are replaced: whatever interrupts it, one whole state stays under the name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from any_agent.atomic import remove_folder, whole_folder
+
+INTERRUPTIONS = pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
+
+
+def write(target: Path, text: str, *, replace: bool = False) -> None:
+    with whole_folder(target, replace=replace) as folder:
+        (folder / "file").write_text(text)
+
+
+def read(target: Path) -> str:
+    return (target / "file").read_text()
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    target = tmp_path / "folders" / "it"
+    write(target, "old")
+    return target
+
+
+def test_replacing(target: Path) -> None:
+    write(target, "new", replace=True)
+    assert read(target) == "new"
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_what_exists_is_not_replaced_unasked(target: Path) -> None:
+    with pytest.raises(FileExistsError):
+        write(target, "new")
+    assert read(target) == "old"
+    assert list(target.parent.iterdir()) == [target]
+
+
+@INTERRUPTIONS
+def test_interrupted_while_it_is_written(target: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), whole_folder(target, replace=True) as folder:
+        (folder / "file").write_text("half")
+        raise error
+    assert read(target) == "old"
+    assert list(target.parent.iterdir()) == [target]
+
+
+@INTERRUPTIONS
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_interrupted_at_a_rename(
+    target: Path,
+    call: int,
+    after: bool,
+    error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Just before or just after it took effect."""
+    rename, calls = Path.rename, 0
+
+    def interrupted(self: Path, to: Path) -> Path:
+        nonlocal calls
+        calls += 1
+        if calls != call:
+            return rename(self, to)
+        if after:
+            rename(self, to)
+        raise error
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(error):
+        write(target, "new", replace=True)
+    monkeypatch.undo()
+    whole = "new" if (call, after) == (2, True) else "old"
+    assert read(target) == whole
+    # The next writer clears what is left, and only that.
+    write(target.with_name("other"), "other")
+    assert sorted(p.name for p in target.parent.iterdir()) == ["it", "other"]
+    assert read(target) == whole
+    write(target, "newer", replace=True)
+    assert read(target) == "newer"
+
+
+def test_removing_is_seen_at_once(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(path: Path, **_: object) -> None:
+        if path.exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("any_agent.atomic.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove_folder(target)
+    assert not target.exists()
