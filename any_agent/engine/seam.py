@@ -32,7 +32,8 @@ class SeamMatcher:
         self._decode = decode
         self._longest = max(map(len, stops), default=0)
         # A character has up to four bytes, and a byte can be a token.
-        self._ids = list(before[-4 * (self._longest + 1) :]) if stops else []
+        self._left = 4 * (self._longest + 1)
+        self._ids = list(before[-self._left :]) if stops else []
         text = decode(self._ids) if self._ids else ""
         self._tail = text.rstrip(_BROKEN)
         # A character cut between its bytes begins before the seam and shows after it.
@@ -57,7 +58,10 @@ class SeamMatcher:
                     stop_reason="stop",
                     matched_stop=stop,
                 )
-            self._done = len(text.rstrip(_BROKEN)) - len(self._tail) >= self._longest
+            # Bytes that make no character never lengthen the text, so the ids are counted, too.
+            self._left -= 1
+            length = len(text.rstrip(_BROKEN)) - len(self._tail)
+            self._done = length >= self._longest or self._left == 0
         return chunk
 
     def _match(self, text: str) -> str | None:

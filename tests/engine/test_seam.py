@@ -1,0 +1,137 @@
+"""Stop strings across the seam of an update, down to a character cut between its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from any_agent.demo.model import make_tokenizer
+from any_agent.engine.seam import SeamMatcher
+from any_agent.types import GenerationChunk
+
+
+class Decoder:
+    """One id per byte; remembers how many ids it was asked for, call by call."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        self.asked.append(len(ids))
+        return bytes(ids).decode("utf-8", "replace")
+
+
+def chunk(ids: Sequence[int]) -> GenerationChunk:
+    return GenerationChunk(list(ids), [-float(i) for i in ids], [3] * len(ids))
+
+
+def cut(before: bytes, after: bytes, *stops: str, size: int = 100) -> tuple[bytes, str | None]:
+    """What of ``after`` is left when it comes in chunks of ``size``, and what ended it."""
+    matcher = SeamMatcher(list(before), stops, Decoder())
+    out = b""
+    for start in range(0, len(after), size):
+        whole = chunk(after[start : start + size])
+        got = matcher.cut(whole)
+        n = len(got.output_ids)
+        assert got.output_ids == whole.output_ids[:n]
+        assert got.logprobs == whole.logprobs[:n]
+        assert got.versions == whole.versions[:n]
+        out += bytes(got.output_ids)
+        if got.stop_reason is not None:
+            assert got.stop_reason == "stop" and isinstance(got.matched_stop, str)
+            return out, got.matched_stop
+        assert got is whole
+    return out, None
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+@pytest.mark.parametrize("stop", ["é", "é.", "€uro", "🙂", "🙂🙂", "aé", "ba€", "\n\n"])
+def test_a_stop_string_that_the_seam_cuts_anywhere(stop: str, size: int) -> None:
+    """Also between the bytes of its first character."""
+    text = f"say b{stop}".encode()
+    for seam in range(len(text) - len(stop.encode()) + 1, len(text)):
+        before, after = text[:seam], text[seam:] + b" and more"
+        assert cut(before, after, stop, size=size) == (text[seam:], stop), seam
+
+
+@pytest.mark.parametrize("size", [1, 100])
+@pytest.mark.parametrize(
+    ("before", "after", "stop"),
+    [
+        ("stop here", " and on", "stop"),
+        ("ends in stop", " and on", "stop"),
+        ("before ", "stop here", "stop"),
+        ("before ", "on and stop", "stop"),
+        ("", "stop", "stop"),
+        ("caf\u00e9", "\u00e9", "\u00e9"),
+        ("sto", "rm and stop", "stop"),
+    ],
+    ids=[
+        "inside the old",
+        "at its end",
+        "at the start",
+        "inside the new",
+        "nothing old",
+        "é",
+        "no",
+    ],
+)
+def test_what_does_not_cross_the_seam_is_the_engines(
+    before: str, after: str, stop: str, size: int
+) -> None:
+    assert cut(before.encode(), after.encode(), stop, size=size) == (after.encode(), None)
+
+
+def test_a_broken_byte_that_stays_broken_begins_nothing() -> None:
+    assert cut(b"ab\xc3", b"x then", "x") == (b"x then", None)
+    assert cut(b"ab\xc3", b"\xa9x then", "x") == (b"\xa9x then", None)
+
+
+def test_of_several_the_one_that_crosses_counts() -> None:
+    assert cut(b"the EN", b"D and STOP", "STOP", "END") == (b"D", "END")
+
+
+def test_nothing_is_decoded_without_stop_strings_or_old_output() -> None:
+    for before, stops in ((b"text", ()), (b"", ("stop",))):
+        decode = Decoder()
+        matcher = SeamMatcher(list(before), stops, decode)
+        matcher.cut(chunk(b"new text"))
+        assert decode.asked == []
+
+
+@pytest.mark.parametrize(
+    "new", [b"x" * 5000, b"\x80" * 5000, "🙂".encode() * 1250], ids=["text", "broken", "wide"]
+)
+def test_decoding_is_bounded(new: bytes) -> None:
+    """However long the outputs are, and also where no byte makes a character."""
+    stop = "0123456789"
+    decode = Decoder()
+    matcher = SeamMatcher(list(b"o" * 5000), [stop], decode)
+    for k in range(0, len(new), 50):
+        matcher.cut(chunk(new[k : k + 50]))
+    window = 4 * (len(stop) + 1)
+    assert len(decode.asked) <= window + 2
+    assert max(decode.asked) <= 2 * window + 1
+
+
+def test_nothing_is_decoded_any_more_when_done() -> None:
+    decode = Decoder()
+    matcher = SeamMatcher(list(b"the EN"), ["END"], decode)
+    assert matcher.cut(chunk(b"D")).matched_stop == "END"
+    asked = len(decode.asked)
+    whole = chunk(b"the END")
+    assert matcher.cut(whole) is whole
+    assert len(decode.asked) == asked
+
+
+def test_with_a_tokenizer_whose_tokens_are_bytes_and_words() -> None:
+    tokenizer = make_tokenizer()
+    ids = tokenizer.encode("Say the digit 🙂é", add_special_tokens=False)
+    begins = len(tokenizer.encode("Say the digit", add_special_tokens=False))
+    assert len(ids) > begins + 4, "the characters are cut into bytes"
+    for seam in range(len(ids) - 5, len(ids)):
+        matcher = SeamMatcher(ids[:seam], ["🙂é"], tokenizer.decode)
+        got = matcher.cut(chunk([*ids[seam:], ids[0]]))
+        assert got.output_ids == ids[seam:], seam
+        assert got.matched_stop == "🙂é"
