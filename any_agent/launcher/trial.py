@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from any_agent.config import Config, load_config
+from any_agent.config import LOOPBACK, Config, load_config
 from any_agent.errors import ConfigError
 from any_agent.rundir import RunDir, read_json
 
@@ -37,9 +37,12 @@ def resolve_config(path: str | None, overrides: Sequence[str]) -> Config:
     saved = trial_dir(config).path / "config.yaml"
     if not saved.is_file():
         return config
-    before = load_config(saved, environ={})
+    # Its admin key is in no file, and without one only this machine's addresses are valid.
+    before = load_config(saved, [f"server.host={LOOPBACK[0]}"], environ={})
     if path is None:
         config = load_config(saved, overrides)
+    elif not config.model.path:
+        config = load_config(path, [*overrides, f"model.path={before.model.path}"])
     if config.model.path and config.model.path != before.model.path:
         raise ConfigError(
             f"{config.experiment}/{config.trial} was started from {before.model.path}, not from "
@@ -68,11 +71,11 @@ def latest_weights(config: Config) -> SavedWeights | None:
 
 
 def _is_whole(path: Path) -> bool:
-    manifest = read_json(path / "manifest.json")
-    if manifest is None:
+    try:
+        sizes: dict[str, int] = read_json(path / "manifest.json", {"files": {}})["files"]
+    except (ValueError, KeyError, TypeError):
         return False
-    sizes: dict[str, int] = manifest["files"]
-    return all(
+    return bool(sizes) and all(
         (path / name).is_file() and (path / name).stat().st_size == size
         for name, size in sizes.items()
     )

@@ -1,0 +1,135 @@
+"""A trial that was started before: its settings go on, and its newest weights are found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from any_agent.config import Config, load_config
+from any_agent.errors import ConfigError
+from any_agent.launcher.trial import latest_weights, resolve_config, trial_dir
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANY_AGENT_SERVER__ADMIN_KEY", raising=False)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return f"root={tmp_path / 'runs'}"
+
+
+def start(*settings: str) -> Config:
+    """What a start leaves behind."""
+    config = load_config(None, settings, environ={})
+    folder = trial_dir(config).path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.dump()))
+    return config
+
+
+def test_a_new_trial_has_the_given_settings(root: str) -> None:
+    config = resolve_config(None, [root, "model.path=/models/a", "train.steps=3"])
+    assert (config.model.path, config.train.steps) == ("/models/a", 3)
+
+
+def test_without_a_file_the_saved_settings_go_on_and_overrides_win(root: str) -> None:
+    start(root, "model.path=/models/a", "train.steps=3", "train.lr=0.5")
+    config = resolve_config(None, [root, "train.steps=9"])
+    assert (config.model.path, config.train.steps, config.train.lr) == ("/models/a", 9, 0.5)
+    # Another trial is not concerned.
+    assert resolve_config(None, [root, "trial=other"]).train.lr == Config().train.lr
+
+
+def test_with_a_file_the_file_counts(root: str, tmp_path: Path) -> None:
+    start(root, "model.path=/models/a", "train.steps=3", "train.lr=0.5")
+    path = tmp_path / "my.yaml"
+    path.write_text("train: {steps: 4}\n")
+    config = resolve_config(str(path), [root])
+    assert (config.train.steps, config.train.lr) == (4, Config().train.lr)
+    # The trial's model is no matter of choice.
+    assert config.model.path == "/models/a"
+
+
+def test_another_model_is_refused(root: str, tmp_path: Path) -> None:
+    start(root, "model.path=/models/a")
+    path = tmp_path / "my.yaml"
+    path.write_text("model: {path: /models/b}\n")
+    for file, overrides in ((None, [root, "model.path=/models/b"]), (str(path), [root])):
+        with pytest.raises(ConfigError, match="started from /models/a, not from /models/b"):
+            resolve_config(file, overrides)
+    assert resolve_config(None, [root, "model.path=/models/a"]).model.path == "/models/a"
+
+
+def test_a_trial_that_was_open_to_others_goes_on(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its admin key is not among the saved settings."""
+    start(root, "model.path=/m", "server.host=0.0.0.0", "server.admin_key=first-admin-key")
+    with pytest.raises(ConfigError, match=r"server\.admin_key must be set"):
+        resolve_config(None, [root])
+    config = resolve_config(None, [root, "server.admin_key=another-admin-key"])
+    assert config.server.host == "0.0.0.0"
+    monkeypatch.setenv("ANY_AGENT_SERVER__ADMIN_KEY", "a-third-admin-key")
+    assert resolve_config(None, [root]).server.host == "0.0.0.0"
+
+
+# -- weights -----------------------------------------------------------------------------------
+
+FILES = {
+    "config.json": "{}",
+    "model.safetensors": "weights",
+    "trainer/state.json": json.dumps({"state": {"version": 5, "consumed": []}}),
+}
+
+
+@pytest.fixture
+def config(root: str) -> Config:
+    return load_config(None, [root], environ={})
+
+
+@pytest.fixture
+def checkpoint(config: Config) -> Path:
+    """A whole one of step 20; its weights were version 5, and the run went on to version 9."""
+    run = trial_dir(config)
+    run.create()
+    run.state.write_text(json.dumps({"highest_version": 9, "step": 24, "versions": {"9": 24}}))
+    path = run.checkpoints / "step-00000020"
+    (path / "trainer").mkdir(parents=True)
+    for name, text in FILES.items():
+        (path / name).write_text(text)
+    sizes = {name: len(text) for name, text in FILES.items()}
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": sizes}))
+    (run.checkpoints / "latest").write_text("step-00000020\n")
+    return path
+
+
+def test_nothing_was_kept_yet(config: Config) -> None:
+    assert latest_weights(config) is None
+
+
+def test_weights_are_served_as_their_own_version(config: Config, checkpoint: Path) -> None:
+    found = latest_weights(config)
+    assert found is not None
+    assert (found.path, found.step, found.version) == (checkpoint, 20, 5)
+
+
+@pytest.mark.parametrize("file", [*FILES, "manifest.json"])
+@pytest.mark.parametrize("how", ["truncated", "gone"])
+def test_a_broken_checkpoint_is_none(config: Config, checkpoint: Path, file: str, how: str) -> None:
+    path = checkpoint / file
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    assert latest_weights(config) is None
+
+
+@pytest.mark.parametrize("name", ["", "step-00000099", "../checkpoints/step-00000020"])
+def test_a_pointer_to_nothing(config: Config, checkpoint: Path, name: str) -> None:
+    (checkpoint.parent / "latest").write_text(name)
+    assert latest_weights(config) is None
