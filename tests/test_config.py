@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from any_agent.config import Config, known_keys, load_config
+from any_agent.config import Config, known_keys, load_config, load_resolved
 from any_agent.errors import ConfigError
 
 
@@ -156,6 +156,35 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_a_dump_can_be_loaded_again(tmp_path: Path) -> None:
     config = load_config(None, ["train.betas=[0.8, 0.9]", "trial=2026-11-20"], {})
     assert load_config(write(tmp_path, config.dump()), [], {}) == config
+
+
+def test_resolved_settings_are_the_files_and_the_secrets(tmp_path: Path) -> None:
+    """What one process resolved, another one's environment does not change."""
+    path = write(tmp_path, {"train": {"lr": 0.5}, "server": {"host": "0.0.0.0"}})
+    environ = {
+        "ANY_AGENT_SERVER__ADMIN_KEY": "0123456789",
+        "ANY_AGENT_TRAIN__LR": "7",
+        "ANY_AGENT_TRAIN__STEPS": "7",
+        "ANY_AGENT_TRAIN__NO_SUCH_KEY": "7",
+    }
+    config = load_resolved(path, environ)
+    assert (config.train.lr, config.train.steps) == (0.5, Config().train.steps)
+    assert config.server.admin_key is not None
+    assert config.server.admin_key.get_secret_value() == "0123456789"
+    with pytest.raises(ConfigError, match=r"server\.admin_key must be set"):
+        load_resolved(path, {"ANY_AGENT_SERVER__ADMIN_KEY": ""})
+
+
+def test_a_tilde_in_the_models_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    path = write(tmp_path, {"model": {"path": "~/model"}})
+    for file, overrides, environ in (
+        (path, [], {}),
+        (None, ["model.path=~/model"], {}),
+        (None, [], {"ANY_AGENT_MODEL__PATH": "~/model"}),
+    ):
+        assert load_config(file, overrides, environ).model.path == "/home/me/model"
+    assert load_config(None, ["model.path=org/name"], {}).model.path == "org/name"
 
 
 def test_every_setting_can_be_named(tmp_path: Path) -> None:
