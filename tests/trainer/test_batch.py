@@ -1,0 +1,87 @@
+"""Which sessions a step trains on, and why it leaves out the others."""
+
+from __future__ import annotations
+
+import pytest
+from episode_lab import interaction, pair, session
+
+from any_agent.config import TrainConfig
+from any_agent.types import Trajectory
+from trainer.batch import TrainingBatch, training_batch, versions_in, without_signal
+
+CONFIG = TrainConfig(normalize_std=False)
+
+
+def batch_of(*episodes: list[Trajectory], step: int = 0, eta: int = 2) -> TrainingBatch:
+    """Version v was published after v steps."""
+    steps = {version: version for version in versions_in(episodes)}
+    return training_batch(episodes, CONFIG, step=step, eta=eta, step_of_version=steps)
+
+
+def advantages(batch: TrainingBatch) -> list[float]:
+    return [float(row["advantages"]) for row in batch.rows]
+
+
+def test_what_is_fresh_is_trained_on() -> None:
+    batch = batch_of(pair("a"), pair("b", turns=2))
+    assert batch.trained == ["a-good", "a-bad", "b-good", "b-bad"]
+    assert batch.rejected == {}
+    assert batch.scores == [1.0, 0.0, 1.0, 0.0]
+    assert len(batch.rows) == 6
+    assert batch.ages == [0] * 12
+
+
+def test_without_a_trainable_interaction_a_session_is_untrainable() -> None:
+    """It says nothing about the policy, so it moves no baseline."""
+    odd = session("odd", 100.0, untrainable="logit_bias")
+    batch = batch_of([*pair("a"), odd])
+    assert batch.trained == ["a-good", "a-bad"]
+    assert batch.rejected == {"odd": "untrainable"}
+    assert batch.scores == [1.0, 0.0]
+    assert advantages(batch) == [0.5, -0.5]
+
+
+def test_with_old_tokens_only_a_session_is_stale_and_still_in_the_baseline() -> None:
+    old = session("old", 4.0, version=0)
+    fresh = [session("good", 1.0, version=3), session("bad", 1.0, version=3)]
+    batch = batch_of([*fresh, old], step=3, eta=2)
+    assert batch.trained == ["good", "bad"]
+    assert batch.rejected == {"old": "stale"}
+    assert batch.scores == [1.0, 1.0, 4.0]
+    assert advantages(batch) == [-1.0, -1.0]
+    assert batch.ages == [0, 0, 0, 0, 3, 3]
+
+
+def test_eta_is_the_last_age_that_counts() -> None:
+    assert batch_of(pair("a"), step=2, eta=2).rejected == {}
+    assert set(batch_of(pair("a"), step=3, eta=2).rejected.values()) == {"stale"}
+
+
+def test_a_fresh_turn_after_an_old_one() -> None:
+    first = interaction("first", session="s", version=0)
+    second = interaction("second", "first", session="s", version=3)
+    mixed = Trajectory("s", "g", [first, second], final_reward=1.0)
+    batch = batch_of([mixed, session("bad", 0.0, version=3)], step=3, eta=2)
+    assert (batch.trained, batch.rejected) == (["s", "bad"], {})
+    assert [int(row["loss_mask"].sum()) for row in batch.rows] == [2, 2]
+    assert versions_in([[mixed]]) == {0, 3}
+
+
+def test_nothing_but_leftovers() -> None:
+    batch = batch_of([session("odd", 1.0, untrainable="x")], pair("a"), step=9)
+    assert batch.rows == [] and batch.trained == []
+    assert batch.rejected == {"odd": "untrainable", "a-good": "stale", "a-bad": "stale"}
+
+
+@pytest.mark.parametrize(
+    ("episode", "why"),
+    [
+        (pair("a"), None),
+        ([session("a", 1.0), session("b", 1.0)], "zero_variance"),
+        ([session("a", 1.0, untrainable="x"), session("b", 0.0, untrainable="x")], "untrainable"),
+        ([session("a", 1.0, untrainable="x"), session("b", 0.0)], "zero_variance"),
+    ],
+    ids=["differ", "same", "untrainable", "one left"],
+)
+def test_episodes_without_a_signal(episode: list[Trajectory], why: str | None) -> None:
+    assert without_signal(episode, CONFIG) == why

@@ -1,0 +1,75 @@
+"""Versions are reserved on disk, never used twice, and forgotten in time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import trainer.versions
+from any_agent.rundir import read_json
+from trainer.versions import Versions
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state.json"
+
+
+def test_the_first_weights_have_no_step_behind_them(path: Path) -> None:
+    versions = Versions(path)
+    assert versions.highest == 0
+    assert versions.steps_of({0}) == {0: 0}
+    assert not path.exists()
+
+
+def test_a_version_is_on_disk_before_anybody_has_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = Versions(path)
+    assert versions.reserve(step=4) == 1
+    assert read_json(path)["highest_version"] == 1
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(trainer.versions, "write_json", full)
+    with pytest.raises(OSError, match="no space"):
+        versions.reserve(step=5)
+    assert read_json(path)["highest_version"] == 1
+
+
+def test_a_version_is_not_used_again_after_a_crash(path: Path) -> None:
+    """Whether or not anybody had seen it."""
+    assert [Versions(path).reserve(step) for step in (1, 1, 2)] == [1, 2, 3]
+    assert Versions(path).steps_of({0, 1, 2, 3}) == {0: 0, 1: 1, 2: 1, 3: 2}
+
+
+def test_above_what_an_engine_serves(path: Path) -> None:
+    versions = Versions(path)
+    versions.at_least(7)
+    assert versions.reserve(step=1) == 8
+    versions.at_least(3)
+    assert versions.reserve(step=2) == 9
+    assert Versions(path).reserve(step=3) == 10
+
+
+def test_unknown_versions_are_long_ago(path: Path) -> None:
+    versions = Versions(path)
+    versions.at_least(7)
+    versions.reserve(step=1)
+    steps = versions.steps_of({7, 8})
+    assert steps[8] == 1
+    assert steps[7] < -1_000_000
+
+
+def test_the_oldest_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.versions, "_REMEMBERED", 3)
+    versions = Versions(path)
+    for step in range(1, 11):
+        versions.reserve(step)
+    for kept in (versions, Versions(path)):
+        steps = kept.steps_of({7, 8, 9, 10})
+        assert [steps[v] for v in (8, 9, 10)] == [8, 9, 10]
+        assert steps[7] < 0
+    assert len(read_json(path)["versions"]) == 3
