@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -9,7 +10,8 @@ import httpx
 import pytest
 
 from any_agent.client import RLClient
-from any_agent.errors import Conflict, ServiceUnavailable, TooManyRequests
+from any_agent.errors import Conflict, ServiceUnavailable, StoreUnavailable, TooManyRequests
+from any_agent.protocol import RunInfo
 
 STARTED = {
     "session_id": "s",
@@ -121,3 +123,105 @@ async def test_nobody_there() -> None:
         await client.run_info()
     assert time.monotonic() - began < 10
     await client.close()
+
+
+class Clock:
+    """Time that passes by sleeping only."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("any_agent.client.time", self)
+        monkeypatch.setattr("any_agent.client.asyncio.sleep", self.sleep)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def away() -> httpx.Response:
+    error = {"error": {"message": "the store is full", "code": "store_unavailable"}}
+    return httpx.Response(503, json=error, headers={"Retry-After": "1"})
+
+
+INFO = RunInfo(
+    experiment="e",
+    trial="t",
+    user="u",
+    model="m",
+    state="training",
+    version=4,
+    step=3,
+    checkpoint=None,
+)
+
+
+async def test_a_503_is_asked_again_where_that_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    client, seen = client_with(away(), away(), httpx.Response(200, json={"acked": 1}))
+    assert await client.ack(owner="o", trained=["s"], rejected=[]) == 1
+    assert len(seen) == 3
+    assert 0 < clock.now < 5
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c: c.run_info(),
+        lambda c: c.ack(owner="o", trained=[], rejected=[]),
+        lambda c: c.publish_version(version=1, path="p", step=1),
+        lambda c: c.resume(),
+    ],
+    ids=["run_info", "ack", "publish_version", "resume"],
+)
+async def test_a_503_is_asked_again_until_the_deadline(
+    call: Callable[[RLClient], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    client, seen = client_with(away(), retry_for=20.0)
+    with pytest.raises(StoreUnavailable, match="the store is full"):
+        await call(client)  # type: ignore[misc]
+    assert len(seen) > 5
+    assert 15 < clock.now <= 21
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c: c.start_session(),
+        lambda c: c.finalize("k", 1.0),
+        lambda c: c.lease(owner="o", wait=0),
+    ],
+    ids=["start_session", "finalize", "lease"],
+)
+async def test_a_503_may_hide_that_it_was_done(call: Callable[[RLClient], object]) -> None:
+    client, seen = client_with(away())
+    with pytest.raises(StoreUnavailable):
+        await call(client)  # type: ignore[misc]
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("trust_env", [True, False])
+async def test_proxies_of_the_environment(trust_env: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between parts of one machine they are in the way."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = INFO.model_dump_json().encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        writer.close()
+
+    for name in ("no_proxy", "NO_PROXY", "all_proxy", "ALL_PROXY", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with RLClient(url, retry_for=0, trust_env=trust_env) as client:
+            if trust_env:
+                with pytest.raises(ServiceUnavailable):
+                    await client.run_info()
+            else:
+                assert (await client.run_info()).version == 4

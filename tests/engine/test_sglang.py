@@ -311,6 +311,27 @@ async def test_broken_streams(
     assert len(got) == 2
 
 
+async def test_a_stream_without_an_end_is_not_gone_on_with(scripted: ScriptedEngine) -> None:
+    """Also where an update came in between, which an engine's abort would be put down to."""
+    async with client_of(scripted, update_mode="in_place") as client:
+        scripted.fail("no_end", after=4)
+        held = scripted.hold(2)
+        got: list[int] = []
+
+        async def read() -> None:
+            async for chunk in client.generate(request(), stream=True):
+                got.extend(chunk.output_ids)
+
+        work = asyncio.create_task(read())
+        await update_at(client, scripted, 2, 1, work)
+        held.set()
+        with pytest.raises(EngineUnavailable, match="without an end") as raised:
+            await work
+    assert raised.value.retry_after
+    assert got == [20 + (7 * (3 + k)) % 60 for k in range(4)]
+    assert len(scripted.requests) == 1
+
+
 @BOTH
 async def test_refusals(client: SGLangEngine, scripted: ScriptedEngine, stream: bool) -> None:
     with pytest.raises(InvalidRequest, match="longer than the context"):

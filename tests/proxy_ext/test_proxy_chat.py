@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import orjson
+import pytest
 
 from any_agent.chat import ChatFormat
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -253,6 +254,23 @@ async def test_tokens_are_the_least_of_all_limits(start: Start, engine: Scripted
     prompt = len(engine.requests[0]["input_ids"])
     got = [r["sampling_params"]["max_new_tokens"] for r in engine.requests]
     assert got == [5, min(20, 40 - prompt), 3]
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+async def test_the_answer_says_that_fewer_tokens_were_allowed(start: Start, mode: str) -> None:
+    proxy = await start("sampling.max_new_tokens=20")
+    await proxy.admit(10)
+    session = await proxy.open(mode=mode)
+    for stream in (False, True):
+        response = await proxy.call(session["api_key"], max_tokens=30, stream=stream)
+        assert response.status_code == 200, response.text
+        overrides = orjson.loads(response.headers["x-any-agent-overrides"])
+        assert overrides == {"max_new_tokens": 20}
+        response = await proxy.call(session["api_key"], max_tokens=20, stream=stream)
+        assert "x-any-agent-overrides" not in response.headers
+    recorded = await proxy.recorded(session["session_id"])
+    asked = [interaction.request.get("overridden") or {} for interaction in recorded]
+    assert asked == [{"max_new_tokens": 30}, {}] * 2
 
 
 async def test_ways_to_name_the_session(proxy: Proxy) -> None:

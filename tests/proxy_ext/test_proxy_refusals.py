@@ -214,6 +214,11 @@ async def test_bad_rewards(proxy: Proxy) -> None:
     ):
         response = await proxy.post("/rl/v1/set_reward", body, key)
         refusal(response, 400, "invalid_request", "")
+    for reward in (1.000001e6, -1.000001e6, 1e300, -(10**9)):
+        # Finite, and yet one of them could make the loss of a whole batch infinite.
+        for path, field in (("set_reward", "reward"), ("finalize", "final_reward")):
+            response = await proxy.post(f"/rl/v1/{path}", {field: reward}, key)
+            refusal(response, 400, "invalid_request", "between -1e+06 and 1e+06")
     for final in (b'{"final_reward": NaN}', {"final_reward": "1"}):
         refusal(await proxy.post("/rl/v1/finalize", final, key), 400, "invalid_request", "")
     for id in ("no-such-completion", foreign):
@@ -224,6 +229,9 @@ async def test_bad_rewards(proxy: Proxy) -> None:
     refusal(await proxy.post("/rl/v1/finalize", {}, key), 422, "no_reward", "final_reward")
     for one in await proxy.recorded(session["session_id"]):
         assert one.reward is None
+    for bound in (1e6, -1e6):
+        response = await proxy.post("/rl/v1/set_reward", {"reward": bound}, key)
+        assert response.status_code == 200, response.text
     response = await proxy.post("/rl/v1/set_reward", {"reward": -2}, key)
     assert response.json() == {
         "session_id": session["session_id"],

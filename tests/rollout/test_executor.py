@@ -40,6 +40,7 @@ class Service(RLClient):
         self.held: list[list[str]] = []
         self.acks: list[tuple[list[str], list[str]]] = []
         self.failures: dict[str, list[AnyAgentError]] = {}
+        self.lost: set[str] = set()
         self.state = {"admitted": 0, "reserved": 0, "waiting": 0, "running": 0, "buffered": 0}
         self.closed = False
 
@@ -58,6 +59,8 @@ class Service(RLClient):
 
     async def ack(self, *, owner: str, trained: list[str], rejected: list[Rejection]) -> int:
         self._maybe_fail("ack")
+        if self.lost & {*trained, *(r.session_id for r in rejected)}:
+            raise Conflict("a lease was lost")
         self.acks.append((trained, [r.session_id for r in rejected]))
         return len(trained) + len(rejected)
 
@@ -172,6 +175,37 @@ def test_a_lost_lease_is_no_reason_to_stop(lab: Lab) -> None:
     lab.service.failures = {"ack": [Conflict("lease lost")]}
     lab.executor.ack(["a-0"], [])
     until(lambda: "a-0" not in lab.service.held[-1])
+
+
+def test_with_one_lease_lost_the_others_are_acknowledged(lab: Lab) -> None:
+    """The service ends all or none, so they would be handed out, and trained on, again."""
+    lab.workflow.give(episode("a"), episode("b"))
+    lab.executor.prepare_batch(timeout=10)
+    lab.service.lost = {"a-1"}
+    lab.executor.ack(["a-0", "a-1", "b-0"], [Rejection(session_id="b-1", reason="stale")])
+    assert lab.service.acks == [(["a-0"], []), (["b-0"], []), ([], ["b-1"])]
+    until(lambda: lab.service.held[-1] == [])
+
+
+def test_an_episode_that_cannot_be_judged_is_left_out_and_the_polls_go_on() -> None:
+    """One agent's data must not end the training of all."""
+
+    def judge(episode: Episode) -> str | None:
+        if episode[0].group_id.startswith("odd"):
+            raise ValueError("the reward of interaction 3 is nan")
+        return None
+
+    lab = Lab(reject=judge)
+    # More of them than there are polls.
+    lab.workflow.give(*(episode(f"odd{k}") for k in range(10)), episode("a"), episode("b"))
+    batch = lab.executor.prepare_batch(timeout=10)
+    assert [e[0].group_id for e in batch] == ["a", "b"]
+    until(lambda: len(lab.service.acks) == 10)
+    assert lab.executor.rejected == {"unusable": 20}
+    assert sorted(id for _, rejected in lab.service.acks for id in rejected) == sorted(
+        f"odd{k}-{i}" for k in range(10) for i in range(2)
+    )
+    lab.executor.stop()
 
 
 def test_what_cannot_get_better_is_raised_to_the_trainer() -> None:
