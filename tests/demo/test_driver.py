@@ -1,0 +1,90 @@
+"""The demo's rewards, and its control's: another session's, worth the same at every turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from any_agent.client import RLClient
+from any_agent.demo.driver import DISCOUNT, Driver
+from any_agent.record import propagate_rewards
+from any_agent.types import (
+    Continuation,
+    GenerationHyperparameters,
+    Interaction,
+    id_array,
+    logprob_array,
+)
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver(RLClient("http://nowhere"), [], seed=0, permute=True)
+
+
+def turns_of(count: int) -> list[list[str]]:
+    return [[f"turn-{k}", "text"] for k in range(count)]
+
+
+def returns(rewards: list[tuple[str, float]], turns: int) -> list[float]:
+    """What each turn of a chain is worth once rewards have run back through it."""
+    given = dict(rewards)
+    nodes = [
+        Interaction(
+            id=f"turn-{k}",
+            session_id="s",
+            parent_id=f"turn-{k - 1}" if k else None,
+            prompt_delta_ids=id_array([1]),
+            output_ids=id_array([2]),
+            output_logprobs=logprob_array([-1.0]),
+            output_versions=id_array([0]),
+            message_delta=[{"role": "user", "content": str(k)}],
+            output_message={"role": "assistant", "content": str(k)},
+            finish_reason="stop",
+            gconfig=GenerationHyperparameters(),
+            continuation=Continuation.EXACT if k else Continuation.ROOT,
+            reward=given.get(f"turn-{k}"),
+        )
+        for k in range(turns)
+    ]
+    r = propagate_rewards(nodes, discount=DISCOUNT)
+    return [r[node.id] for node in nodes]
+
+
+def test_without_the_control_the_outcome_is_the_last_turns() -> None:
+    plain = Driver(RLClient("http://nowhere"), [], seed=0)
+    assert plain._rewards(turns_of(2), [False, True]) == [("turn-1", 1.0)]
+    assert plain._rewards(turns_of(1), [False]) == [("turn-0", 0.0)]
+    assert returns(plain._rewards(turns_of(2), [False, True]), 2) == [DISCOUNT, 1.0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.95, -0.3])
+def test_in_the_control_every_turn_is_worth_the_same(
+    driver: Driver, count: int, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a session of one turn would score higher than one of two, right or not."""
+    monkeypatch.setattr(driver, "_swapped", lambda own: value)
+    rewards = driver._rewards(turns_of(count), [False] * (count - 1) + [True])
+    assert returns(rewards, count) == pytest.approx([value] * count)
+
+
+def test_in_the_control_a_session_gives_away_what_it_was_worth(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(driver, "_swapped", lambda own: given.append(own) or 0.0)
+    for right in ([True], [False, True], [False, False]):
+        driver._rewards(turns_of(len(right)), right)
+    assert given == pytest.approx([1.0, (1.0 + DISCOUNT) / 2, 0.0])
+
+
+def test_nobody_gets_its_own_value_back_but_by_the_coin(driver: Driver) -> None:
+    """And a value is given out once at most."""
+    given = [10.0 + k for k in range(500)]
+    got = [driver._swapped(value) for value in given]
+    tosses = [value for value in got if value in (0.0, 1.0)]
+    swapped = [value for value in got if value not in (0.0, 1.0)]
+    assert 0 < len(tosses) <= 32
+    assert set(got[: len(tosses)]) == {0.0, 1.0}, "the coin is for the first ones, and fair"
+    assert len(set(swapped)) == len(swapped)
+    assert all(b < a for a, b in zip(given, got, strict=True)), "an earlier session's, always"
