@@ -81,8 +81,8 @@ async def open_service(
     )
     journal = SQLiteJournal(run_dir.journal(rank))
     try:
-        info = await engine.info()
-        context = config.engine.context_length or int(info["context_length"])
+        known = await engine.context_length()
+        context = min(config.engine.context_length or known, known)
         signer = KeySigner(run_dir.signing_secret())
         sessions = Sessions(journal, config.sessions, rank=rank)
         await sessions.recover(lease_ttl=config.rollout.lease_ttl)

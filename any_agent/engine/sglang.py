@@ -15,7 +15,7 @@ import orjson
 
 from any_agent.engine.gate import UpdateGate
 from any_agent.engine.seam import SeamMatcher
-from any_agent.errors import EngineUnavailable, InvalidRequest
+from any_agent.errors import ConfigError, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationChunk, ModelRequest, StopReason
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,19 @@ class SGLangEngine:
         if version.isdigit():
             self._version = int(version)
         return data
+
+    async def context_length(self) -> int:
+        """Tokens of prompt and output together that the engine takes; ConfigError if unknown."""
+        told = (await self.info()).get("context_length")
+        if told is None:
+            # SGLang says only how long a prompt may be, a few tokens less.
+            told = (await self._control("GET", "/get_server_info")).get("max_req_input_len")
+        if told is None:
+            raise ConfigError(
+                f"the engine at {self.url} does not say how long its context is; "
+                "set engine.context_length"
+            )
+        return int(told)
 
     async def pause(self) -> None:
         self._gate.close()
