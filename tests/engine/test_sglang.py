@@ -399,3 +399,11 @@ async def test_with_the_embedded_engine(tiny_model_dir: Path, stream: bool) -> N
             await runner.cleanup()
     assert ids == plain.output_ids
     assert logprobs == pytest.approx(plain.output_logprobs, abs=1e-3)
+
+
+async def test_the_context_of_the_embedded_engine_and_of_sglang(
+    scripted: ScriptedEngine, client: SGLangEngine
+) -> None:
+    assert await client.context_length() == scripted.context_length
+    scripted.like_sglang = True
+    assert await client.context_length() == 2042

@@ -67,6 +67,7 @@ class ScriptedEngine:
         self.decode = decode or (lambda ids: "".join(chr(97 + i % 26) for i in ids))
         self.incremental = incremental
         self.context_length = context_length
+        self.like_sglang = False
         self.pace = pace
         self.weight_version = "0"
         self.requests: list[dict[str, Any]] = []
@@ -119,6 +120,7 @@ class ScriptedEngine:
         app.router.add_get("/health", self._ok)
         app.router.add_get("/health_generate", self._health_generate)
         app.router.add_get("/get_model_info", self._info)
+        app.router.add_get("/get_server_info", self._server_info)
         runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.01
         )
@@ -144,9 +146,13 @@ class ScriptedEngine:
             {
                 "model_path": "scripted",
                 "weight_version": self.weight_version,
-                "context_length": self.context_length,
+                # A real SGLang has no such field here.
+                **({} if self.like_sglang else {"context_length": self.context_length}),
             }
         )
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"context_length": None, "max_req_input_len": 2042})
 
     async def _abort_request(self, http: web.Request) -> web.Response:
         rid = (await http.json()).get("rid")
