@@ -133,6 +133,7 @@ class Interaction:
     gconfig: GenerationHyperparameters
     model: str = ""
     tools: list[Tool] | None = None
+    """Of a root; an exact child's are its root's."""
     continuation: Continuation = Continuation.ROOT
     branch_reason: str | None = None
     untrainable_reason: str | None = None

@@ -8,7 +8,7 @@ import logging
 import socket
 import sys
 
-from any_agent.config import load_resolved
+from any_agent.config import LOOPBACK, load_resolved
 from any_agent.engine import SGLangEngine
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StartupError
 from any_agent.logs import set_up_logging
@@ -31,6 +31,8 @@ def main() -> int:
     try:
         config = load_resolved(args.config)
         set_up_logging(config.log_level)
+        if args.host not in LOOPBACK and config.server.admin_key is None:
+            raise ConfigError(f"--host {args.host} needs an admin key; without one, only loopback")
         # Before anything slow, so that a port in use is known at once.
         listener = listen(args.host, args.port)
         return _serve(config, args, listener)
@@ -45,7 +47,10 @@ async def _check_engine(url: str) -> None:
     try:
         await engine.info()
     except EngineUnavailable as error:
-        raise StartupError(f"{error.message}; is engine.url right, and is it running?") from None
+        raise StartupError(
+            f"the engine at {url} cannot be used: {error.message}; is engine.url right, and is it "
+            "running?"
+        ) from None
     finally:
         await engine.close()
 

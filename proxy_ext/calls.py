@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
 
 from any_agent.completions import Completed, Completer, Completion, Prepared
 from any_agent.errors import AnyAgentError, SessionClosed, TooManyRequests
@@ -24,7 +23,10 @@ class Call:
         self._items: asyncio.Queue[Completed | AnyAgentError] = asyncio.Queue()
         self._recording = False
         self._aborted: str | None = None
-        self._completion: Completion | None = None
+        self.completion: Completion | None = None
+        """Durable; None while the call is under way, and for good if it fails."""
+        self.delivered = False
+        """Whether the client was there when the event that ends the answer was sent."""
 
     def abort(self, reason: str) -> None:
         """Cancel the generation; without effect once the answer is being recorded."""
@@ -36,21 +38,12 @@ class Call:
         """Nobody waits for the answer any more."""
         self.abort("the client left")
 
-    async def result(self) -> Completion | None:
-        """The durable completion once the call has ended; None if it failed or was aborted."""
-        if self.task is not None:
-            await asyncio.wait([self.task], timeout=60)
-        return self._completion
-
-    async def items(self) -> AsyncGenerator[Completed]:
-        """What the call produces, in order; raises what it failed with."""
-        while True:
-            item = await self._items.get()
-            if isinstance(item, AnyAgentError):
-                raise item
-            yield item
-            if isinstance(item, Completion):
-                return
+    async def next(self) -> Completed:
+        """What the call produces next, the last one a Completion; raises what it failed with."""
+        item = await self._items.get()
+        if isinstance(item, AnyAgentError):
+            raise item
+        return item
 
     async def run(self, completer: Completer, sessions: Sessions, *, stream: bool) -> None:
         session = self.session
@@ -60,7 +53,7 @@ class Call:
                 if isinstance(item, Completion) and session is not None:
                     self._recording = True
                     await sessions.record(session, item.interaction, item.key)
-                    self._completion = item
+                    self.completion = item
                 self._items.put_nowait(item)
         except asyncio.CancelledError:
             self._items.put_nowait(SessionClosed(self._aborted or "the service is stopping"))
@@ -101,18 +94,28 @@ class Calls:
             session.calls.add(call)
         run = call.run(self._completer, self._sessions, stream=stream)
         call.task = asyncio.create_task(run)
-        call.task.add_done_callback(lambda _: self._forget(call))
+        call.task.add_done_callback(lambda _: self._running.discard(call))
         return call
 
-    async def undelivered(self, call: Call, completion: Completion) -> None:
-        """The answer was recorded but its client had left: never train on it."""
-        if call.session is not None:
-            try:
-                await self._sessions.mark_untrainable(
-                    call.session, completion.interaction.id, "undelivered"
-                )
-            except AnyAgentError as error:
-                log.error("could not mark %s undelivered: %s", call.prepared.id, error.message)
+    async def release(self, call: Call) -> None:
+        """The caller is done with a call. An answer that reached nobody is never trained on.
+
+        Until here the call stays with its session, so that a finalize knows of it.
+        """
+        if not call.delivered:
+            call.client_left()
+            if call.task is not None:
+                await asyncio.wait([call.task])
+        session = call.session
+        if session is None:
+            return
+        try:
+            if call.completion is not None and not call.delivered:
+                await self._sessions.mark_undelivered(session, call.completion.interaction)
+        except AnyAgentError as error:
+            log.error("could not mark %s undelivered: %s", call.prepared.id, error.message)
+        finally:
+            session.calls.discard(call)
 
     async def close(self) -> None:
         """Abort every call."""
@@ -121,8 +124,3 @@ class Calls:
         tasks = [call.task for call in self._running if call.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=10)
-
-    def _forget(self, call: Call) -> None:
-        self._running.discard(call)
-        if call.session is not None:
-            call.session.calls.discard(call)

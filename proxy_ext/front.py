@@ -53,7 +53,7 @@ class Front:
             return
         scope = _without_prefix(scope)
         if scope["path"] in LITELLM_PATHS:
-            await self._litellm(scope, receive, send)
+            await self._litellm(scope, self._limited(receive), send)
             return
         await self._ours(scope, self._limited(receive), send)
 
@@ -66,6 +66,8 @@ class Front:
         if not length.isdigit() or int(length) > self._max_body_bytes:
             raise self._too_large()
         if self._loopback_only:
+            if values.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+                raise Forbidden("without an admin key no web page is served; set server.admin_key")
             # Without a key, a web page in the operator's browser must not be able to call us.
             for name, raw in headers:
                 value = raw.decode("latin-1")

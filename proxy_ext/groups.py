@@ -44,6 +44,10 @@ class Group:
         return SessionState.OPEN in self._states
 
     @property
+    def has_leased(self) -> bool:
+        return SessionState.LEASED in self._states
+
+    @property
     def complete(self) -> bool:
         return self.room == 0 and not self.promised and not self.has_open
 

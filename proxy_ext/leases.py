@@ -13,13 +13,10 @@ import time
 from any_agent.errors import Conflict
 from any_agent.protocol import Ack, Capacity, Lease, SetCapacity
 from any_agent.types import Interaction, SessionMode, SessionState, Trajectory
-from proxy_ext.session import Session
+from proxy_ext.session import EXPORT_OWNER, Session
 from proxy_ext.sessions import Sessions
 
 log = logging.getLogger(__name__)
-
-EXPORT_OWNER = "export"
-"""Holds what `export_trajectories` leased; a trainer does not take these back."""
 
 
 class Leases:
@@ -117,6 +114,11 @@ class Leases:
             log.warning("%d leases ran out; their sessions are handed out again", len(lapsed))
             await self._give_back(lapsed)
 
+    async def give_back(self, session_ids: list[str], owner: str) -> None:
+        """End leases of one holder without an effect."""
+        ids = set(session_ids)
+        await self._give_back([s for s in self._leased() if s.id in ids and s.row.owner == owner])
+
     # ------------------------------------------------------------------------------------------
 
     def _leased(self) -> list[Session]:
@@ -141,7 +143,8 @@ class Leases:
             elif session.row.group_id not in seen:
                 seen.add(session.row.group_id)
                 group = self._sessions.groups.get(session.row.group_id)
-                if group is None or not group.closed:
+                # A group is handed out whole: not while an export holds some of it.
+                if group is None or not group.closed or group.has_leased:
                     continue
                 chosen += [self._sessions.live[id] for id in group.finalized]
                 count += 1

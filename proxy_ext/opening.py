@@ -21,12 +21,12 @@ class Opening:
     """Opens sessions of one rank."""
 
     def __init__(
-        self, sessions: Sessions, signer: KeySigner, config: SessionConfig, *, batch_size: int
+        self, sessions: Sessions, signer: KeySigner, config: SessionConfig, *, largest_group: int
     ) -> None:
         self._sessions = sessions
         self._signer = signer
         self._config = config
-        self._batch_size = batch_size
+        self._largest_group = largest_group
         self._opening: set[str] = set()
         """Lanes whose session is being opened."""
 
@@ -128,37 +128,44 @@ class Opening:
 
     async def _admit_member(self, body: StartSession, wait: float) -> Group:
         size = body.group_size or self._config.group_size
-        if size > self._batch_size:
+        if size > self._largest_group:
             raise InvalidRequest(
-                f"group_size {size} exceeds the run's batch_size {self._batch_size}",
+                f"group_size {size} exceeds {self._largest_group}, the lesser of the run's "
+                "batch_size and max_concurrent: such a group could never be admitted",
                 param="group_size",
             )
-        if body.group_id is not None and self._sessions.groups.get(body.group_id) is None:  # noqa: SIM102
+        groups, deadline = self._sessions.groups, time.monotonic() + wait
+        if body.group_id is not None and groups.get(body.group_id) is None:  # noqa: SIM102
             if await self._sessions.journal.group(body.group_id):
                 raise closed_error(body.group_id)
-        group = self._sessions.groups.joinable(
-            group_id=body.group_id, task_id=body.task_id, size=size
-        )
+        while True:
+            group = groups.joinable(group_id=body.group_id, task_id=body.task_id, size=size)
+            await self._wait_for(group, deadline - time.monotonic())
+            if not group.closed and group.room > 0:
+                group.promised += 1
+                return group
+            if body.group_id is not None:
+                raise closed_error(group.id)
+            # Others were first; the task's next generation begins.
+
+    async def _wait_for(self, group: Group, seconds: float) -> None:
+        """Return once the group has its slots; TooManyRequests if none came in time."""
         if group.ticket is None and not group.members:
             try:
-                group.ticket = self._sessions.admission.ask(size)
+                group.ticket = self._sessions.admission.ask(group.size)
             except TooManyRequests:
                 self._sessions.groups.discard(group)
                 raise
         group.openers += 1
         granted = False
         try:
-            granted = group.ticket is None or await group.ticket.wait(wait)
+            granted = group.ticket is None or await group.ticket.wait(seconds)
         finally:
             group.openers -= 1
             if not granted:
                 self._discard_unused(group)
         if not granted:
             raise self._no_slot()
-        if group.closed or group.room < 1:
-            raise closed_error(group.id)
-        group.promised += 1
-        return group
 
     def _discard_unused(self, group: Group) -> None:
         """Give back the slots (or the place) of a group that nobody got into."""

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Body, Depends, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.errors import InvalidRequest
+from any_agent.errors import AnyAgentError, InvalidRequest
 from any_agent.protocol import (
     Abort,
     Ack,
@@ -30,9 +30,9 @@ from any_agent.protocol import (
 )
 from any_agent.record import InteractionTree, export_rows, pack_trajectories, propagate_rewards
 from any_agent.record import to_json as row_to_json
-from any_agent.types import SessionMode, SessionState
-from proxy_ext.leases import EXPORT_OWNER
+from any_agent.types import SessionMode, SessionState, Trajectory
 from proxy_ext.service import Service
+from proxy_ext.session import EXPORT_OWNER
 from proxy_ext.wire.http import JSONResponse, while_present
 
 router = APIRouter(prefix="/rl/v1")
@@ -72,7 +72,9 @@ async def start_session(body: Start, request: Request, service: Admin) -> Sessio
 async def start_session_by_query(
     request: Request, service: Admin, query: Annotated[StartSession, Query()]
 ) -> SessionStarted:
-    """As POST, for people who type URLs."""
+    """As POST, for people who type URLs; a key has no place in one."""
+    if query.api_key is not None:
+        raise InvalidRequest("send api_key in the body of a POST, not in a URL", param="api_key")
     return await while_present(request, _start(query, service))
 
 
@@ -130,8 +132,9 @@ async def abort(session_id: str, body: Stop, request: Request, service: Anyone) 
 
 
 @router.get("/run")
-async def run_info(service: Anyone) -> RunInfo:
+async def run_info(request: Request, service: Anyone) -> RunInfo:
     """What is trained here, and which checkpoint to load."""
+    await service.auth.session_or_none(request)
     return service.run.info
 
 
@@ -154,6 +157,16 @@ async def export(body: ExportTrajectories, service: Admin) -> Response:
     It leases what it exports; `/rl/v1/ack` with owner "export" ends them.
     """
     trajectories = await service.leases.lease_sessions(body.session_ids, EXPORT_OWNER)
+    try:
+        out = _exported(trajectories, body)
+    except AnyAgentError:
+        await service.leases.give_back([t.session_id for t in trajectories], EXPORT_OWNER)
+        raise
+    return JSONResponse({"style": body.style, "discount": body.discount, "trajectories": out})
+
+
+def _exported(trajectories: list[Trajectory], body: ExportTrajectories) -> dict[str, Any]:
+    """Session id -> interaction id -> row."""
     out: dict[str, Any] = {}
     for t in trajectories:
         rewards = propagate_rewards(
@@ -162,7 +175,7 @@ async def export(body: ExportTrajectories, service: Admin) -> Response:
         tree = InteractionTree.from_interactions(t.interactions)
         rows = export_rows(tree, rewards, body.style)
         out[t.session_id] = {id: row_to_json(row) for id, row in rows.items()}
-    return JSONResponse({"style": body.style, "discount": body.discount, "trajectories": out})
+    return out
 
 
 # -- trainer -----------------------------------------------------------------------------------
@@ -209,7 +222,8 @@ async def publish_version(body: PublishedVersion, service: Admin) -> RunInfo:
 
 
 @router.get("/version")
-async def get_version(service: Anyone) -> dict[str, int]:
+async def get_version(request: Request, service: Anyone) -> dict[str, int]:
+    await service.auth.session_or_none(request)
     return {"version": service.run.version, "step": service.run.step}
 
 

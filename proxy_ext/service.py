@@ -108,7 +108,10 @@ async def open_service(
             ),
             sessions=sessions,
             opening=Opening(
-                sessions, signer, config.sessions, batch_size=config.rollout.batch_size
+                sessions,
+                signer,
+                config.sessions,
+                largest_group=min(config.rollout.batch_size, config.rollout.max_concurrent),
             ),
             leases=Leases(sessions, ttl=config.rollout.lease_ttl),
             calls=Calls(completer, sessions, limit=config.server.max_inflight_calls),

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 LIVE_STATES = (SessionState.OPEN, SessionState.FINALIZED, SessionState.LEASED)
 HANDED_OUT_STATES = (SessionState.LEASED, SessionState.TRAINED, SessionState.REJECTED)
 """What only members of a closed group get to."""
+EXPORT_OWNER = "export"
+"""Holds what `export_trajectories` leased; a trainer does not take these back."""
 TRANSITIONS: dict[SessionState, frozenset[SessionState]] = {
     SessionState.OPEN: frozenset(
         {

@@ -32,9 +32,23 @@ from proxy_ext.journal import (
     SetInteractionReward,
     SetState,
 )
-from proxy_ext.session import HANDED_OUT_STATES, LIVE_STATES, TRANSITIONS, Session, add_to_tree
+from proxy_ext.session import (
+    EXPORT_OWNER,
+    HANDED_OUT_STATES,
+    LIVE_STATES,
+    TRANSITIONS,
+    Session,
+    add_to_tree,
+)
 
 log = logging.getLogger(__name__)
+
+
+UNDELIVERED = "undelivered"
+
+
+def _undelivered(interaction: Interaction) -> Interaction:
+    return replace(interaction, untrainable_reason=UNDELIVERED)
 
 
 class Sessions:
@@ -87,7 +101,10 @@ class Sessions:
         remaining = first.created_at + self.config.group_timeout - wall
         group = Group(named, key, first.group_size, time.monotonic() + remaining)
         group.members = {row.id: row.state for row in rows}
-        handed_out = any(state in HANDED_OUT_STATES for state in group.members.values())
+        # An export leases single sessions, also of groups that are still open.
+        handed_out = any(
+            row.state in HANDED_OUT_STATES and row.owner != EXPORT_OWNER for row in rows
+        )
         if handed_out or (remaining <= 0 and not group.has_open):
             # It had closed before with the members that it had.
             group.size = len(group.members)
@@ -108,7 +125,7 @@ class Sessions:
         if session_id is not None:
             return self.live[session_id]
         row = await self.journal.session_of_lane(lane)
-        return None if row is None else Session(row, expires=0.0)
+        return None if row is None else self._stored(row)
 
     async def by_id(self, session_id: str) -> Session:
         """A session by its id; NotFound."""
@@ -118,7 +135,11 @@ class Sessions:
         row = await self.journal.session(session_id)
         if row is None:
             raise NotFound(f"there is no session {session_id[:80]!r}", code="session_not_found")
-        return Session(row, expires=0.0)
+        return self._stored(row)
+
+    def _stored(self, row: SessionRow) -> Session:
+        """An ended session; or the live one, if it was opened while its row was being read."""
+        return self.live.get(row.id) or Session(row, expires=0.0)
 
     async def info(self, session: Session) -> SessionInfo:
         """What is recorded of a session; an ended one's interactions are read from the journal."""
@@ -134,15 +155,12 @@ class Sessions:
         await self.journal.commit(PutInteraction(interaction))
         session.tree.add(interaction, key)
 
-    async def mark_untrainable(self, session: Session, interaction_id: str, why: str) -> None:
-        """Take an interaction out of training, e.g. one whose answer reached nobody."""
+    async def mark_undelivered(self, session: Session, interaction: Interaction) -> None:
+        """Take an interaction out of training whose answer reached nobody."""
         async with session.lock:
-            if session.state not in (SessionState.OPEN, SessionState.FINALIZED):
-                return
-            interaction = session.tree[interaction_id]
-            changed = replace(interaction, untrainable_reason=why)
-            await self.journal.commit(PutInteraction(changed))
-            interaction.untrainable_reason = why
+            if session.state is SessionState.OPEN and interaction.trainable:
+                await self.journal.commit(PutInteraction(_undelivered(interaction)))
+                interaction.untrainable_reason = UNDELIVERED
 
     async def set_reward(self, session: Session, reward: float, wanted: str | None) -> str:
         """Reward one interaction (the last one by default); its id."""
@@ -174,9 +192,19 @@ class Sessions:
                 train = session.mode is SessionMode.TRAIN
                 state = SessionState.FINALIZED if train else SessionState.EVALUATED
                 row = replace(session.row, state=state, final_reward=final_reward)
-                await self.journal.commit(PutSession(row))
+                # Answers that are still being sent: this session does not wait for their clients.
+                unsent = [
+                    call.completion.interaction
+                    for call in session.calls
+                    if call.completion is not None and not call.delivered
+                ]
+                await self.journal.commit(
+                    PutSession(row), *(PutInteraction(_undelivered(i)) for i in unsent)
+                )
             finally:
                 session.closing = False
+            for interaction in unsent:
+                interaction.untrainable_reason = UNDELIVERED
             session.row = row
             await self._changed([session])
 

@@ -108,7 +108,8 @@ def _rows(
     ):
         if not counted:
             continue
-        ages += [step - step_of_version[int(v)] for v in node.output_versions]
+        known = [step_of_version[int(v)] for v in node.output_versions]
+        ages += [step - made for made in known if made >= 0]
         row: dict[str, Tensor] = row_to_tensors(interaction_row(tree, node.id, r))
         temperature = node.gconfig.temperature
         rows.append(with_training_signal(row, advantage=advantage, temperature=temperature))

@@ -6,7 +6,7 @@ from any_agent.chat.format import ChatFormat
 from any_agent.chat.keys import chain_keys, normalise
 from any_agent.chat.load import load_chat_format
 from any_agent.chat.machine import MessageDelta, ParsedMessage
-from any_agent.chat.messages import validate_messages, validate_tools
+from any_agent.chat.messages import text_of, validate_messages, validate_tools
 from any_agent.chat.stream import StreamParser
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "chain_keys",
     "load_chat_format",
     "normalise",
+    "text_of",
     "validate_messages",
     "validate_tools",
 ]

@@ -62,6 +62,8 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.name: str = renderer.config.name
         self.vocab_size = len(tokenizer)
+        self.longest_token = max(map(len, tokenizer.get_vocab()))
+        """In characters: no text takes fewer tokens than its length over this."""
         self._token_texts: dict[int, str] = {}
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stop_token_ids))
         self._renderer = renderer

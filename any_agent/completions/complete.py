@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, chain_keys
+from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, chain_keys, text_of
 from any_agent.completions.params import ChatCall
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable
@@ -101,6 +101,7 @@ class Completer:
 
         Raises TemplateError, ContextLengthExceeded or InvalidRequest; nothing is recorded.
         """
+        self._require_plausible(call)
         keys = chain_keys(call.messages, call.tools)
         prompt = self._prompt(call, keys, tree)
         room = self.context_length - len(prompt.ids)
@@ -128,6 +129,20 @@ class Completer:
             key=keys[-1],
             created_at=time.time(),
         )
+
+    def _require_plausible(self, call: ChatCall) -> None:
+        """Refuse what cannot fit, however it is tokenised, before the cost of tokenising it."""
+        characters = sum(
+            len(text_of(message.get("content")) or "")
+            for message in call.messages
+            if isinstance(message, dict)
+        )
+        if characters > self.context_length * self.chat.longest_token:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.context_length} tokens, but the "
+                f"messages are {characters} characters long; shorten them",
+                param="messages",
+            )
 
     def _prompt(self, call: ChatCall, keys: list[bytes], tree: InteractionTree | None) -> _Prompt:
         found = tree.find(keys, call.messages) if tree is not None else None
@@ -213,7 +228,7 @@ class Completer:
             finish_reason=finish,
             gconfig=prepared.gconfig,
             model=call.model,
-            tools=call.tools,
+            tools=None if prepared.parent_id else call.tools,
             continuation=prepared.continuation,
             branch_reason=prepared.branch_reason,
             untrainable_reason=_untrainable(prepared.gconfig, ids),

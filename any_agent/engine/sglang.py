@@ -198,7 +198,7 @@ class SGLangEngine:
                     )
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnavailable(
-                f"the inference engine at {self.url} does not answer ({type(error).__name__})",
+                f"the inference engine does not answer ({type(error).__name__}); try again later",
                 retry_after=2,
             ) from error
         try:

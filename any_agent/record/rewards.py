@@ -3,8 +3,8 @@
 ``r(parent) = own(parent) + discount * mean(r(children))``; the session's final reward is added to
 every leaf. Two kinds of interactions have no part in it, because nothing came of them:
 
-- of several answers to one request (siblings with the same new messages: the choices of one
-  ``n > 1`` call, or a retry beside the call that it repeats) those that nobody continued while
+- of several answers to one request (siblings with the same new messages and tools: the choices of
+  one ``n > 1`` call, or a retry beside the call that it repeats) those that nobody continued while
   another one was continued;
 - what never reached the agent (the client left, or it was aborted) and was neither continued nor
   rewarded by name.
@@ -87,10 +87,11 @@ def session_score(
 
 def _answers_to_one_request(
     nodes: list[Interaction],
-) -> dict[tuple[str | None, str], list[Interaction]]:
-    out: defaultdict[tuple[str | None, str], list[Interaction]] = defaultdict(list)
+) -> dict[tuple[str | None, str, str], list[Interaction]]:
+    out: defaultdict[tuple[str | None, str, str], list[Interaction]] = defaultdict(list)
     for n in nodes:
         # Without its texts a request is known by its ids.
         asked = json.dumps(n.message_delta, sort_keys=True) if n.message_delta else ""
-        out[n.parent_id, asked or n.prompt_delta_ids.tobytes().hex()].append(n)
+        tools = json.dumps(n.tools, sort_keys=True)
+        out[n.parent_id, asked or n.prompt_delta_ids.tobytes().hex(), tools].append(n)
     return out

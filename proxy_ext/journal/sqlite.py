@@ -196,28 +196,29 @@ class SQLiteJournal:
         """One transaction for all; none of it is reported before the commit."""
         try:
             results = self._transact(jobs)
+        except _BadJob as bad:
+            # The others are not to suffer for it.
+            self._fail([bad.job], bad.cause)
+            rest = [job for job in jobs if job is not bad.job]
+            if rest:
+                self._run(rest)
         except Exception as cause:  # whatever it is, the callers must hear of it
-            if len(jobs) > 1:
-                # One of them may be at fault: the others are not to suffer for it.
-                for job in jobs:
-                    self._run([job])
-                return
-            log.error("journal write failed: %s", cause)
-            error = StoreUnavailable(
-                f"the journal cannot be written ({cause}); nothing was recorded, try again later",
-                retry_after=5,
-            )
-            jobs[0].settle(None, error)
-            return
-        for job, result in zip(jobs, results, strict=True):
-            job.settle(result, None)
+            self._fail(jobs, cause)
+        else:
+            for job, result in zip(jobs, results, strict=True):
+                job.settle(result, None)
 
     def _transact(self, jobs: list[_Job]) -> list[Any]:
         connection = self._connection
         try:
             if any(job.writes for job in jobs):
                 connection.execute("BEGIN IMMEDIATE")
-            results = [job.run(connection) for job in jobs]
+            results = []
+            for job in jobs:
+                try:
+                    results.append(job.run(connection))
+                except Exception as cause:
+                    raise _BadJob(job, cause) from cause
             if connection.in_transaction:
                 connection.execute("COMMIT")
             return results
@@ -226,6 +227,23 @@ class SQLiteJournal:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
             raise
+
+    def _fail(self, jobs: list[_Job], cause: Exception) -> None:
+        log.error("journal write failed: %s", cause)
+        error = StoreUnavailable(
+            "the journal cannot be written; nothing was recorded, try again later", retry_after=5
+        )
+        for job in jobs:
+            job.settle(None, error)
+
+
+class _BadJob(Exception):
+    """One job failed, not the transaction around it."""
+
+    def __init__(self, job: _Job, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.job = job
+        self.cause = cause
 
 
 def _connect(path: Path) -> sqlite3.Connection:

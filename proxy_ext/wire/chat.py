@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -19,12 +19,12 @@ from proxy_ext.service import Service
 from proxy_ext.session import Session
 from proxy_ext.wire.http import Client, EventStream, JSONResponse, read_json
 
-log = logging.getLogger(__name__)
+_LONG_BODY = 65_536
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """One model call of a session, or, where nothing is trained, of nobody's."""
-    session = await service.auth.session_or_none(request)
+    session = await service.auth.session_or_none(request, request.query_params.get("session_id"))
     if session is not None:
         session.require_open()
     elif service.run.state == "training":
@@ -34,13 +34,14 @@ async def chat_completions(service: Service, request: Request) -> Response:
             code="no_session",
         )
     mode = session.mode if session is not None else SessionMode.EVAL
-    call = parse_chat(
-        await read_json(request),
-        mode=mode,
-        sampling=service.sampling,
-        model=service.config.model.name,
-    )
-    prepared = service.completer.prepare(call, session.tree if session is not None else None)
+    body = await read_json(request)
+    call = parse_chat(body, mode=mode, sampling=service.sampling, model=service.config.model.name)
+    tree = session.tree if session is not None else None
+    if len(await request.body()) > _LONG_BODY:
+        # Rendering a megabyte takes a second: not on the event loop.
+        prepared = await asyncio.to_thread(service.completer.prepare, call, tree)
+    else:
+        prepared = service.completer.prepare(call, tree)
     running = service.calls.start(prepared, session, stream=call.stream)
     answer = _Answer(service, prepared, session)
     if call.stream:
@@ -49,75 +50,55 @@ async def chat_completions(service: Service, request: Request) -> Response:
 
 
 async def _whole(service: Service, request: Request, call: Call, answer: _Answer) -> Response:
-    async with Client(request, on_leave=call.client_left) as client:
-        try:
-            completion = await anext(call.items())
-        except BaseException:
-            call.client_left()
-            raise
-        assert isinstance(completion, Completion)
-        if client.gone:
-            await service.calls.undelivered(call, completion)
-        return JSONResponse(answer.whole(completion), headers=answer.headers(completion))
+    try:
+        async with Client(request, on_leave=call.client_left) as client:
+            completion = await call.next()
+            assert isinstance(completion, Completion)
+            call.delivered = not client.gone
+            return JSONResponse(answer.whole(completion), headers=answer.headers(completion))
+    finally:
+        await service.calls.release(call)
 
 
 async def _stream(service: Service, request: Request, call: Call, answer: _Answer) -> Response:
     # What fails before the first token is an HTTP error, so the first item comes first.
     try:
         async with Client(request, on_leave=call.client_left):
-            first = await anext(call.items())
+            first = await call.next()
     except BaseException:
-        call.client_left()
+        await service.calls.release(call)
         raise
-    stream = _Stream(service, request, call, answer, first)
+
+    async def finish() -> None:
+        await service.calls.release(call)
+
     return EventStream(
-        stream.events(),
+        _events(request, call, answer, first),
         answer.headers(None),
-        finish=stream.finish,
+        finish=finish,
         send_timeout=service.config.server.client_timeout,
     )
 
 
-class _Stream:
-    """One call's events. An answer whose end was not sent to a present client is undelivered."""
-
-    def __init__(
-        self, service: Service, request: Request, call: Call, answer: _Answer, first: Completed
-    ) -> None:
-        self._service = service
-        self._request = request
-        self._call = call
-        self._answer = answer
-        self._first = first
-        self._delivered = False
-
-    async def events(self) -> AsyncGenerator[bytes]:
-        answer = self._answer
-        async with Client(self._request, on_leave=self._call.client_left) as client:
-            yield answer.chunk({"role": "assistant", "content": ""})
-            item = self._first
-            items = self._call.items()
-            while isinstance(item, Delta):
-                event = answer.delta(item)
-                if event:
-                    yield event
-                try:
-                    item = await anext(items)
-                except AnyAgentError as error:
-                    # The status is sent already: an error event ends the stream, without [DONE].
-                    yield _event(error.body())
-                    return
-            for event in answer.ending(item):
+async def _events(
+    request: Request, call: Call, answer: _Answer, item: Completed
+) -> AsyncGenerator[bytes]:
+    """One call's events; delivered once the one with the finish reason was sent."""
+    async with Client(request, on_leave=call.client_left) as client:
+        yield answer.chunk({"role": "assistant", "content": ""})
+        while isinstance(item, Delta):
+            event = answer.delta(item)
+            if event:
                 yield event
-            self._delivered = not client.gone
-
-    async def finish(self) -> None:
-        if self._delivered:
-            return
-        self._call.client_left()
-        completion = await self._call.result()
-        if completion is not None:
-            await self._service.calls.undelivered(self._call, completion)
+            try:
+                item = await call.next()
+            except AnyAgentError as error:
+                # The status is sent already: an error event ends the stream, without [DONE].
+                yield _event(error.body())
+                return
+        for event in answer.ending(item):
+            yield event
+            call.delivered = call.delivered or not client.gone
 
 
 class _Answer:

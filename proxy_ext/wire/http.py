@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import orjson
@@ -15,6 +15,8 @@ from starlette.types import Receive, Scope, Send
 from any_agent.errors import InvalidRequest
 
 T = TypeVar("T")
+
+MAX_DEPTH = 64
 
 
 class JSONResponse(Response):
@@ -29,11 +31,28 @@ class JSONResponse(Response):
 async def read_json(request: Request) -> Any:
     """The body as JSON; InvalidRequest when it is none (NaN and Infinity are none)."""
     try:
-        return orjson.loads(await request.body())
+        data = orjson.loads(await request.body())
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except ClientDisconnect:
         raise InvalidRequest("the body did not arrive whole") from None
+    require_shallow(data)
+    return data
+
+
+def require_shallow(data: Any, limit: int = MAX_DEPTH) -> None:
+    """InvalidRequest for JSON that is nested deeper than everything behind us can carry."""
+    level = [data]
+    for _ in range(limit):
+        level = [
+            below
+            for item in level
+            if isinstance(item, dict | list)
+            for below in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return
+    raise InvalidRequest(f"the body is nested deeper than {limit} levels", code="too_deep")
 
 
 class Client:
@@ -52,8 +71,8 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
             self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            # Not awaited itself: its cancellation must not be taken for the caller's.
+            await asyncio.wait([self._task])
 
     async def _watch(self) -> None:
         while True:

@@ -77,6 +77,6 @@ def test_a_bad_configuration(tmp_path: Path, section: dict[str, object], says: s
 def test_an_engine_that_is_not_there(tiny_model_dir: Path, tmp_path: Path) -> None:
     ended = run(write_config(tmp_path, tiny_model_dir), "--port", "0")
     assert ended.returncode == 1
-    assert "http://127.0.0.1:1 does not answer" in ended.stderr
+    assert "the engine at http://127.0.0.1:1 cannot be used" in ended.stderr
     assert "engine.url" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -18,7 +18,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model-path", required=True, help="a directory, or a name on the Hugging Face hub")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=30000, help="0: any free one")
-    add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     add("--context-length", type=int, help="default: the model's")
     add("--weight-version", default="0")

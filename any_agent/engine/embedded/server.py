@@ -19,7 +19,13 @@ from any_agent.engine.embedded.contract import (
 )
 from any_agent.engine.embedded.engine import EmbeddedEngine, Generation
 from any_agent.engine.embedded.text import StreamedText, final_text
-from any_agent.errors import AnyAgentError, EngineUnavailable, InvalidRequest, PayloadTooLarge
+from any_agent.errors import (
+    AnyAgentError,
+    EngineUnavailable,
+    Forbidden,
+    InvalidRequest,
+    PayloadTooLarge,
+)
 from any_agent.types import GenerationHyperparameters, ModelRequest
 
 logger = logging.getLogger(__name__)
@@ -41,6 +47,8 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
+        if "Origin" in request.headers or "Sec-Fetch-Site" in request.headers:
+            raise Forbidden("the engine serves the proxy, never a web page")
         return await handler(request)
     except AnyAgentError as exc:
         return _json(exc.body(), exc.status, exc.headers())
