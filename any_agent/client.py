@@ -117,6 +117,10 @@ class RLClient:
         body = Abort(reason=reason)
         return await self._call(SessionInfo, "POST", path, body, key=session.api_key)
 
+    async def session_info(self, session_id: str) -> SessionInfo:
+        """Any session's state; needs the admin key where there is one."""
+        return await self._call(SessionInfo, "GET", f"/sessions/{session_id}", repeatable=True)
+
     async def run_info(self) -> RunInfo:
         return await self._call(RunInfo, "GET", "/run", repeatable=True)
 
