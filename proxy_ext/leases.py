@@ -154,6 +154,9 @@ class Leases:
 
     async def _take(self, chosen: list[Session], owner: str) -> list[Trajectory]:
         fresh = [s for s in chosen if s.state is SessionState.FINALIZED]
+        for session in chosen:
+            # Before they are leased: a sweep must not take new leases for ones that ran out.
+            session.lease_expires = time.monotonic() + self._ttl
         change = self._sessions.set_states(fresh, SessionState.LEASED, owner=owner)
         # Shielded: a poller that leaves now must not leave the journal ahead of the memory.
         write = asyncio.ensure_future(change)
@@ -164,8 +167,6 @@ class Leases:
             if write.exception() is None:
                 await self._sessions.set_states(fresh, SessionState.FINALIZED)
             raise
-        for session in chosen:
-            session.lease_expires = time.monotonic() + self._ttl
         return [trajectory(session) for session in chosen]
 
     async def _leased_by(

@@ -97,6 +97,25 @@ async def test_a_silent_holders_lease_runs_out(start: Start) -> None:
     assert len(again.interactions) == 1
 
 
+async def test_a_sweep_does_not_end_a_lease_that_begins(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await proxy.finished_session()
+    changed = proxy.service.sessions._changed
+    sweeps: list[asyncio.Task[None]] = []
+
+    async def swept(sessions: Any) -> None:
+        await changed(sessions)
+        sweeps.append(asyncio.create_task(proxy.service.leases.expire()))
+        await asyncio.sleep(0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(proxy.service.sessions, "_changed", swept)
+        assert len(await proxy.lease()) == 1
+        await asyncio.gather(*sweeps)
+    assert await state(proxy, session["session_id"]) == "leased"
+
+
 async def test_held_leases_are_renewed(start: Start) -> None:
     proxy = await start("rollout.lease_ttl=100")
     await proxy.admit(5)
