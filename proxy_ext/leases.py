@@ -114,6 +114,10 @@ class Leases:
             log.warning("%d leases ran out; their sessions are handed out again", len(lapsed))
             await self._give_back(lapsed)
 
+    def held_by(self, owner: str) -> set[str]:
+        """The sessions that one holder has leased."""
+        return {s.id for s in self._leased() if s.row.owner == owner}
+
     async def give_back(self, session_ids: list[str], owner: str) -> None:
         """End leases of one holder without an effect."""
         ids = set(session_ids)

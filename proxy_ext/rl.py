@@ -156,11 +156,13 @@ async def export(body: ExportTrajectories, service: Admin) -> Response:
 
     It leases what it exports; `/rl/v1/ack` with owner "export" ends them.
     """
+    earlier = service.leases.held_by(EXPORT_OWNER)
     trajectories = await service.leases.lease_sessions(body.session_ids, EXPORT_OWNER)
     try:
         out = _exported(trajectories, body)
     except AnyAgentError:
-        await service.leases.give_back([t.session_id for t in trajectories], EXPORT_OWNER)
+        fresh = [t.session_id for t in trajectories if t.session_id not in earlier]
+        await service.leases.give_back(fresh, EXPORT_OWNER)
         raise
     return JSONResponse({"style": body.style, "discount": body.discount, "trajectories": out})
 

@@ -13,7 +13,7 @@ from any_agent.protocol import Rejection
 from any_agent.record import unpack_trajectories
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
-from tests.proxy_ext.proxy_lab import Proxy, until
+from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
 
 
 async def state(proxy: Proxy, session_id: str) -> str:
@@ -198,6 +198,34 @@ async def test_export_leases_what_it_exports(proxy: Proxy) -> None:
     assert await proxy.client.ack(owner="export", trained=[id], rejected=[]) == 1
     response = await proxy.http.post("/rl/v1/export_trajectories", json={"session_ids": ["x"]})
     assert response.status_code == 404
+
+
+async def test_a_group_is_not_handed_out_in_part(proxy: Proxy) -> None:
+    first, second = [
+        (await proxy.finished_session(group_id="g", group_size=2))["session_id"] for _ in range(2)
+    ]
+    await proxy.export(first)
+    assert await proxy.lease() == []
+    # As when the export's lease runs out.
+    await proxy.service.leases.give_back([first], "export")
+    assert [t.session_id for t in await proxy.lease()] == [first, second]
+
+
+async def test_an_export_that_is_refused_leases_nothing(proxy: Proxy) -> None:
+    session = await proxy.open()
+    id, key = session["session_id"], session["api_key"]
+    answer = await proxy.complete(key)
+    # Nothing follows the recorded answer: rendered anew, which is no part of a single row.
+    await proxy.complete(key, [*HELLO, answer["choices"][0]["message"]])
+    await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
+    other = (await proxy.finished_session())["session_id"]
+    await proxy.export(other)
+    body = {"session_ids": [id, other], "style": "concat"}
+    response = await proxy.http.post("/rl/v1/export_trajectories", json=body)
+    assert response.status_code == 422, response.text
+    # An earlier export's lease is not touched by it.
+    assert [await state(proxy, s) for s in (id, other)] == ["finalized", "leased"]
+    assert [t.session_id for t in await proxy.lease()] == [id]
 
 
 async def test_export_discounts(proxy: Proxy) -> None:
