@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,19 @@ async def test_turns_continue_exactly(chat: ChatFormat, stream: bool) -> None:
     assert len(tree.path(interaction.id)) == 4
 
 
+async def test_only_a_root_stores_the_tools(chat: ChatFormat) -> None:
+    engine, tree = Engine(), InteractionTree()
+    completer = Completer(engine, chat, context_length=2048)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    engine.answers += [[30, chat.stop_token_ids[0]] for _ in range(2)]
+    root, _ = await complete(completer, tree, [USER], tools=tools)
+    messages = [USER, root.interaction.output_message, USER]
+    child, _ = await complete(completer, tree, messages, tools=tools)
+    assert child.interaction.parent_id == root.interaction.id
+    assert root.interaction.tools == tools
+    assert child.interaction.tools is None
+
+
 async def test_the_stop_ids_of_the_format_are_asked_for(chat: ChatFormat) -> None:
     engine = Engine()
     engine.answers.append([30, chat.stop_token_ids[0]])
@@ -126,6 +140,30 @@ async def test_the_context_bounds_the_budget(chat: ChatFormat) -> None:
     assert engine.requests[0].gconfig.max_new_tokens == 3
     with pytest.raises(ContextLengthExceeded, match=f"{length} tokens long"):
         await complete(Completer(engine, chat, context_length=length), InteractionTree(), [USER])
+
+
+async def test_what_cannot_fit_is_not_tokenised(
+    chat: ChatFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[int] = []
+    render = chat.render
+
+    def counted(*args: Any, **fields: Any) -> list[int]:
+        rendered.append(1)
+        return render(*args, **fields)
+
+    monkeypatch.setattr(chat, "render", counted)
+    completer = Completer(Engine(), chat, context_length=32)
+    most = 32 * chat.longest_token
+    parts = [{"type": "text", "text": "x" * (most // 2)}, {"type": "text", "text": "x" * most}]
+    for messages in ([{**USER, "content": "x" * (most + 1)}], [{**USER, "content": parts}]):
+        with pytest.raises(ContextLengthExceeded, match="characters long"):
+            await complete(completer, InteractionTree(), messages)
+    assert not rendered
+    # One character less might be that many of the longest token.
+    with pytest.raises(ContextLengthExceeded, match="tokens long"):
+        await complete(completer, InteractionTree(), [{**USER, "content": "x" * most}])
+    assert rendered
 
 
 @pytest.mark.parametrize(

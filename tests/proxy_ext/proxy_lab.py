@@ -179,9 +179,13 @@ async def running_proxy(
     engine_url: str,
     rank: int = 0,
     training: bool = True,
+    send_buffer: int | None = None,
     **fields: Any,
 ) -> AsyncIterator[Proxy]:
     listener = socket.socket()
+    if send_buffer is not None:
+        # Of the accepted connections: with a small one a client that reads nothing is felt early.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     listener.bind(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     app = create_app(

@@ -300,3 +300,19 @@ async def test_models(proxy: Proxy) -> None:
         (model,) = (await proxy.http.get(path)).json()["data"]
         assert model["id"] == "policy"
         assert model["context_length"] == 2048
+
+
+async def test_a_session_named_in_the_query(proxy: Proxy) -> None:
+    one, two = await proxy.open(), await proxy.open()
+    body = {"messages": HELLO, "max_tokens": 2}
+    path = "/v1/chat/completions?session_id="
+    response = await proxy.post(path + two["session_id"], body, one["api_key"])
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "session_mismatch"
+    for session in (one, two):
+        assert await proxy.recorded(session["session_id"]) == []
+    for key in (one["api_key"], None):  # without a key: where everybody is the operator
+        response = await proxy.post(path + one["session_id"], body, key)
+        assert response.status_code == 200, response.text
+        assert response.headers["x-any-agent-session"] == one["session_id"]
+    assert len(await proxy.recorded(one["session_id"])) == 2

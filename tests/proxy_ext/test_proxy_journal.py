@@ -82,9 +82,10 @@ async def test_the_newest_session_of_a_lane(journal: SQLiteJournal) -> None:
     assert newest.id == "s2"
 
 
-async def test_concurrent_writes_share_a_commit(
+def counted_transactions(
     journal: SQLiteJournal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> tuple[threading.Event, list[int]]:
+    """What lets the transactions begin, and how many jobs each of them had."""
     transactions: list[int] = []
     transact = journal._transact
     go = threading.Event()
@@ -95,6 +96,13 @@ async def test_concurrent_writes_share_a_commit(
         return transact(jobs)
 
     monkeypatch.setattr(journal, "_transact", counted)
+    return go, transactions
+
+
+async def test_concurrent_writes_share_a_commit(
+    journal: SQLiteJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, transactions = counted_transactions(journal, monkeypatch)
     writes = [journal.commit(PutMeta(f"k{k}", k)) for k in range(200)]
     tasks = [asyncio.create_task(write) for write in writes]
     await asyncio.sleep(0)
@@ -115,6 +123,43 @@ async def test_a_bad_write_harms_only_itself(journal: SQLiteJournal) -> None:
     assert isinstance(results[1], StoreUnavailable)
     assert [results[0], results[2]] == [None, None]
     assert [await journal.meta(key) for key in ("a", "half", "b")] == [1, None, 2]
+
+
+async def test_a_foreign_lock_fails_a_batch_at_once(
+    journal: SQLiteJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One busy time-out, not one for each write."""
+    journal._connection.execute("PRAGMA busy_timeout = 20")
+    other = sqlite3.connect(tmp_path / "j" / "rank-0.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    go, transactions = counted_transactions(journal, monkeypatch)
+    tasks = [asyncio.create_task(journal.commit(PutMeta(f"k{k}", k))) for k in range(50)]
+    await asyncio.sleep(0)
+    go.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [StoreUnavailable] * 50
+    assert sum(transactions) == 50
+    assert len(transactions) <= 3
+    other.execute("ROLLBACK")
+    other.close()
+    await journal.commit(PutMeta("k0", "after"))
+    assert [await journal.meta(key) for key in ("k0", "k1")] == ["after", None]
+
+
+async def test_a_bad_write_costs_one_more_transaction(
+    journal: SQLiteJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, transactions = counted_transactions(journal, monkeypatch)
+    writes = [journal.commit(PutMeta(f"k{k}", k)) for k in range(30)]
+    writes.insert(20, journal.commit(SetState(("s",), SessionState.TRAINED, reason="\ud800")))
+    tasks = [asyncio.create_task(write) for write in writes]
+    await asyncio.sleep(0)
+    go.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(results.pop(20), StoreUnavailable)
+    assert results == [None] * 30
+    assert len(transactions) <= 4
+    assert [await journal.meta(f"k{k}") for k in range(30)] == list(range(30))
 
 
 async def test_a_lost_connection_is_told_to_everybody(tmp_path: Path) -> None:

@@ -74,6 +74,13 @@ def test_a_bad_configuration(tmp_path: Path, section: dict[str, object], says: s
     assert "Traceback" not in ended.stderr
 
 
+def test_other_machines_are_not_served_without_a_key(tmp_path: Path) -> None:
+    ended = run(write_config(tmp_path, tmp_path), "--host", "0.0.0.0", "--port", "0")
+    assert ended.returncode == 2
+    assert "--host 0.0.0.0 needs an admin key" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_an_engine_that_is_not_there(tiny_model_dir: Path, tmp_path: Path) -> None:
     ended = run(write_config(tmp_path, tiny_model_dir), "--port", "0")
     assert ended.returncode == 1

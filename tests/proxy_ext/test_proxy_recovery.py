@@ -73,6 +73,17 @@ async def test_half_a_group_goes_on(start: Start, proxy: Proxy) -> None:
     assert len(await again.lease()) == 3
 
 
+async def test_an_export_does_not_close_a_group(start: Start, proxy: Proxy) -> None:
+    first = await proxy.finished_session(group_id="g", group_size=2)
+    await proxy.export(first["session_id"])
+    again = await restart(start)
+    assert (await again.capacity())["reserved"] == 1
+    second = await again.finished_session(group_id="g", group_size=2)
+    ids = [first["session_id"], second["session_id"]]
+    await again.service.leases.give_back(ids, "export")
+    assert [t.session_id for t in await again.lease()] == ids
+
+
 async def test_the_run_is_remembered(start: Start, proxy: Proxy) -> None:
     await proxy.client.set_run("finished", step=9, checkpoint="/ckpt/9")
     again = await restart(start)

@@ -269,6 +269,40 @@ async def test_a_task_starts_its_next_generation(proxy: Proxy) -> None:
     await proxy.open(task_id="t", group_size=4)
 
 
+async def test_an_open_that_waited_joins_the_tasks_next_generation(start: Start) -> None:
+    proxy = await start()
+    tasks = [start_waiting(proxy, task_id="t", group_size=8) for _ in range(9)]
+    await until(lambda: [g.openers for g in proxy.service.sessions.groups.all()] == [9])
+    await proxy.admit(8)
+    await until(lambda: sum(task.done() for task in tasks) == 8)
+    await waiting(proxy, 8)  # the ninth one's generation
+    await proxy.admit(16)
+    answers = await asyncio.gather(*tasks)
+    assert [answer.status_code for answer in answers] == [200] * 9
+    ids = [answer.json()["group_id"] for answer in answers]
+    assert sorted(ids.count(id) for id in set(ids)) == [1, 8]
+    now = await proxy.capacity()
+    assert (now["admitted"], now["reserved"], now["running"]) == (16, 7, 9)
+
+
+async def test_a_named_group_has_no_next_generation(start: Start) -> None:
+    proxy = await start()
+    tasks = [start_waiting(proxy, group_id="g", group_size=8) for _ in range(9)]
+    await until(lambda: [g.openers for g in proxy.service.sessions.groups.all()] == [9])
+    await proxy.admit(16)
+    answers = await asyncio.gather(*tasks)
+    (late,) = [answer for answer in answers if answer.status_code != 200]
+    assert (late.status_code, late.json()["error"]["code"]) == (409, "group_closed")
+    assert (await proxy.capacity())["admitted"] == 8
+
+
+async def test_a_group_that_could_never_be_admitted(start: Start) -> None:
+    proxy = await start("rollout.max_concurrent=4")
+    error = await refused(proxy, 400, "invalid_request", group_id="g", group_size=5)
+    assert "max_concurrent" in error["message"]
+    await refused(proxy, 429, "no_capacity", group_id="g", group_size=4)
+
+
 async def test_a_partial_group_closes_when_its_time_is_over(start: Start) -> None:
     proxy = await start("sessions.group_timeout=0.3")
     await proxy.admit(4)

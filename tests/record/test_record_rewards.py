@@ -40,6 +40,15 @@ def test_choices_that_nobody_continued(make: Make) -> None:
     assert session_score(nodes, r) == 1.0
 
 
+def test_roots_with_other_tools_are_no_choices(make: Make) -> None:
+    """Sub-agents that are asked the same but can do other things are no retries of each other."""
+    search, write = ([{"type": "function", "function": {"name": n}}] for n in ("search", "write"))
+    nodes = [make("a", asked="q", tools=search), make("b", asked="q", tools=write)]
+    nodes += [make("c", asked="q", tools=search), make("d", "a")]
+    assert discarded(nodes) == {"c"}
+    assert propagate_rewards(nodes, final_reward=1.0) == {"a": 1.0, "b": 1.0, "c": 0.0, "d": 1.0}
+
+
 def test_choices_of_which_none_was_continued_all_count(make: Make) -> None:
     nodes = [make("p"), make("c.0", "p", asked="q", reward=1.0), make("c.1", "p", asked="q")]
     assert discarded(nodes) == set()

@@ -44,6 +44,17 @@ class TestIncremental(SGLangContract):
         assert sum(len(e["meta_info"]["output_token_logprobs"]) for e in seen) == 12
 
 
+async def test_a_web_page_is_not_served(engine: EmbeddedEngine, serve: Serve) -> None:
+    url = await serve(engine)
+    async with aiohttp.ClientSession(url) as http:
+        for headers in ({"Origin": "http://127.0.0.1:3000"}, {"Sec-Fetch-Site": "none"}):
+            for method, path in (("GET", "/health"), ("POST", "/pause_generation")):
+                async with http.request(method, path, headers=headers) as response:
+                    assert response.status == 403, (path, headers)
+        async with http.get("/health") as response:
+            assert response.status == 200
+
+
 async def test_cumulative_events_grow(engine: EmbeddedEngine, serve: Serve) -> None:
     url = await serve(engine)
     seen = [e async for e in events(url, body(max_new_tokens=30, stop="never there"))]

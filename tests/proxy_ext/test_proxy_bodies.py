@@ -1,0 +1,73 @@
+"""Bodies that are deep or long: refused early, or read without stopping the others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import orjson
+import pytest
+
+from any_agent.completions import Prepared
+from tests.proxy_ext.conftest import Start
+from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("container", ["list", "object"])
+async def test_nesting_is_bounded(proxy: Proxy, container: str) -> None:
+    key = (await proxy.open())["api_key"]
+    for levels, status in ((60, 200), (65, 400), (200, 400)):
+        deep: Any = "x"
+        for _ in range(levels - 1):  # the body itself is the first
+            deep = [deep] if container == "list" else {"a": deep}
+        body = {"messages": HELLO, "max_tokens": 2, "metadata": deep}
+        response = await proxy.post(CHAT, body, key)
+        assert response.status_code == status, (levels, response.text)
+        if status == 400:
+            assert response.json()["error"]["code"] == "too_deep"
+
+
+async def test_what_cannot_fit_is_refused_unread(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = await start("engine.context_length=64")
+    await proxy.admit(1)
+    key = (await proxy.open())["api_key"]
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was rendered")
+
+    monkeypatch.setattr(proxy.service.completer.chat, "render", never)
+    for stream in (False, True):
+        response = await proxy.call(
+            key, [{"role": "user", "content": "w " * 50_000}], stream=stream
+        )
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_long_body_does_not_stop_the_others(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await proxy.open()
+    completer = proxy.service.completer
+    prepare, begun, go = completer.prepare, threading.Event(), threading.Event()
+    told: list[bool] = []
+
+    def slow(*args: Any) -> Prepared:
+        begun.set()
+        told.append(go.wait(5))
+        return prepare(*args)
+
+    monkeypatch.setattr(completer, "prepare", slow)
+    body = orjson.dumps({"messages": HELLO, "max_tokens": 2}) + b" " * 70_000
+    call = asyncio.create_task(proxy.post(CHAT, body, session["api_key"]))
+    await until(begun.is_set)
+    assert (await proxy.http.get("/healthz")).status_code == 200
+    go.set()
+    assert (await call).status_code == 200
+    assert told == [True]
+    assert len(await proxy.recorded(session["session_id"])) == 1
