@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from types import FrameType
 
 from any_agent import __version__
@@ -101,8 +103,10 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "demo",
         help="make a tiny model, serve it, and train it on what agents do; nothing is downloaded",
     )
-    demo.add_argument("--seed", type=int, default=0, help="of the model and the prompts")
-    demo.add_argument("--steps", type=_positive, default=None, help="optimizer steps")
+    demo.add_argument(
+        "--seed", type=int, default=0, help="of the model and the prompts (default 0)"
+    )
+    demo.add_argument("--steps", type=_positive, default=None, help="optimizer steps (default 25)")
     demo.add_argument("--json", metavar="FILE", help="write the figures there")
     demo.add_argument("--keep", metavar="DIR", help="keep the run there (default: a new one)")
     demo.add_argument(
@@ -114,10 +118,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -166,12 +169,17 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     if found is not None:
         options = NodeOptions(train=train, model_path=str(found.path), weight_version=found.version)
         print(f"model    {found.path} (step {found.step})")
+    elif not train and not config.model.path:
+        raise ConfigError(
+            f"there is no run {config.experiment}/{config.trial} of {config.user} under "
+            f"{config.root.absolute()}; is root the folder that it was trained under?"
+        )
     elif not train and (trial_dir(config).path / "config.yaml").is_file():
         raise ConfigError(
             f"{config.experiment}/{config.trial} has no whole checkpoint to serve in "
             f"{trial_dir(config).checkpoints}"
         )
-    with Node(config, options) as node:
+    with Node(config, replace(options, say=partial(print, flush=True))) as node:
         print(f"any-agent server listening at {node.url}", flush=True)
         node.watch(until_trained=not stay)
     return 0

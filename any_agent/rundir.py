@@ -2,7 +2,8 @@
 
 ::
 
-    config.yaml       the settings that the run was started with, without secrets
+    config.yaml       the settings that training was last started with, without secrets
+    resolved.yaml     those of the last start, for its processes
     secret.key        signs session keys; mode 0600
     lock              held while a service uses the folder
     state.json        the highest version ever published, the steps done

@@ -149,6 +149,8 @@ def _validation_error(error: RequestValidationError) -> InvalidRequest:
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         return InvalidRequest("the body is not valid JSON", code="invalid_json")
+    if first["type"] == "missing" and not where:
+        return InvalidRequest("the body is missing: send a JSON object")
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"unknown field {where}", param=where)
     return InvalidRequest(f"{where}: {message}" if where else message, param=where or None)

@@ -51,7 +51,7 @@ class Front:
         except AnyAgentError as error:
             await send_error(send, error)
             return
-        scope = _without_prefix(scope)
+        scope = _as_json(_without_prefix(scope))
         if scope["path"] in LITELLM_PATHS:
             await self._litellm(scope, self._limited(receive), send)
             return
@@ -120,6 +120,12 @@ def _without_prefix(scope: Scope) -> Scope:
     if not slash or not first.startswith((SESSION_KEY_PREFIX, SESSION_ID_PREFIX)):
         return scope
     return {**scope, "path": f"/{rest}", "raw_path": None, PREFIX_SCOPE_KEY: first}
+
+
+def _as_json(scope: Scope) -> Scope:
+    """Every body of ours is JSON, whatever curl calls it."""
+    headers = [(k, v) for k, v in scope["headers"] if k != b"content-type"]
+    return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
 
 
 async def send_error(send: Send, error: AnyAgentError) -> None:

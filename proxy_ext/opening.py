@@ -174,8 +174,14 @@ class Opening:
             self._sessions.groups.discard(group)
 
     def _no_slot(self) -> TooManyRequests:
-        return TooManyRequests(
+        message = (
             "no slot for a train session is free: the trainer has as many as it wants now; "
-            "try again later, or pass `wait` (seconds) to wait for one",
-            retry_after=2,
+            "try again later, or pass `wait` (seconds) to wait for one"
         )
+        partial = next((g for g in self._sessions.groups.all() if g.members and g.room > 0), None)
+        if partial is not None:
+            message += (
+                f". {self._sessions.groups.reserved} slots are kept for groups that are not full: "
+                f"{partial.id} has {len(partial.members)} of {partial.size} sessions"
+            )
+        return TooManyRequests(message, retry_after=2)

@@ -87,9 +87,16 @@ class Session:
         )
 
 
+_IN_WORDS = {
+    SessionState.OPEN: "being finalized",
+    SessionState.LEASED: "finalized and handed to training",
+    SessionState.TRAINED: "finalized and trained on",
+}
+
+
 def closed_session(row: SessionRow) -> SessionClosed:
     why = f" ({row.reason})" if row.reason else ""
-    state = "being finalized" if row.state is SessionState.OPEN else f"{row.state}{why}"
+    state = _IN_WORDS.get(row.state, str(row.state)) + why
     return SessionClosed(
         f"session {row.id} is {state}; it takes no more calls or rewards: start a new session",
         details={"state": str(row.state)},

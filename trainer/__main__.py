@@ -11,6 +11,8 @@ from any_agent.config import load_resolved
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.logs import set_up_logging
 
+_STOPPED = 143
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer", description="Trains one run.")
@@ -18,8 +20,6 @@ def main() -> int:
     parser.add_argument("--service-url", required=True)
     parser.add_argument("--engine-url", required=True)
     args = parser.parse_args()
-    # Leave through the finally clauses, so that threads and connections end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         config = load_resolved(args.config)
         set_up_logging(config.log_level)
@@ -28,8 +28,10 @@ def main() -> int:
         from trainer.loop import GRPOTrainer
 
         transformers.utils.logging.disable_progress_bar()
-        GRPOTrainer(config, service_url=args.service_url, engine_url=args.engine_url).train()
-        return 0
+        trainer = GRPOTrainer(config, service_url=args.service_url, engine_url=args.engine_url)
+        # After the step under way, so that what was trained is kept.
+        signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
+        return 0 if trainer.train() else _STOPPED
     except AnyAgentError as error:
         logging.getLogger(__name__).error("%s", error.message)
         return 2 if isinstance(error, ConfigError) else 1

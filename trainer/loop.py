@@ -84,9 +84,18 @@ class GRPOTrainer:
         self._saved_step: int | None = None
         self.checkpoint: Path | None = None
         self._failed_steps = 0
+        self._stopping = False
 
-    def train(self) -> None:
-        """Make the configured number of optimizer steps, from the latest checkpoint if any."""
+    def stop(self) -> None:
+        """End after the step under way, with a checkpoint; safe in a signal handler."""
+        self._stopping = True
+        self._executor.interrupt()
+
+    def train(self) -> bool:
+        """Make the configured number of optimizer steps, from the latest checkpoint if any.
+
+        False if it was stopped before.
+        """
         resumed = self._load()
         self._executor.start()
         try:
@@ -95,11 +104,16 @@ class GRPOTrainer:
                 # An engine that somebody else started may hold any weights.
                 self._publish()
             self._tell("training")
-            while self.policy.steps < self.config.train.steps:
-                self._step()
-            if self._saved_step != self.policy.steps:
+            try:
+                while self.policy.steps < self.config.train.steps:
+                    self._step()
+            except InterruptedError:
+                log.info("stopped at step %d", self.policy.steps)
+            if self._saved_step != self.policy.steps and (self.policy.steps or not self._stopping):
                 self._save()
-            self._tell("finished")
+            if not self._stopping:
+                self._tell("finished")
+            return not self._stopping
         finally:
             self._executor.stop()
 

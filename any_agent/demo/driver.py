@@ -73,6 +73,8 @@ async def workers(count: int) -> AsyncIterator[list[Worker]]:
                 "any_agent.demo.worker",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                # Ctrl-C at the terminal is this process's business.
+                start_new_session=True,
             )
             stack.push_async_callback(_end, process)
             started.append(Worker(process))

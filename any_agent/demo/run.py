@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from any_agent.demo.driver import DISCOUNT, GROUP_SIZE, Driver, workers
 from any_agent.demo.memory import PeakMemory
 from any_agent.errors import AnyAgentError, ConfigError, StartupError
 from any_agent.launcher import Node
+from any_agent.launcher.progress import Progress
 
 STEPS = 25
 WORKERS = 4
@@ -33,15 +35,12 @@ def run_demo(
 ) -> int:
     """Run it, print it, write the figures; 0 when it went well."""
     started = time.monotonic()
-    root = Path(keep) if keep else Path(tempfile.mkdtemp(prefix="any-agent-demo-"))
-    if (root / "model").exists():
-        raise ConfigError(f"{root} holds a demo already; choose another folder for --keep")
-    root.mkdir(parents=True, exist_ok=True)
+    root = _folder(keep)
     print(f"demo     seed {seed}, files in {root}", flush=True)
+    print("model    being made and warmed up on noisy labels", flush=True)
     config = demo_config(root, seed=seed, steps=STEPS if steps is None else steps)
     with PeakMemory() as memory:
         _make_model(Path(config.model.path), seed)
-        print("model    a tiny Qwen3, warmed up on noisy labels", flush=True)
         with Node(config) as node:
             try:
                 figures = asyncio.run(_drive(node, config, seed=seed, permute=permute))
@@ -61,6 +60,20 @@ def run_demo(
     if json_path:
         Path(json_path).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _folder(keep: str | None) -> Path:
+    """An empty folder for the demo's files."""
+    if keep is None:
+        return Path(tempfile.mkdtemp(prefix="any-agent-demo-"))
+    root = Path(keep).absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if any(root.iterdir()):
+            raise ConfigError(f"{root} is not empty; choose another folder for --keep")
+    except OSError as error:
+        raise ConfigError(f"--keep {root} cannot be used: {error.strerror}") from None
+    return root
 
 
 def demo_config(root: Path, *, seed: int, steps: int) -> Config:
@@ -110,7 +123,8 @@ async def _drive(node: Node, config: Config, *, seed: int, permute: bool) -> dic
             watching = tasks.create_task(_watch(node))
             before = await driver.evaluate()
             print(f"before   first answer right: {before.first_accuracy:.3f}", flush=True)
-            progress = tasks.create_task(_show_progress(node.dir.metrics, config.train.steps))
+            shown = Progress(node.dir.metrics, config.train.steps)
+            progress = tasks.create_task(_show(shown, config.train.steps))
             training = await driver.train()
             await asyncio.wait([progress], timeout=2)
             progress.cancel()
@@ -135,25 +149,11 @@ async def _watch(node: Node) -> None:
         await asyncio.sleep(0.5)
 
 
-async def _show_progress(metrics: Path, steps: int) -> None:
-    """A line for every step that the trainer reports."""
-    shown = 0
-    while shown < steps:
-        lines = await asyncio.to_thread(_lines, metrics)
-        for text in lines[shown:]:
-            line = json.loads(text)
-            print(
-                f"step     {line['step']:3d}/{steps}  reward {line['reward']:.3f}  "
-                f"version {line['version']}  staleness {line['staleness_mean']:.2f}  "
-                f"wait {line['seconds']['wait']:.2f} s  train {line['seconds']['train']:.2f} s",
-                flush=True,
-            )
-        shown = len(lines)
+async def _show(progress: Progress, steps: int) -> None:
+    while progress.step < steps:
+        for line in await asyncio.to_thread(progress.new_lines):
+            print(line, flush=True)
         await asyncio.sleep(0.5)
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 def _finish(node: Node) -> None:
@@ -172,6 +172,14 @@ def _print_end(figures: dict[str, Any], config: Config) -> None:
         print(f"         {figures['failed_sessions']} sessions failed: {figures['errors'][-1]}")
     print(f"kept     {figures['run']}/checkpoints")
     print(
-        "next     any-agent serve --no-train "
+        f"next     {_command()} serve --no-train "
         f"--experiment {config.experiment} --trial {config.trial} root={config.root}"
     )
+
+
+def _command() -> str:
+    """How this program is called from here."""
+    if shutil.which("any-agent"):
+        return "any-agent"
+    beside = Path(sys.executable).with_name("any-agent")
+    return str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)

@@ -22,6 +22,7 @@ from any_agent.atomic import write_whole
 from any_agent.config import SECRET_VARIABLES, Config
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.process import Process
+from any_agent.launcher.progress import Progress
 from any_agent.ports import free_port, listen
 from any_agent.rundir import RunDir
 
@@ -94,8 +95,16 @@ class Node:
         A dead proxy is started again (its journal holds what it acknowledged). StartupError when
         another part dies, or the proxy too often.
         """
+        progress = Progress(self.dir.metrics, self.config.train.steps)
+        told = False
         while True:
-            if self.check() and until_trained:
+            trained = self.check()
+            for line in progress.new_lines():
+                self.options.say(line)
+            if trained and not told:
+                told = True
+                self.options.say(f"trainer  done; checkpoints in {self.dir.checkpoints}")
+            if trained and until_trained:
                 return
             time.sleep(0.2)
 
@@ -123,7 +132,10 @@ class Node:
         port = self.config.server.port or free_port(host)
         listen(host, port).close()
         self.url = self.config.server.public_url or url_of(_reachable(host), port)
-        config_path = self._write_config()
+        settings = yaml.safe_dump(self.config.dump(), sort_keys=False)
+        config_path = self.dir.path / "resolved.yaml"
+        write_whole(config_path, settings)
+        self.options.say(f"run      {self.dir.path}")
         if not self.engine_url:
             self._start_engine(model)
         arguments = ["proxy_ext", "--config", str(config_path), "--engine-url", self.engine_url]
@@ -135,6 +147,9 @@ class Node:
         local = url_of({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
         self.proxy.wait_ready(lambda: _answers(f"{local}/healthz"), timeout=_START_TIMEOUT)
         self.options.say(f"proxy    ready at {self.url}")
+        if self.options.train:
+            # Only now: a start that failed must not bind the trial to a mistyped model.
+            write_whole(self.dir.path / "config.yaml", settings)
         if self.options.train:
             arguments = ["trainer", "--config", str(config_path)]
             arguments += ["--service-url", local, "--engine-url", self.engine_url]
@@ -154,6 +169,7 @@ class Node:
         arguments += ["--incremental-streaming-output", "--device", engine.device]
         if engine.context_length:
             arguments += ["--context-length", str(engine.context_length)]
+        self.options.say(f"engine   loading {model}")
         process = self._add("engine", arguments)
         process.wait_ready(lambda: _answers(f"{self.engine_url}/health"), timeout=_START_TIMEOUT)
         self.options.say(f"engine   ready at {self.engine_url}")
@@ -180,12 +196,6 @@ class Node:
         self.options.say(f"proxy    ended with code {code}; starting it again")
         time.sleep(min(2.0, 0.2 * 2 ** (len(self._restarts) - 1)))
         self.proxy.start()
-
-    def _write_config(self) -> Path:
-        """The settings for the children; those of a mere serving are not the run's."""
-        path = self.dir.path / ("config.yaml" if self.options.train else "serving.yaml")
-        write_whole(path, yaml.safe_dump(self.config.dump(), sort_keys=False))
-        return path
 
 
 def check_model(path: str) -> None:

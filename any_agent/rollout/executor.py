@@ -53,6 +53,7 @@ class RolloutExecutor:
         self._held: set[str] = set()
         self._arrived = threading.Condition()
         self._failure: BaseException | None = None
+        self._interrupted = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._tasks: list[asyncio.Task[None]] = []
@@ -84,11 +85,14 @@ class RolloutExecutor:
     def prepare_batch(self, timeout: float | None = None) -> list[Episode]:
         """Wait until ``batch_size`` sessions have come; the oldest episodes with as many.
 
-        Raises TimeoutError after ``timeout`` seconds, or what a poll failed with.
+        Raises TimeoutError after ``timeout`` seconds, InterruptedError once :meth:`interrupt` was
+        called, or what a poll failed with.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._arrived:
             while True:
+                if self._interrupted:
+                    raise InterruptedError
                 if self._failure is not None:
                     raise self._failure
                 count = sum(map(len, self._buffer))
@@ -98,6 +102,12 @@ class RolloutExecutor:
                 if remaining is not None and remaining <= 0:
                     raise TimeoutError(self._shortfall(count))
                 self._arrived.wait(remaining)
+
+    def interrupt(self) -> None:
+        """End the wait for a batch, now and from now on; safe in a signal handler."""
+        self._interrupted = True
+        with self._arrived:
+            self._arrived.notify_all()
 
     def _shortfall(self, count: int) -> str:
         said = f"{count} of {self._config.batch_size} sessions came"

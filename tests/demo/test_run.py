@@ -22,7 +22,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_that_holds_a_demo_is_not_used_again(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    with pytest.raises(ConfigError, match="holds a demo already; choose another folder"):
+    with pytest.raises(ConfigError, match="is not empty; choose another folder"):
         run_demo(seed=0, keep=str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

@@ -64,7 +64,12 @@ class Executor:
         return asyncio.run(coroutine)
 
     def prepare_batch(self, timeout: float) -> list[Episode]:
+        if not self._episodes:
+            raise InterruptedError
         return [self._episodes.popleft()]
+
+    def interrupt(self) -> None:
+        self._episodes.clear()
 
     def ack(self, trained: list[str], rejected: list[Rejection]) -> None:
         self.acks.append((list(trained), {r.session_id: r.reason for r in rejected}))
@@ -128,6 +133,22 @@ def test_a_run(settings: list[str]) -> None:
     assert lab.service.published == [(1, 1), (2, 2), (3, 3)]
     assert lab.service.states == [("training", 0), ("finished", 3)]
     assert [line["step"] for line in lab.metrics] == [1, 2, 3]
+
+
+def test_a_run_that_is_stopped_keeps_what_it_trained(settings: list[str]) -> None:
+    lab = Lab(config_of(settings, "train.steps=9"), [pair("p0"), pair("p1")])
+    publish = lab.trainer._publish
+
+    def stop_after_the_first_step() -> None:
+        publish()
+        lab.trainer.stop()
+
+    lab.trainer._publish = stop_after_the_first_step  # type: ignore[method-assign]
+    assert lab.trainer.train() is False
+    assert lab.trainer.checkpoint is not None
+    assert lab.trainer.checkpoint.name == "step-00000001"
+    assert lab.executor.acks == [(["p0-good", "p0-bad"], {})]
+    assert lab.service.states == [("training", 0)]
 
 
 def test_a_step_that_is_not_finite_is_left_out(settings: list[str]) -> None:

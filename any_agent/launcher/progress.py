@@ -1,0 +1,37 @@
+"""What people see of a run: a line for every step that the trainer reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+class Progress:
+    """Reads `metrics.jsonl` as it grows; what was there before is not shown."""
+
+    def __init__(self, metrics: Path, steps: int) -> None:
+        self._metrics = metrics
+        self._steps = steps
+        self._offset = metrics.stat().st_size if metrics.exists() else 0
+        self.step = 0
+        """The last step shown."""
+
+    def new_lines(self) -> list[str]:
+        """One for each step since the last call; a line half-written is left for the next."""
+        if not self._metrics.exists():
+            return []
+        with open(self._metrics, "rb") as file:
+            file.seek(self._offset)
+            *lines, rest = file.read().split(b"\n")
+            self._offset = file.tell() - len(rest)
+        return [self._show(json.loads(line)) for line in lines]
+
+    def _show(self, line: dict[str, object]) -> str:
+        seconds = line["seconds"]
+        assert isinstance(seconds, dict)
+        self.step = int(str(line["step"]))
+        return (
+            f"step     {self.step:3d}/{self._steps}  reward {line['reward']:.3f}  "
+            f"version {line['version']}  staleness {line['staleness_mean']:.2f}  "
+            f"wait {seconds['wait']:.2f} s  train {seconds['train']:.2f} s"
+        )

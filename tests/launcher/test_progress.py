@@ -1,0 +1,32 @@
+"""Lines for the steps that the trainer reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from any_agent.launcher.progress import Progress
+
+
+def line(step: int) -> str:
+    figures = {"reward": 0.5, "version": step, "staleness_mean": 0.25}
+    return json.dumps({"step": step, "seconds": {"wait": 1.0, "train": 2.0}, **figures})
+
+
+def test_steps_are_shown_once_and_whole(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    progress = Progress(metrics, 9)
+    assert progress.new_lines() == []
+    metrics.write_text(line(1) + "\n" + line(2) + "\n" + line(3)[:20])
+    assert [text.split()[1] for text in progress.new_lines()] == ["1/9", "2/9"]
+    assert progress.new_lines() == []
+    metrics.write_text(f"{line(1)}\n{line(2)}\n{line(3)}\n")
+    (shown,) = progress.new_lines()
+    assert shown.startswith("step       3/9  reward 0.500  version 3  staleness 0.25")
+    assert progress.step == 3
+
+
+def test_an_earlier_runs_steps_are_not_shown(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(line(1) + "\n")
+    assert Progress(metrics, 9).new_lines() == []
