@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import itertools
 import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,195 +30,16 @@ from typing import Any
 
 import aiohttp
 import orjson
-from aiohttp import web
 from common import child, cpu_seconds, machine, median, resident_mib, wait_until_up
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
 
 PROMPT, OUTPUT = 1000, 500
 TURNS, TURN_USER, TURN_OUTPUT = 100, 125, 125
 CONCURRENT = 32
-CONTEXT = 1_000_000
 OURS = "any-agent"
+_PEERS = Path(__file__).with_name("peers")
 KEY = "sk-benchmark-benchmark-benchmark"
 """LiteLLM does not start without a master key; the bare routes look at none."""
 Message = dict[str, Any]
-
-# -- the canned engine -----------------------------------------------------------------------------
-
-
-class CannedEngine:
-    """Answers of any length up to the canned ids', in SGLang's form and in OpenAI's."""
-
-    def __init__(self, canned: dict[str, Any], gap: float) -> None:
-        self._ids: list[int] = canned["ids"]
-        self._texts: list[str] = canned["texts"]
-        self._end: int = canned["end"]
-        self._logprobs = [-0.01 * (k % 97) - 0.001234 for k in range(len(self._ids) + 1)]
-        self._gap = gap
-        # An answer is the same bytes every time, so that the engine takes little of the machine.
-        self._sglang_answer = functools.cache(self._sglang_answer)  # type: ignore[method-assign]
-        self._openai_answer = functools.cache(self._openai_answer)  # type: ignore[method-assign]
-
-    async def info(self, _: web.Request) -> web.Response:
-        return web.json_response({"context_length": CONTEXT, "weight_version": "0"})
-
-    async def control(self, _: web.Request) -> web.Response:
-        return web.json_response({})
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = orjson.loads(await request.read())
-        size = min(len(self._ids), body["sampling_params"]["max_new_tokens"])
-        return await self._send(request, self._sglang_answer(size, body["stream"]))
-
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = orjson.loads(await request.read())
-        size = min(len(self._ids), body.get("max_tokens") or len(self._ids))
-        return await self._send(request, self._openai_answer(size, bool(body.get("stream"))))
-
-    async def _send(self, request: web.Request, parts: list[bytes]) -> web.StreamResponse:
-        if len(parts) == 1:
-            return web.Response(body=parts[0], content_type="application/json")
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        for part in parts:
-            await response.write(part)
-            await asyncio.sleep(self._gap)
-        return response
-
-    def _sglang_answer(self, size: int, stream: bool) -> list[bytes]:
-        ids = [*self._ids[: size - 1], self._end]
-        if not stream:
-            return [orjson.dumps(self._sglang(ids, 0, size))]
-        events = [_event(self._sglang(ids, k, k + 1)) for k in range(size)]
-        return [*events, b"data: [DONE]\n\n"]
-
-    def _sglang(self, ids: list[int], start: int, end: int) -> dict[str, Any]:
-        fresh = zip(self._logprobs[start:end], ids[start:end], strict=True)
-        done = {"type": "stop", "matched": self._end} if end == len(ids) else None
-        meta = {
-            "id": "canned",
-            "finish_reason": done,
-            "prompt_tokens": PROMPT,
-            "completion_tokens": end,
-            "cached_tokens": 0,
-            "weight_version": "0",
-            "weight_versions": [{"version": "0", "start": 0, "end": end}],
-            "output_token_logprobs": [[logprob, i, None] for logprob, i in fresh],
-        }
-        text = "".join(self._texts[start : min(end, len(ids) - 1)])
-        return {"text": text, "output_ids": ids[start:end], "meta_info": meta}
-
-    def _openai_answer(self, size: int, stream: bool) -> list[bytes]:
-        entries = [self._entry(k, size) for k in range(size)]
-        text = "".join(self._texts[: size - 1])
-        usage = {"prompt_tokens": PROMPT, "completion_tokens": size, "total_tokens": PROMPT + size}
-        base = {"id": "chatcmpl-canned", "created": 1, "model": "policy"}
-        if not stream:
-            choice: dict[str, Any] = {
-                "index": 0,
-                "message": {"role": "assistant", "content": text},
-                "finish_reason": "stop",
-                "logprobs": {"content": entries},
-            }
-            whole = {**base, "object": "chat.completion", "choices": [choice], "usage": usage}
-            return [orjson.dumps(whole)]
-        events = []
-        for k, entry in enumerate(entries):
-            last = k == size - 1
-            choice = {
-                "index": 0,
-                "delta": {} if last else {"content": self._texts[k]},
-                "finish_reason": "stop" if last else None,
-                "logprobs": {"content": [entry]},
-            }
-            events.append(_event({**base, "object": "chat.completion.chunk", "choices": [choice]}))
-        return [*events, b"data: [DONE]\n\n"]
-
-    def _entry(self, k: int, size: int) -> dict[str, Any]:
-        text = "<|im_end|>" if k == size - 1 else self._texts[k]
-        return {
-            "token": text,
-            "logprob": self._logprobs[k],
-            "bytes": list(text.encode()),
-            "top_logprobs": [],
-        }
-
-
-def _event(data: Any) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"
-
-
-def run_engine(args: argparse.Namespace) -> None:
-    import uvloop
-
-    engine = CannedEngine(orjson.loads(Path(args.canned).read_bytes()), args.gap / 1000)
-    app = web.Application(client_max_size=2**30)
-    app.router.add_get("/get_model_info", engine.info)
-    for name in ("pause_generation", "continue_generation", "abort_request"):
-        app.router.add_post(f"/{name}", engine.control)
-    app.router.add_post("/generate", engine.generate)
-    app.router.add_post("/v1/chat/completions", engine.chat)
-    uvloop.install()
-    web.run_app(app, host="127.0.0.1", port=args.port, access_log=None, print=None)
-
-
-# -- the bare gateway ------------------------------------------------------------------------------
-
-
-def run_bare(args: argparse.Namespace) -> None:
-    """The least that a recording gateway in Python does, and the least that a relay does."""
-    import uvicorn
-    from fastapi import FastAPI
-
-    app = FastAPI()
-    records: list[Any] = []
-    upstream: list[aiohttp.ClientSession] = []
-    url = f"{args.engine_url}/v1/chat/completions"
-
-    async def post(body: bytes) -> aiohttp.ClientResponse:
-        if not upstream:
-            upstream.append(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        headers = {"content-type": "application/json"}
-        return await upstream[0].post(url, data=body, headers=headers)
-
-    async def blocks(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        async with response:
-            async for block in response.content.iter_any():
-                yield block
-
-    async def recorded(response: aiohttp.ClientResponse, asked: Any) -> AsyncIterator[bytes]:
-        events: list[Any] = []
-        async for block in blocks(response):
-            for event in block.split(b"\n\n"):
-                if event.startswith(b"data: {"):
-                    events.append(orjson.loads(event[6:]))  # noqa: PERF401
-            yield block
-        records.append((asked, events))
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        body = await request.body()
-        asked = orjson.loads(body)
-        response = await post(body)
-        if asked.get("stream"):
-            return StreamingResponse(recorded(response, asked), media_type="text/event-stream")
-        async with response:
-            answer = await response.read()
-        records.append((asked, orjson.loads(answer)))
-        return Response(answer, media_type="application/json")
-
-    @app.post("/relay/v1/chat/completions")
-    async def relay(request: Request) -> Response:
-        response = await post(await request.body())
-        return StreamingResponse(blocks(response), media_type=response.content_type)
-
-    @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        return {"status": "ok"}
-
-    uvicorn.run(app, host="127.0.0.1", port=args.port, loop="uvloop", access_log=False)
-
 
 # -- starting the contenders -----------------------------------------------------------------------
 
@@ -261,8 +80,8 @@ class Lab:
         self.text = Texts(self.model)
         canned = folder / "canned.json"
         canned.write_bytes(orjson.dumps(self.text.canned()))
-        role = ["--role", "engine", "--canned", str(canned), "--gap", str(gap)]
-        self.engine, _ = self._start("engine", [__file__, *role], "/get_model_info")
+        command = [str(_PEERS / "canned.py"), "--canned", str(canned), "--gap", str(gap)]
+        self.engine, _ = self._start("engine", command, "/get_model_info")
 
     def _start(self, name: str, command: list[str], health: str) -> tuple[str, int]:
         from any_agent.ports import free_port
@@ -323,7 +142,7 @@ class Lab:
         return Contender("LiteLLM", url, pid)
 
     def bare(self) -> list[Contender]:
-        command = [__file__, "--role", "bare", "--engine-url", self.engine]
+        command = [str(_PEERS / "bare.py"), "--engine-url", self.engine]
         url, pid = self._start("bare", command, "/healthz")
         return [Contender("bare", url, pid), Contender("relay", f"{url}/relay", pid)]
 
@@ -567,12 +386,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="16 calls, 2 rounds, 1 episode")
     parser.add_argument("--no-litellm", action="store_true", help="leave the slow one out")
     parser.add_argument("--gap", type=float, default=1.0, help="ms between a stream's tokens")
-    for name in ("role", "canned", "engine-url"):
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.role:
-        return {"engine": run_engine, "bare": run_bare}[args.role](args)
     if args.quick:
         args.calls, args.rounds, args.episodes = 16, 2, 1
     print(f"{machine()}; {args.calls} calls x {args.rounds} rounds", flush=True)

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import renderers
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-renderers = pytest.importorskip("renderers")
-
-from any_agent.demo.model import make_tokenizer, save_tiny_model  # noqa: E402
-from any_agent.demo.task import RETRY, items, messages  # noqa: E402
-from any_agent.demo.warmup import NoisyTalks, warm_up  # noqa: E402
+from any_agent.demo.model import make_tokenizer, save_tiny_model
+from any_agent.demo.task import RETRY, items, messages
+from any_agent.demo.warmup import NoisyTalks, warm_up
 
 
 @pytest.fixture(scope="module")

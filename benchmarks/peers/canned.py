@@ -1,0 +1,139 @@
+"""The engine behind every gateway: canned answers in SGLang's form and in OpenAI's."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvloop
+from aiohttp import web
+
+CONTEXT = 1_000_000
+PROMPT = 1000
+
+
+class CannedEngine:
+    """Answers of any length up to the canned ids', in SGLang's form and in OpenAI's."""
+
+    def __init__(self, canned: dict[str, Any], gap: float) -> None:
+        self._ids: list[int] = canned["ids"]
+        self._texts: list[str] = canned["texts"]
+        self._end: int = canned["end"]
+        self._logprobs = [-0.01 * (k % 97) - 0.001234 for k in range(len(self._ids) + 1)]
+        self._gap = gap
+        # An answer is the same bytes every time, so that the engine takes little of the machine.
+        self._sglang_answer = functools.cache(self._sglang_answer)  # type: ignore[method-assign]
+        self._openai_answer = functools.cache(self._openai_answer)  # type: ignore[method-assign]
+
+    async def info(self, _: web.Request) -> web.Response:
+        return web.json_response({"context_length": CONTEXT, "weight_version": "0"})
+
+    async def control(self, _: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = orjson.loads(await request.read())
+        size = min(len(self._ids), body["sampling_params"]["max_new_tokens"])
+        return await self._send(request, self._sglang_answer(size, body["stream"]))
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = orjson.loads(await request.read())
+        size = min(len(self._ids), body.get("max_tokens") or len(self._ids))
+        return await self._send(request, self._openai_answer(size, bool(body.get("stream"))))
+
+    async def _send(self, request: web.Request, parts: list[bytes]) -> web.StreamResponse:
+        if len(parts) == 1:
+            return web.Response(body=parts[0], content_type="application/json")
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for part in parts:
+            await response.write(part)
+            await asyncio.sleep(self._gap)
+        return response
+
+    def _sglang_answer(self, size: int, stream: bool) -> list[bytes]:
+        ids = [*self._ids[: size - 1], self._end]
+        if not stream:
+            return [orjson.dumps(self._sglang(ids, 0, size))]
+        events = [_event(self._sglang(ids, k, k + 1)) for k in range(size)]
+        return [*events, b"data: [DONE]\n\n"]
+
+    def _sglang(self, ids: list[int], start: int, end: int) -> dict[str, Any]:
+        fresh = zip(self._logprobs[start:end], ids[start:end], strict=True)
+        done = {"type": "stop", "matched": self._end} if end == len(ids) else None
+        meta = {
+            "id": "canned",
+            "finish_reason": done,
+            "prompt_tokens": PROMPT,
+            "completion_tokens": end,
+            "cached_tokens": 0,
+            "weight_version": "0",
+            "weight_versions": [{"version": "0", "start": 0, "end": end}],
+            "output_token_logprobs": [[logprob, i, None] for logprob, i in fresh],
+        }
+        text = "".join(self._texts[start : min(end, len(ids) - 1)])
+        return {"text": text, "output_ids": ids[start:end], "meta_info": meta}
+
+    def _openai_answer(self, size: int, stream: bool) -> list[bytes]:
+        entries = [self._entry(k, size) for k in range(size)]
+        text = "".join(self._texts[: size - 1])
+        usage = {"prompt_tokens": PROMPT, "completion_tokens": size, "total_tokens": PROMPT + size}
+        base = {"id": "chatcmpl-canned", "created": 1, "model": "policy"}
+        if not stream:
+            choice: dict[str, Any] = {
+                "index": 0,
+                "message": {"role": "assistant", "content": text},
+                "finish_reason": "stop",
+                "logprobs": {"content": entries},
+            }
+            whole = {**base, "object": "chat.completion", "choices": [choice], "usage": usage}
+            return [orjson.dumps(whole)]
+        events = []
+        for k, entry in enumerate(entries):
+            last = k == size - 1
+            choice = {
+                "index": 0,
+                "delta": {} if last else {"content": self._texts[k]},
+                "finish_reason": "stop" if last else None,
+                "logprobs": {"content": [entry]},
+            }
+            events.append(_event({**base, "object": "chat.completion.chunk", "choices": [choice]}))
+        return [*events, b"data: [DONE]\n\n"]
+
+    def _entry(self, k: int, size: int) -> dict[str, Any]:
+        text = "<|im_end|>" if k == size - 1 else self._texts[k]
+        return {
+            "token": text,
+            "logprob": self._logprobs[k],
+            "bytes": list(text.encode()),
+            "top_logprobs": [],
+        }
+
+
+def _event(data: Any) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--canned", type=Path, required=True)
+    parser.add_argument("--gap", type=float, default=1.0, help="ms between a stream's tokens")
+    parser.add_argument("--port", type=int, required=True)
+    args = parser.parse_args()
+    engine = CannedEngine(orjson.loads(args.canned.read_bytes()), args.gap / 1000)
+    app = web.Application(client_max_size=2**30)
+    app.router.add_get("/get_model_info", engine.info)
+    for name in ("pause_generation", "continue_generation", "abort_request"):
+        app.router.add_post(f"/{name}", engine.control)
+    app.router.add_post("/generate", engine.generate)
+    app.router.add_post("/v1/chat/completions", engine.chat)
+    uvloop.install()
+    web.run_app(app, host="127.0.0.1", port=args.port, access_log=None, print=None)
+
+
+if __name__ == "__main__":
+    main()
