@@ -79,8 +79,13 @@ class Node:
         self.stop()
 
     def stop(self) -> None:
-        """End every process, newest first; within seconds, for certain."""
+        """End every process within seconds, for certain; the trainer first, while it has a service.
+
+        It finishes the step under way and keeps a checkpoint, if its time is enough for that.
+        """
         with _uninterrupted():
+            if self.trainer is not None:
+                self.trainer.stop(grace=_STOP_GRACE)
             for process in self._processes:
                 process.ask_to_stop()
             deadline = time.monotonic() + _STOP_GRACE
