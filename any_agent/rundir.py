@@ -123,3 +123,21 @@ def read_json(path: Path, default: Any = None) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return default
+
+
+def checkpoint_problem(folder: Path) -> str | None:
+    """Why this folder is not a whole checkpoint; None if it is. Its manifest is written last."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        sizes: dict[str, int] = dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its manifest cannot be read ({error})"
+    if not sizes:
+        return "its manifest names no files"
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    return None

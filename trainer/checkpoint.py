@@ -30,6 +30,7 @@ from torch import Tensor
 
 from any_agent.atomic import remove_folder, whole_folder, write_whole
 from any_agent.errors import NotFound, StartupError
+from any_agent.rundir import checkpoint_problem
 from trainer.policy import Policy, PolicyConfig
 from trainer.weights import save_pretrained
 
@@ -85,7 +86,7 @@ def load_checkpoint(
     ``config`` come the device, chunks and the like. Restores the generators of torch, Python and
     numpy. Raises NotFound if the folder is not a whole checkpoint, StartupError if it does not fit.
     """
-    problem = _problem(path)
+    problem = checkpoint_problem(path)
     if problem:
         raise NotFound(f"{path} is not a whole checkpoint: {problem}")
     policy = Policy.load(path, config)
@@ -107,7 +108,7 @@ def list_checkpoints(root: Path) -> list[Checkpoint]:
         match = _NAME.fullmatch(path.name)
         if not match:
             continue
-        if problem := _problem(path):
+        if problem := checkpoint_problem(path):
             logger.warning("checkpoint %s is not whole and is passed over: %s", path, problem)
         else:
             out.append(Checkpoint(path, int(match[1])))
@@ -165,22 +166,6 @@ def _write_manifest(folder: Path) -> None:
     sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files}
     text = json.dumps({"format": FORMAT, "files": sizes}, indent=1)
     manifest.write_text(text, encoding="utf-8")
-
-
-def _problem(folder: Path) -> str | None:
-    """Why this folder is not a whole checkpoint; None if it is."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        sizes: dict[str, int] = manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its manifest cannot be read ({error})"
-    for name, size in sizes.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-    return None
 
 
 def _named_parameters(policy: Policy) -> list[tuple[str, Tensor]]:

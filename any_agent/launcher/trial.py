@@ -9,7 +9,7 @@ from pathlib import Path
 
 from any_agent.config import LOOPBACK, Config, load_config
 from any_agent.errors import ConfigError
-from any_agent.rundir import RunDir, read_json
+from any_agent.rundir import RunDir, checkpoint_problem, read_json
 
 _STEP = re.compile(r"step-(\d{8,})")
 
@@ -63,19 +63,8 @@ def latest_weights(config: Config) -> SavedWeights | None:
         return None
     match = _STEP.fullmatch(name)
     path = run.checkpoints / name
-    if match is None or not _is_whole(path):
+    if match is None or checkpoint_problem(path) is not None:
         return None
     saved = read_json(path / "trainer" / "state.json")
     # The version that just these weights were published as; later ones are other weights.
     return SavedWeights(path, int(match[1]), int(saved["state"]["version"]))
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        sizes: dict[str, int] = read_json(path / "manifest.json", {"files": {}})["files"]
-    except (ValueError, KeyError, TypeError):
-        return False
-    return bool(sizes) and all(
-        (path / name).is_file() and (path / name).stat().st_size == size
-        for name, size in sizes.items()
-    )

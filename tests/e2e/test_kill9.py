@@ -16,8 +16,8 @@ import httpx
 import openai
 
 from any_agent.client import RLClient
+from any_agent.ports import free_port
 from any_agent.record import InteractionTree, unpack_trajectories
-from tests.e2e.serving import free_port
 from tests.proxy_ext.real_parts import embedded_engine, proxy_process, write_config
 
 USER = {"role": "user", "content": "Which digit?"}
@@ -76,9 +76,9 @@ class Crowd:
 
 async def test_kill_9(tiny_model_dir: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, tiny_model_dir)
-    port = free_port()
+    port = free_port("127.0.0.1")
     crowd = Crowd()
-    with embedded_engine(tiny_model_dir, free_port(), tmp_path) as engine_url:
+    with embedded_engine(tiny_model_dir, free_port("127.0.0.1"), tmp_path) as engine_url:
         with proxy_process(config, engine_url, port) as (process, url):
             client = RLClient(url, retry_for=0)
             await client.set_capacity(limit=1000, ttl=600, owner="trainer", held=[])

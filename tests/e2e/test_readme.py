@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from any_agent.config import Config, load_config
+from any_agent.ports import free_port
 from any_agent.types import Continuation
 from tests.e2e.live_run import recorded
-from tests.e2e.serving import Served, environment, free_port, serve
+from tests.e2e.serving import Served, environment, serve
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
@@ -35,7 +36,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) 
     settings = {
         "root": str(path.parent / "runs"),
         "model": {"path": str(tiny_model_dir), "enable_thinking": False},
-        "server": {"port": free_port()},
+        "server": {"port": free_port("127.0.0.1")},
         "sampling": {"max_new_tokens": 16},
         "sessions": {"group_size": 2},
         "rollout": {"batch_size": 4, "max_concurrent": 4},
