@@ -72,6 +72,8 @@ class ServerConfig(_Section):
     """The address to listen on."""
     port: int = Field(8000, ge=0, le=65535)
     """0 picks a free one."""
+    ranks: int = Field(2, ge=1, le=1000)
+    """Data-parallel ranks: an engine and a proxy each."""
     public_url: str | None = None
     """The URL that agents reach, if it is not http://host:port."""
     admin_key: SecretStr | None = None
@@ -80,6 +82,8 @@ class ServerConfig(_Section):
     """Larger request bodies get 413."""
     max_inflight_calls: int = Field(1024, ge=1)
     """Model calls under way at once; further ones get 429."""
+    rank_wait: float = Field(20.0, ge=0)
+    """Seconds that a request waits at the router for a rank that restarts, before it gets 503."""
     client_timeout: float = Field(60.0, gt=0)
     """Seconds after which a client that takes no byte of its answer is cut off."""
 
@@ -129,8 +133,9 @@ class SamplingConfig(_Section):
 
 
 class EngineConfig(_Section):
-    url: str | None = None
-    """An engine that already runs (SGLang's native HTTP contract). None: start the embedded one."""
+    urls: tuple[str, ...] = ()
+    """Engines that already run (SGLang's native HTTP contract), one per rank. Empty: start embedded
+    ones."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the embedded engine runs; auto takes a GPU if there is one."""
     threads: int = Field(1, ge=1)
@@ -149,6 +154,14 @@ class EngineConfig(_Section):
     """Seconds that the engine may take to load new weights."""
     request_timeout: float = Field(600.0, gt=0)
     """Seconds without a byte from the engine after which a call fails."""
+
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _listed(cls, urls: object) -> object:
+        """On a command line they are separated by commas."""
+        if not isinstance(urls, str):
+            return urls
+        return [url.strip(" '\"") for url in urls.strip("[] ").split(",") if url.strip()]
 
 
 class SessionConfig(_Section):
@@ -173,6 +186,10 @@ class RolloutConfig(_Section):
     """Train sessions open at once."""
     eta: int = Field(2, ge=0)
     """Optimizer steps that a token may be older than the step that trains on it."""
+    deterministic: bool = False
+    """Derive session ids and sampling seeds from `train.seed` and the order of opening, and sort
+    batches, so that the same agents give the same run bit for bit (with `rollout.eta=0` and
+    `engine.max_running_requests=1`)."""
     lease_ttl: float = Field(600.0, gt=0)
     """Seconds after which trajectories of a silent trainer are handed out again."""
 
@@ -231,6 +248,8 @@ class Config(_Section):
     """Everything a run keeps lies under `<root>/<user>/<experiment>/<trial>`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of the files in the run's `logs` folder."""
+    log_format: Literal["text", "json"] = "text"
+    """Of the same files: lines for people, or one JSON object each."""
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()  # type: ignore[call-arg]
     sampling: SamplingConfig = SamplingConfig()  # type: ignore[call-arg]
@@ -238,6 +257,16 @@ class Config(_Section):
     sessions: SessionConfig = SessionConfig()  # type: ignore[call-arg]
     rollout: RolloutConfig = RolloutConfig()  # type: ignore[call-arg]
     train: TrainConfig = TrainConfig()  # type: ignore[call-arg]
+
+    @model_validator(mode="after")
+    def _an_engine_per_rank(self) -> Self:
+        urls = self.engine.urls
+        if urls and len(urls) != self.server.ranks:
+            raise ValueError(
+                f"engine.urls names {len(urls)} engines, so set server.ranks={len(urls)} (it is "
+                f"{self.server.ranks}): each rank needs its own engine"
+            )
+        return self
 
     @model_validator(mode="after")
     def _groups_fit(self) -> Self:

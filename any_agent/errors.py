@@ -15,6 +15,7 @@ AnyAgentError                      500 internal_error
 ├── PayloadTooLarge                413 payload_too_large
 ├── Unprocessable                  422 unprocessable
 ├── TooManyRequests                429 no_capacity
+├── ReplyLost                      502 reply_lost
 ├── EngineUnavailable              503 engine_unavailable
 ├── StoreUnavailable               503 store_unavailable
 ├── ServiceUnavailable             503 service_unavailable
@@ -148,6 +149,13 @@ class TooManyRequests(AnyAgentError):
     status = 429
     default_code = "no_capacity"
     retryable = True
+
+
+class ReplyLost(AnyAgentError):
+    """A rank died after it got the request: whether it did what was asked is not known."""
+
+    status = 502
+    default_code = "reply_lost"
 
 
 class EngineUnavailable(AnyAgentError):

@@ -10,9 +10,13 @@ import hashlib
 import hmac
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from any_agent.errors import SessionMismatch
+
 SESSION_KEY_PREFIX = "sk-v1."
+SESSION_ID_PREFIX = "ses-"
 _KEY = re.compile(r"sk-v1\.(0|[1-9][0-9]{0,3})\.([0-9a-f]{24})\.([0-9a-f]{32})")
 
 
@@ -50,6 +54,27 @@ class KeySigner:
     def _mac(self, lane: Lane) -> str:
         message = f"v1.{lane.rank}.{lane.id}".encode()
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:32]
+
+
+_SESSION_ID = re.compile(r"ses-(0|[1-9][0-9]{0,3})-[0-9a-f]{16}")
+
+
+def rank_of_session(session_id: str) -> int | None:
+    """The rank that a session's id names; None for what is no session id."""
+    match = _SESSION_ID.fullmatch(session_id)
+    return int(match[1]) if match else None
+
+
+_BEARER = re.compile(r"^bearer(\s+|$)", re.IGNORECASE)
+
+
+def bearer_of(authorization: Iterable[str], x_api_key: Iterable[str]) -> str:
+    """The key in these headers' values, "" without one; SessionMismatch for two that differ."""
+    found = [_BEARER.sub("", value).strip() for value in authorization]
+    keys = {key for key in (*found, *x_api_key) if key}
+    if len(keys) > 1:
+        raise SessionMismatch("the request carries two different keys")
+    return keys.pop() if keys else ""
 
 
 class SecretHash:

@@ -23,6 +23,15 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def reserve(host: str, port: int) -> socket.socket:
+    """Keep a port (0: any free one) for a child that will listen on it, now and again later.
+
+    The socket is bound and never listens: nothing else gets the port, no outgoing connection
+    either, but a child that sets SO_REUSEADDR may listen there for as long as it is open.
+    """
+    return listen(host, port)
+
+
 def free_port(host: str) -> int:
     """A port that nothing listened on a moment ago."""
     with listen(host, 0) as listener:

@@ -151,6 +151,8 @@ class Lease(_Body):
     max_groups: int = Field(1, ge=1, le=1024)
     session_ids: list[str] | None = None
     """Lease just these sessions, whatever their group."""
+    replay: bool = False
+    """With `session_ids`: also those that were trained on, for a resume from before that step."""
 
 
 class Rejection(_Body):

@@ -6,6 +6,8 @@
     resolved.yaml     those of the last start, for its processes
     secret.key        signs session keys; mode 0600
     lock              held while a service uses the folder
+    format            the layout's number, so that another version's folder is refused by name
+    registry/         who serves where, written by each part itself
     state.json        the highest version ever published, the steps done
     metrics.jsonl     one line per training step
     journal/          the durable record of each rank's sessions
@@ -31,6 +33,9 @@ from typing import Any
 
 from any_agent.atomic import fsync, write_whole
 from any_agent.errors import StartupError
+
+FORMAT = 2
+"""Of the folder's layout and of what its files mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,10 @@ class RunDir:
         return self.path / "logs"
 
     @property
+    def registry(self) -> Path:
+        return self.path / "registry"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -71,9 +80,31 @@ class RunDir:
         return self.path / "journal" / f"rank-{rank}.sqlite"
 
     def create(self) -> None:
-        for folder in (self.weights, self.checkpoints, self.manifests, self.logs):
+        """Make what is missing; StartupError for a folder of another layout."""
+        self._check_format()
+        for folder in (self.weights, self.checkpoints, self.manifests, self.logs, self.registry):
             folder.mkdir(parents=True, exist_ok=True)
         self.journal(0).parent.mkdir(exist_ok=True)
+        if not self._format.exists():
+            write_whole(self._format, f"{FORMAT}\n")
+
+    @property
+    def _format(self) -> Path:
+        return self.path / "format"
+
+    def _check_format(self) -> None:
+        """A folder without the file that holds a run was written before there were formats."""
+        if self._format.exists():
+            found = self._format.read_text(encoding="utf-8", errors="replace").strip()
+        elif (self.path / "config.yaml").exists() or self.journal(0).exists():
+            found = "1"
+        else:
+            return
+        if found != str(FORMAT):
+            raise StartupError(
+                f"{self.path} is of format {found[:20]!r}, this version reads {FORMAT}; choose "
+                "another --trial, or go on with the version of any-agent that wrote it"
+            )
 
     @contextmanager
     def lock(self) -> Iterator[int]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 from starlette.requests import Request
 
+from any_agent import keys
 from any_agent.errors import Forbidden, SessionMismatch, Unauthenticated
 from any_agent.keys import SESSION_KEY_PREFIX, KeySigner, SecretHash
 from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions
 
-SESSION_ID_PREFIX = "ses-"
 PREFIX_SCOPE_KEY = "any_agent.session_prefix"
 SESSION_HEADER = "x-any-agent-session"
 
@@ -19,8 +17,6 @@ _NO_SESSION = (
     "no session: POST /rl/v1/start_session gives an api_key; send it as the bearer token "
     "(OPENAI_API_KEY), or in the path as /{api_key}/v1"
 )
-
-_BEARER = re.compile(r"^bearer(\s+|$)", re.IGNORECASE)
 
 
 class Auth:
@@ -103,9 +99,5 @@ class Auth:
 
 def bearer_of(request: Request) -> str:
     """The key of `Authorization: Bearer` or `x-api-key`; two that differ are refused."""
-    found = [_BEARER.sub("", v).strip() for v in request.headers.getlist("authorization")]
-    found += request.headers.getlist("x-api-key")
-    keys = {key for key in found if key}
-    if len(keys) > 1:
-        raise SessionMismatch("the request carries two different keys")
-    return keys.pop() if keys else ""
+    headers = request.headers
+    return keys.bearer_of(headers.getlist("authorization"), headers.getlist("x-api-key"))

@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from any_agent.config import LOOPBACK
 from any_agent.errors import AnyAgentError, Forbidden, PayloadTooLarge
-from any_agent.keys import SESSION_KEY_PREFIX
-from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSION_ID_PREFIX
+from any_agent.keys import SESSION_ID_PREFIX, SESSION_KEY_PREFIX
+from proxy_ext.auth import PREFIX_SCOPE_KEY
 
 LITELLM_PATHS = frozenset({"/health/liveliness", "/health/liveness"})
 """All that LiteLLM's own app may answer; its debug, settings, key and UI routes do not exist."""

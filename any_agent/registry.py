@@ -1,0 +1,131 @@
+"""Who serves where: each part of a run writes its own entry, the others read them all.
+
+::
+
+    registry/rank-0.json    one proxy: its URL, its engine's, its state and load
+    registry/router.json    the public URL
+    registry/trainer.json   the trainer's metrics
+
+An entry is replaced whole, several times a minute at least, so a reader that sees no change for
+``SILENT_AFTER`` seconds knows that its writer is gone. Only the writer's boot id tells one life
+of a part from its next.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+HEARTBEAT = 1.0
+"""Seconds between a part's writes of its own entry."""
+SILENT_AFTER = 10.0
+"""Seconds without a write after which a part is taken for gone."""
+
+
+class Load(BaseModel):
+    """What a rank is busy with."""
+
+    model_config = ConfigDict(frozen=True)
+
+    open: int = 0
+    """Open sessions."""
+    waiting: int = 0
+    """Slots that opens wait for."""
+    calls: int = 0
+    """Model calls under way."""
+
+
+class Entry(BaseModel):
+    """One part of a run, as it describes itself."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """`rank-<number>`, `router` or `trainer`; also the file's."""
+    boot_id: str
+    """Another one each time the part starts."""
+    url: str
+    """Where it is reached by the other parts."""
+    pid: int
+    state: Literal["ready", "stopping"] = "ready"
+    engine_url: str | None = None
+    """The rank's engine."""
+    version: int = 0
+    """The weight version that the rank serves."""
+    load: Load = Load()
+
+
+def rank_name(rank: int) -> str:
+    return f"rank-{rank}"
+
+
+def publish(folder: Path, entry: Entry) -> None:
+    """Replace an entry; readers see the old or the new one, never half of it.
+
+    Not fsynced: after a crash of the machine nobody in it is alive.
+    """
+    target = folder / f"{entry.name}.json"
+    # The process's own temporary name: an earlier life may still be writing.
+    temporary = folder / f".{entry.name}.{os.getpid()}"
+    temporary.write_text(entry.model_dump_json(), encoding="utf-8")
+    temporary.replace(target)
+
+
+@dataclass(slots=True)
+class _Seen:
+    stamp: tuple[int, int]
+    """Modification time and inode: another pair after each write."""
+    at: float
+    """Monotonic."""
+    entry: Entry | None
+
+
+class Registry:
+    """A reader's view. The last good copy of an entry is kept when a file cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[str, _Seen] = {}
+
+    def refresh(self) -> None:
+        """Read what changed; a few file operations, no network."""
+        try:
+            files = [(f.name.removesuffix(".json"), f.stat()) for f in os.scandir(self._folder)]
+        except OSError:
+            return
+        for name, stat in files:
+            if name.startswith("."):
+                continue
+            stamp = (stat.st_mtime_ns, stat.st_ino)
+            before = self._seen.get(name)
+            if before is not None and before.stamp == stamp:
+                continue
+            entry = self._read(name) or (before.entry if before else None)
+            self._seen[name] = _Seen(stamp, time.monotonic(), entry)
+
+    def get(self, name: str) -> Entry | None:
+        """The last good copy, whether or not its writer still lives."""
+        seen = self._seen.get(name)
+        return seen.entry if seen is not None else None
+
+    def alive(self, name: str) -> bool:
+        """Whether the part is ready and has written lately."""
+        seen = self._seen.get(name)
+        return (
+            seen is not None
+            and seen.entry is not None
+            and seen.entry.state == "ready"
+            and time.monotonic() - seen.at < SILENT_AFTER
+        )
+
+    def _read(self, name: str) -> Entry | None:
+        try:
+            entry = Entry.model_validate_json((self._folder / f"{name}.json").read_bytes())
+        except (OSError, ValidationError):
+            return None
+        return entry if entry.name == name else None
