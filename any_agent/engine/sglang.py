@@ -221,6 +221,8 @@ def _generate_body(request: ModelRequest, *, stream: bool) -> dict[str, Any]:
         sampling["stop"] = list(g.stop)
     if g.stop_token_ids:
         sampling["stop_token_ids"] = list(g.stop_token_ids)
+    if g.seed is not None:
+        sampling["sampling_seed"] = g.seed
     body: dict[str, Any] = {
         "rid": request.rid,
         "input_ids": request.input_ids,

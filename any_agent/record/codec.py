@@ -18,7 +18,7 @@ import numpy as np
 
 from any_agent.types import Continuation, GenerationHyperparameters, Interaction, Trajectory
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the fields change; other numbers are refused."""
 
 T = TypeVar("T")
@@ -43,6 +43,7 @@ _GCONFIG: dict[str, tuple[type, ...]] = {
     "top_p": (float, int),
     "top_k": (int,),
     "ignore_eos": (bool,),
+    "seed": (int, type(None)),
 }
 _GCONFIG_LISTS: dict[str, type] = {"stop": str, "stop_token_ids": int}
 _TRAJECTORY = {f.name for f in fields(Trajectory)}
