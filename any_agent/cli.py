@@ -162,7 +162,7 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     from any_agent.logs import set_up_logging
 
     config = resolve_config(config_path, overrides)
-    set_up_logging(config.log_level)
+    set_up_logging(config.log_level, secrets=config.secrets())
     signal.signal(signal.SIGTERM, _interrupt)
     options = NodeOptions(train=train)
     found = latest_weights(config)

@@ -284,6 +284,11 @@ class Config(_Section):
         data = self.model_dump(mode="json", exclude={"server": {"admin_key"}})
         return data
 
+    def secrets(self) -> list[str]:
+        """What must appear in no log."""
+        key = self.server.admin_key
+        return [key.get_secret_value()] if key is not None else []
+
 
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Every dotted setting name."""

@@ -1,23 +1,169 @@
-"""Logging of every process: one line an event, to standard error, without secrets."""
+"""Logging of every process: one line an event, to standard error, without secrets.
+
+As text for people, or as JSON, one object a line: ``time`` (UTC), ``level``, ``logger``,
+``message``, ``part`` (``rank-0``, ``router``, ...), ``pid``, ``exception`` where there is one, and
+what the call gave as ``extra``.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import re
+import sys
+import threading
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Literal
+from urllib.parse import quote
 
-_SECRET = re.compile(r"sk-[A-Za-z0-9._-]{8,}")
+LogFormat = Literal["text", "json"]
+
+_SESSION_KEY = re.compile(r"sk-[A-Za-z0-9._%-]{8,}")
+_MAX_DEPTH = 6
+_PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {
+    "asctime",
+    "message",
+    "taskName",
+    # uvicorn's copy of the message with colours.
+    "color_message",
+}
+"""What every record has; the rest is somebody's ``extra``."""
 
 
-class _Redacting(logging.Formatter):
-    """Whatever looks like a key is cut, wherever it comes from."""
+class Redactor:
+    """Cuts out whatever looks like a key, and the given secrets in whatever form they appear."""
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        forms = {
+            form
+            for secret in secrets
+            for form in (
+                secret,
+                repr(secret)[1:-1],
+                json.dumps(secret)[1:-1],
+                quote(secret, safe=""),
+            )
+            if form
+        }
+        # The longest first: a key that is a part of another one must not leave the rest of it.
+        ordered = sorted(forms, key=len, reverse=True)
+        self._given = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+    def text(self, text: str) -> str:
+        if self._given is not None:
+            text = self._given.sub("***", text)
+        return _SESSION_KEY.sub("sk-***", text)
+
+    def data(self, value: Any, depth: int = 0) -> Any:
+        """The value as JSON can carry it, every text in it redacted."""
+        match value:
+            case None | bool() | int():
+                return value
+            case float():
+                return value if math.isfinite(value) else str(value)
+            case str():
+                return self.text(value)
+            case dict() if depth < _MAX_DEPTH:
+                return {self.text(str(k)): self.data(v, depth + 1) for k, v in value.items()}
+            case list() | tuple() | set() | frozenset() if depth < _MAX_DEPTH:
+                return [self.data(item, depth + 1) for item in value]
+        return self.text(str(value))
+
+
+class _Text(logging.Formatter):
+    def __init__(self, redactor: Redactor) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._redactor = redactor
 
     def format(self, record: logging.LogRecord) -> str:
-        return _SECRET.sub("sk-***", super().format(record))
+        _settle(record)
+        return self._redactor.text(super().format(record))
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        extra = self._redactor.data(_extra(record))
+        return super().formatMessage(record) + "".join(f" {k}={v}" for k, v in extra.items())
 
 
-def set_up_logging(level: str) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+class _Json(logging.Formatter):
+    def __init__(self, redactor: Redactor, part: str) -> None:
+        super().__init__()
+        self._redactor = redactor
+        self._part = part
+
+    def format(self, record: logging.LogRecord) -> str:
+        _settle(record)
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {
+            "time": at.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "part": self._part,
+            "pid": record.process,
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = record.stack_info
+        return json.dumps(self._redactor.data(_extra(record) | line), ensure_ascii=False)
+
+
+def _settle(record: logging.LogRecord) -> None:
+    """Make sure that the message can be formatted: logging's own report has the bare arguments."""
+    try:
+        record.getMessage()
+    except Exception:
+        record.msg, record.args = f"{record.msg} (with {record.args!r})", None
+
+
+def _extra(record: logging.LogRecord) -> dict[str, Any]:
+    return {key: value for key, value in record.__dict__.items() if key not in _PLAIN}
+
+
+class _Handler(logging.StreamHandler[Any]):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing: logging's own would write the record's arguments as they are."""
+
+
+def set_up_logging(
+    level: str,
+    log_format: LogFormat = "text",
+    *,
+    part: str = "",
+    secrets: Iterable[str] = (),
+) -> None:
+    """Log to standard error, uncaught exceptions and warnings included.
+
+    ``part`` is the process's name in JSON lines; ``secrets`` are cut out wherever they appear.
+    """
+    redactor = Redactor(secrets)
+    handler = _Handler()
+    handler.setFormatter(_Json(redactor, part) if log_format == "json" else _Text(redactor))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in ("httpx", "httpcore", "urllib3", "transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = _log_uncaught_in_thread
+
+
+def _log_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    else:
+        logging.getLogger(__name__).critical("uncaught error", exc_info=(kind, error, trace))
+
+
+def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_type is not SystemExit and args.exc_value is not None:
+        thread = args.thread.name if args.thread is not None else "?"
+        logging.getLogger(__name__).critical(
+            "uncaught error in thread %s",
+            thread,
+            exc_info=(args.exc_type, args.exc_value, args.exc_traceback),
+        )

@@ -13,6 +13,7 @@ from any_agent.engine import SGLangEngine
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StartupError
 from any_agent.logs import set_up_logging
 from any_agent.ports import listen
+from any_agent.registry import rank_name
 
 
 def main() -> int:
@@ -30,7 +31,8 @@ def main() -> int:
     args = parser.parse_args()
     try:
         config = load_resolved(args.config)
-        set_up_logging(config.log_level)
+        part = rank_name(args.rank)
+        set_up_logging(config.log_level, config.log_format, part=part, secrets=config.secrets())
         if args.host not in LOOPBACK and config.server.admin_key is None:
             raise ConfigError(f"--host {args.host} needs an admin key; without one, only loopback")
         # Before anything slow, so that a port in use is known at once.

@@ -22,7 +22,9 @@ def main() -> int:
     args = parser.parse_args()
     try:
         config = load_resolved(args.config)
-        set_up_logging(config.log_level)
+        set_up_logging(
+            config.log_level, config.log_format, part="trainer", secrets=config.secrets()
+        )
         import transformers
 
         from trainer.loop import GRPOTrainer

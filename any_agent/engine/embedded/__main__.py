@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import signal
 import sys
+
+from any_agent.logs import set_up_logging
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -28,6 +29,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=1, help="CPU threads of the model")
     add("--random-seed", type=int)
     add("--incremental-streaming-output", action="store_true", help="events hold only new tokens")
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    add("--log-format", default="text", choices=["text", "json"])
+    add("--log-part", default="engine", help="what JSON log lines call this process")
     return parser
 
 
@@ -63,7 +67,7 @@ async def _serve(args: argparse.Namespace) -> None:
 
 def main() -> int:
     args = _parser().parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    set_up_logging(args.log_level, args.log_format, part=args.log_part)
     # asyncio and the loop's thread take turns; the default of 5 ms is longer than a small step.
     sys.setswitchinterval(0.0002)
     from any_agent.errors import StartupError
