@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -38,30 +39,37 @@ T = TypeVar("T", bound=BaseModel)
 class RLClient:
     """One service, reached by URL; every call raises the AnyAgentError that the service answered.
 
-    A connection that could not be made is tried again for ``retry_for`` seconds (a rank that
-    restarts); a lost reply or a 503 only where doing it twice changes nothing. Without
-    ``trust_env`` proxies named in the environment are not used.
+    ``url`` may be a function that says where the service is now, or None while nobody knows: it
+    is asked at each attempt, because a service that restarts may move. A connection that could
+    not be made is tried again for ``retry_for`` seconds (a rank that restarts); a lost reply or a
+    503 only where doing it twice changes nothing. Without ``trust_env`` proxies named in the
+    environment are not used.
     """
 
     def __init__(
         self,
-        url: str,
+        url: str | Callable[[], str | None],
         *,
         admin_key: str | None = None,
         timeout: float = 60.0,
         retry_for: float = 30.0,
         trust_env: bool = True,
     ) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self._where = url
         self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._retry_for = retry_for
         self._timeout = timeout
         self._http = httpx.AsyncClient(
-            base_url=self.url,
             timeout=timeout,
             limits=httpx.Limits(max_connections=None),
             trust_env=trust_env,
         )
+
+    @property
+    def url(self) -> str | None:
+        """Where the service is now; None while nobody knows."""
+        url = self._where if isinstance(self._where, str) else self._where()
+        return url.rstrip("/").removesuffix("/v1") if url is not None else None
 
     async def __aenter__(self) -> Self:
         return self
@@ -192,10 +200,13 @@ class RLClient:
         delay = 0.05
         while True:
             late = time.monotonic() + delay > deadline
+            url = self.url
             try:
+                if url is None:
+                    raise httpx.ConnectError("nobody has said where it is")
                 response = await self._http.request(
                     method,
-                    f"/rl/v1{path}",
+                    f"{url}/rl/v1{path}",
                     content=content,
                     headers=headers,
                     timeout=self._timeout + slack,
@@ -206,7 +217,8 @@ class RLClient:
                 again = repeatable or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 if not again or late:
                     raise errors.ServiceUnavailable(
-                        f"{self.url} does not answer ({type(error).__name__}); is it running?"
+                        f"{url or 'the service'} does not answer ({type(error).__name__}); "
+                        "is it running?"
                     ) from error
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
             delay = min(delay * 2, 2.0)

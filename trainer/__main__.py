@@ -1,4 +1,4 @@
-"""The training process: ``python -m trainer --config FILE --service-url URL --engine-url URL``."""
+"""The training process: ``python -m trainer --config FILE``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ _STOPPED = 143
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer", description="Trains one run.")
     parser.add_argument("--config", required=True, help="the run's resolved YAML")
-    parser.add_argument("--service-url", required=True)
-    parser.add_argument("--engine-url", required=True)
     args = parser.parse_args()
     try:
         config = load_resolved(args.config)
@@ -30,7 +28,7 @@ def main() -> int:
         from trainer.loop import GRPOTrainer
 
         transformers.utils.logging.disable_progress_bar()
-        trainer = GRPOTrainer(config, service_url=args.service_url, engine_url=args.engine_url)
+        trainer = GRPOTrainer(config)
         # After the step under way, so that what was trained is kept.
         signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
         return 0 if trainer.train() else _STOPPED

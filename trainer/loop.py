@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from any_agent.client import RLClient
 from any_agent.config import Config
 from any_agent.errors import ConfigError, TrainingError
 from any_agent.protocol import Rejection
-from any_agent.rollout import RolloutExecutor
+from any_agent.rollout import Ranks, RolloutExecutor
 from any_agent.rundir import RunDir, write_json
 from any_agent.workflow import Episode, ProxyWorkflow, RolloutWorkflow
 from trainer.batch import TrainingBatch, training_batch, versions_in, without_signal
@@ -46,30 +45,20 @@ _REMEMBERED = 65_536
 
 
 class GRPOTrainer:
-    """Trains the policy of one run on what external agents do.
+    """Trains the policy of one run on what external agents do."""
 
-    ``service_url`` is the service's public URL, ``engine_url`` its engine.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        service_url: str,
-        engine_url: str,
-        workflow: type[RolloutWorkflow] | None = None,
-    ) -> None:
+    def __init__(self, config: Config, *, workflow: type[RolloutWorkflow] | None = None) -> None:
         self.config = config
         self.dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
-        self._sync = DiskSync(engine_url, load_timeout=config.engine.load_timeout)
+        self._sync = DiskSync(load_timeout=config.engine.load_timeout)
         self._make_workflow = workflow or ProxyWorkflow
         key = config.server.admin_key
         self._executor = RolloutExecutor(
-            lambda: RLClient(
-                service_url,
+            lambda: Ranks(
+                self.dir.registry,
+                config.server.ranks,
                 admin_key=key.get_secret_value() if key else None,
                 retry_for=_PATIENCE,
-                trust_env=False,
             ),
             lambda client, owner: self._make_workflow(client, owner=owner),  # type: ignore[call-arg]
             config.rollout,
@@ -99,8 +88,9 @@ class GRPOTrainer:
         resumed = self._load()
         self._executor.start()
         try:
-            self._versions.at_least(self._executor.call(self._service_version()))
-            if resumed or self.config.engine.url:
+            served = self._executor.call(self._served_version(), timeout=2 * _PATIENCE)
+            self._versions.at_least(served)
+            if resumed or self.config.engine.urls:
                 # An engine that somebody else started may hold any weights.
                 self._publish()
             self._tell("training")
@@ -215,7 +205,7 @@ class GRPOTrainer:
         dtype = {"float32": None, "bfloat16": torch.bfloat16}[self.config.model.dtype]
         path = publish_to_disk(self.policy, self._tokenizer, self.dir.weights, version, dtype=dtype)
         self._executor.call(
-            self._sync.update(self._executor.client, path, version=version, step=step),
+            self._sync.update(self._executor.ranks, path, version=version, step=step),
             timeout=self.config.engine.load_timeout + 5 * _PATIENCE,
         )
         prune(self.dir.weights, self.config.train.keep_weights)
@@ -262,12 +252,21 @@ class GRPOTrainer:
 
     def _tell(self, state: Any) -> None:
         checkpoint = str(self.checkpoint) if self.checkpoint else None
+        ranks = self._executor.ranks
         self._executor.call(
-            self._executor.client.set_run(state, step=self.policy.steps, checkpoint=checkpoint)
+            ranks.all(
+                lambda rank: ranks.clients[rank].set_run(
+                    state, step=self.policy.steps, checkpoint=checkpoint
+                )
+            ),
+            timeout=2 * _PATIENCE,
         )
 
-    async def _service_version(self) -> int:
-        return (await self._executor.client.run_info()).version
+    async def _served_version(self) -> int:
+        """The highest version that a rank serves."""
+        ranks = self._executor.ranks
+        infos = await ranks.all(lambda rank: ranks.clients[rank].run_info())
+        return max(info.version for info in infos)
 
     def _prune_manifests(self) -> None:
         """Keep those that are newer than the oldest checkpoint kept: what a resume gives up."""

@@ -15,6 +15,7 @@ from any_agent.client import RLClient
 from any_agent.config import RolloutConfig
 from any_agent.errors import AnyAgentError, Conflict
 from any_agent.protocol import Capacity, Rejection
+from any_agent.rollout.ranks import Ranks
 from any_agent.rollout.staleness import free_slots
 from any_agent.workflow import Episode, RolloutWorkflow
 
@@ -37,14 +38,14 @@ class RolloutExecutor:
 
     def __init__(
         self,
-        make_client: Callable[[], RLClient],
+        make_ranks: Callable[[], Ranks],
         make_workflow: Callable[[RLClient, str], RolloutWorkflow],
         config: RolloutConfig,
         *,
         owner: str,
         reject: Callable[[Episode], str | None] = lambda _: None,
     ) -> None:
-        self._make_client = make_client
+        self._make_ranks = make_ranks
         self._make_workflow = make_workflow
         self._config = config
         self._owner = owner
@@ -78,9 +79,9 @@ class RolloutExecutor:
         return future.result(timeout)
 
     @property
-    def client(self) -> RLClient:
+    def ranks(self) -> Ranks:
         """For use in coroutines given to :meth:`call`."""
-        return self._client
+        return self._ranks
 
     def prepare_batch(self, timeout: float | None = None) -> list[Episode]:
         """Wait until ``batch_size`` sessions have come; the oldest episodes with as many.
@@ -132,10 +133,11 @@ class RolloutExecutor:
         return batch
 
     async def _start(self) -> None:
-        self._client = self._make_client()
+        self._ranks = self._make_ranks()
         self._changed = asyncio.Event()
-        workflow = self._make_workflow(self._client, self._owner)
-        jobs = [self._keep_capacity(), *(self._poll(workflow) for _ in range(_POLLS))]
+        workflows = [self._make_workflow(client, self._owner) for client in self._ranks.clients]
+        jobs = [self._keep_capacity()]
+        jobs += [self._poll(workflow) for workflow in workflows for _ in range(_POLLS)]
         for job in jobs:
             task = asyncio.create_task(job)
             task.add_done_callback(self._ended)
@@ -145,7 +147,7 @@ class RolloutExecutor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._client.close()
+        await self._ranks.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -154,16 +156,19 @@ class RolloutExecutor:
                 self._arrived.notify_all()
 
     async def _keep_capacity(self) -> None:
-        """Tell the service how many sessions are wanted: when something changed, and regularly."""
-        limit = 0
+        """Tell the ranks how many sessions are wanted: when something changed, and regularly."""
+        limits = [0] * len(self._ranks)
         while True:
             self._changed.clear()
             try:
-                now = await self._set_capacity(limit)
-                wanted = now.admitted + free_slots(now, self._config)
-                if wanted != limit:
-                    limit = wanted
-                    await self._set_capacity(limit)
+                now = await self._set_limits(limits)
+                self.capacity = total = _sum(now)
+                share, more = divmod(free_slots(total, self._config), len(now))
+                wanted = [c.admitted + share + (rank < more) for rank, c in enumerate(now)]
+                if wanted != limits:
+                    await self._set_limits([*map(min, limits, wanted)])
+                    await self._set_limits(wanted)
+                    limits = wanted
             except AnyAgentError as error:
                 if not error.retryable:
                     raise
@@ -174,11 +179,15 @@ class RolloutExecutor:
             except TimeoutError:
                 pass
 
-    async def _set_capacity(self, limit: int) -> Capacity:
-        self.capacity = await self._client.set_capacity(
-            limit=limit, ttl=_CAPACITY_TTL, owner=self._owner, held=sorted(self._held)
+    async def _set_limits(self, limits: list[int]) -> list[Capacity]:
+        return await self._ranks.all(
+            lambda rank: self._ranks.clients[rank].set_capacity(
+                limit=limits[rank],
+                ttl=_CAPACITY_TTL,
+                owner=self._owner,
+                held=sorted(id for id in self._held if self._ranks.home(id) == rank),
+            )
         )
-        return self.capacity
 
     async def _poll(self, workflow: RolloutWorkflow) -> None:
         while True:
@@ -212,28 +221,50 @@ class RolloutExecutor:
         self._changed.set()
 
     async def _ack(self, trained: list[str], rejected: list[Rejection]) -> None:
+        """Each rank is told of its own sessions, all ranks at once."""
+        home = self._ranks.home
+        await self._ranks.all(
+            lambda rank: self._ack_rank(
+                self._ranks.clients[rank],
+                [id for id in trained if home(id) == rank],
+                [r for r in rejected if home(r.session_id) == rank],
+            )
+        )
+        self._held.difference_update(trained, (r.session_id for r in rejected))
+        self._changed.set()
+
+    async def _ack_rank(
+        self, client: RLClient, trained: list[str], rejected: list[Rejection]
+    ) -> None:
+        if not trained and not rejected:
+            return
         try:
-            await self._ack_all(trained, rejected)
+            await self._ack_all(client, trained, rejected)
         except Conflict:
             # The lease of some was lost meanwhile (another trainer, a very long step); the others
             # must not wait for their time-out.
             for one in [*(([id], []) for id in trained), *(([], [r]) for r in rejected)]:
                 try:
-                    await self._ack_all(*one)
+                    await self._ack_all(client, *one)
                 except Conflict as error:
                     log.error("a session may be handed out again: %s", error.message)
-        self._held.difference_update(trained, (r.session_id for r in rejected))
-        self._changed.set()
 
-    async def _ack_all(self, trained: list[str], rejected: list[Rejection]) -> None:
+    async def _ack_all(
+        self, client: RLClient, trained: list[str], rejected: list[Rejection]
+    ) -> None:
         """All or none. An ack may be repeated, so a store full for a moment ends no run."""
         deadline = time.monotonic() + _ACK_PATIENCE
         while True:
             try:
-                await self._client.ack(owner=self._owner, trained=trained, rejected=rejected)
+                await client.ack(owner=self._owner, trained=trained, rejected=rejected)
                 return
             except AnyAgentError as error:
                 if not error.retryable or time.monotonic() > deadline:
                     raise
                 log.warning("could not acknowledge: %s; trying again", error.message)
             await asyncio.sleep(_ACK_EVERY)
+
+
+def _sum(ranks: list[Capacity]) -> Capacity:
+    totals = {name: sum(getattr(c, name) for c in ranks) for name in Capacity.model_fields}
+    return Capacity(**totals)

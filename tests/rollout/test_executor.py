@@ -21,7 +21,7 @@ from any_agent.errors import (
     Unauthenticated,
 )
 from any_agent.protocol import Capacity, Rejection
-from any_agent.rollout import RolloutExecutor
+from any_agent.rollout import Ranks, RolloutExecutor
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode, RolloutWorkflow
 
@@ -68,6 +68,24 @@ class Service(RLClient):
         self.closed = True
 
 
+class OneRank:
+    """Stands for `Ranks`: whatever the session's name."""
+
+    def __init__(self, service: Service) -> None:
+        self.clients = (service,)
+
+    def __len__(self) -> int:
+        return 1
+
+    def home(self, session_id: str) -> int:
+        return 0
+
+    all = Ranks.all
+
+    async def close(self) -> None:
+        await self.clients[0].close()
+
+
 class Scripted(RolloutWorkflow):
     """Episodes (or errors) from a queue that any thread may fill."""
 
@@ -95,7 +113,7 @@ class Lab:
     def __init__(self, reject: Callable[[Episode], str | None] = lambda _: None) -> None:
         self.service, self.workflow = Service(), Scripted()
         self.executor = RolloutExecutor(
-            lambda: self.service,
+            lambda: OneRank(self.service),  # type: ignore[arg-type,return-value]
             lambda _, owner: self.workflow,
             CONFIG,
             owner="me",

@@ -18,6 +18,7 @@ from episode_lab import pair
 from any_agent.config import Config, load_config
 from any_agent.errors import TrainingError
 from any_agent.protocol import Rejection
+from any_agent.rollout import Ranks
 from any_agent.workflow import Episode
 from trainer.loop import GRPOTrainer
 from trainer.policy import Policy
@@ -38,19 +39,31 @@ class Service:
         self.states.append((state, step))
 
 
+class OneRank:
+    """Stands for `Ranks`."""
+
+    def __init__(self, service: Service) -> None:
+        self.clients = (service,)
+
+    def __len__(self) -> int:
+        return 1
+
+    all = Ranks.all
+
+
 class Sync:
     """An engine that takes every version."""
 
-    async def update(self, client: Service, path: Path, *, version: int, step: int) -> None:
+    async def update(self, ranks: OneRank, path: Path, *, version: int, step: int) -> None:
         assert (path / "config.json").is_file()
-        client.published.append((version, step))
+        ranks.clients[0].published.append((version, step))
 
 
 class Executor:
     """Hands out episodes in the order of a script, one per batch."""
 
     def __init__(self, episodes: list[Episode], version: int) -> None:
-        self.client = Service(version)
+        self.ranks = OneRank(Service(version))
         self.acks: list[tuple[list[str], dict[str, str]]] = []
         self.capacity = None
         self.rejected: Counter[str] = Counter()
@@ -79,9 +92,7 @@ class Lab:
     """One start of the run in a folder."""
 
     def __init__(self, config: Config, episodes: list[Episode], version: int = 0) -> None:
-        self.trainer = GRPOTrainer(
-            config, service_url="http://nowhere", engine_url="http://nowhere"
-        )
+        self.trainer = GRPOTrainer(config)
         self.trainer.dir.create()
         self.executor = Executor(episodes, version)
         self.trainer._executor = self.executor  # type: ignore[assignment]
@@ -89,7 +100,7 @@ class Lab:
 
     @property
     def service(self) -> Service:
-        return self.executor.client
+        return self.executor.ranks.clients[0]
 
     @property
     def manifests(self) -> list[int]:

@@ -1,0 +1,73 @@
+"""The ranks of a run as the trainer sees them: found by their registry entries, and told apart."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from any_agent.client import RLClient
+from any_agent.keys import rank_of_session
+from any_agent.registry import Entry, Registry, rank_name
+
+T = TypeVar("T")
+
+_LOOK_EVERY = 0.2
+"""Seconds between two looks into the registry's folder, however many calls ask."""
+
+
+class Ranks:
+    """One client per rank; each looks its rank's URL up at each attempt.
+
+    A rank that is away is waited for: up to ``retry_for`` seconds per call. Use it on one event
+    loop, and ``close`` it.
+    """
+
+    def __init__(
+        self, folder: Path, count: int, *, admin_key: str | None = None, retry_for: float = 30.0
+    ) -> None:
+        self._registry = Registry(folder)
+        self._looked = -_LOOK_EVERY
+        self.clients: tuple[RLClient, ...] = tuple(
+            RLClient(
+                partial(self._url, rank), admin_key=admin_key, retry_for=retry_for, trust_env=False
+            )
+            for rank in range(count)
+        )
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def entry(self, rank: int) -> Entry | None:
+        """How a rank last described itself; None while it has not."""
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_EVERY:
+            self._looked = now
+            self._registry.refresh()
+        return self._registry.get(rank_name(rank))
+
+    def home(self, session_id: str) -> int:
+        """The rank that a session lives on; ValueError if the run has no such rank."""
+        rank = rank_of_session(session_id)
+        if rank is None or rank >= len(self):
+            raise ValueError(f"no rank of this run holds a session {session_id[:80]!r}")
+        return rank
+
+    async def all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
+        """The call for every rank at once; all of them end before the first failure is raised."""
+        done = await asyncio.gather(*map(call, range(len(self))), return_exceptions=True)
+        for result in done:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in done if not isinstance(result, BaseException)]
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
+
+    def _url(self, rank: int) -> str | None:
+        entry = self.entry(rank)
+        return entry.url if entry is not None else None

@@ -1,0 +1,130 @@
+"""Ranks are found by their registry entries, also after they moved."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from any_agent.errors import ServiceUnavailable
+from any_agent.registry import Entry, publish, rank_name
+from any_agent.rollout import Ranks
+from any_agent.rollout import ranks as module
+
+INFO = {
+    "experiment": "e",
+    "trial": "t",
+    "user": "u",
+    "model": "m",
+    "state": "training",
+    "step": 0,
+    "checkpoint": None,
+}
+
+
+class Rank:
+    """Answers `/rl/v1/run`, with its number as the version."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.url = ""
+
+    async def __aenter__(self) -> Rank:
+        async def run(request: web.Request) -> web.Response:
+            return web.json_response(INFO | {"version": self.number})
+
+        app = web.Application()
+        app.router.add_get("/rl/v1/run", run)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+
+def tell(folder: Path, rank: int, url: str) -> None:
+    entry = Entry(name=rank_name(rank), boot_id="b", url=url, pid=os.getpid(), engine_url="e")
+    publish(folder, entry)
+
+
+async def versions(ranks: Ranks) -> list[int]:
+    infos = await ranks.all(lambda rank: ranks.clients[rank].run_info())
+    return [info.version for info in infos]
+
+
+async def test_a_rank_is_waited_for_and_followed(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 2, retry_for=15)
+    async with Rank(10) as zero, Rank(11) as one, Rank(12) as moved:
+        tell(tmp_path, 0, zero.url)
+        waiting = asyncio.create_task(versions(ranks))
+        await ranks.clients[0].run_info()
+        assert not waiting.done()
+        tell(tmp_path, 1, one.url)
+        assert await waiting == [10, 11]
+        # Another process, another address: the next attempt goes there.
+        await one.__aexit__()
+        asking = asyncio.create_task(versions(ranks))
+        tell(tmp_path, 1, moved.url)
+        assert await asking == [10, 12]
+        entry = ranks.entry(1)
+        assert entry is not None
+        assert (entry.url, entry.engine_url) == (moved.url, "e")
+    await ranks.close()
+
+
+async def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 2, retry_for=0.2)
+    async with Rank(10) as zero:
+        tell(tmp_path, 0, zero.url)
+        with pytest.raises(ServiceUnavailable):
+            await versions(ranks)
+    await ranks.close()
+
+
+async def test_all_of_them_end_before_one_fails() -> None:
+    ranks = Ranks(Path("nowhere"), 3)
+    ended: list[int] = []
+
+    async def call(rank: int) -> int:
+        if rank == 0:
+            raise ValueError("first")
+        await asyncio.sleep(0)
+        ended.append(rank)
+        return rank
+
+    with pytest.raises(ValueError, match="first"):
+        await ranks.all(call)
+    assert ended == [1, 2]
+    await ranks.close()
+
+
+def test_a_session_names_its_rank(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 2)
+    assert [ranks.home(f"ses-{rank}-{'0' * 16}") for rank in (0, 1)] == [0, 1]
+    for wrong in (f"ses-2-{'0' * 16}", "ses-0-x", ""):
+        with pytest.raises(ValueError, match="no rank of this run"):
+            ranks.home(wrong)
+
+
+async def test_many_calls_look_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+    ranks = Ranks(tmp_path, 4)
+    refresh = ranks._registry.refresh
+
+    def counted() -> None:
+        nonlocal looks
+        looks += 1
+        refresh()
+
+    monkeypatch.setattr(ranks._registry, "refresh", counted)
+    monkeypatch.setattr(module, "_LOOK_EVERY", 1000.0)
+    for rank in range(4):
+        ranks.entry(rank)
+    assert looks <= 1
+    await ranks.close()
