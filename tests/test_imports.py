@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("any_agent", "proxy_ext", "router", "trainer")
 
 VOCABULARY = ("types", "errors", "config", "protocol", "keys", "registry", "rundir")
-VOCABULARY += ("atomic", "client", "logs", "ports")
+VOCABULARY += ("atomic", "client", "logs", "metrics", "ports")
 LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
     ("chat", "engine", "record"),
@@ -155,6 +155,7 @@ def loaded_by(code: str) -> set[str]:
 
 
 HEAVY = {"torch", "litellm", "transformers", "fastapi", "numpy", "pydantic", "aiohttp", "openai"}
+HEAVY |= {"prometheus_client"}
 
 
 @pytest.mark.parametrize(

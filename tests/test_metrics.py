@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import math
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from any_agent.metrics import Exposition, Histogram, Metric, Reading
+
+CALLS = Metric("any_agent_calls_total", "counter", "Calls that\nended.", ("outcome",))
+OPEN = Metric("any_agent_open", "gauge", "Open ones.")
+SECONDS = Metric("any_agent_call_seconds", "histogram", "How long they took.")
+
+
+def samples(text: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {
+        (s.name, frozenset(s.labels.items())): s.value
+        for family in text_string_to_metric_families(text.decode())
+        for s in family.samples
+    }
+
+
+def test_what_is_read_is_what_a_scrape_sees() -> None:
+    calls = {("done",): 1.0, ('od"d\n',): 2.0}
+    took = Histogram((0.5, 2))
+
+    def read() -> list[Reading]:
+        return [(CALLS, calls), (OPEN, 3), (SECONDS, took)]
+
+    shown = Exposition("rank-1", read, rank="1")
+    for value in (0.5, 0.6, 2.0, 9.0, 0.1):
+        took.observe(value)
+    calls[("done",)] += 4
+    now = samples(shown.render())
+    rank = ("rank", "1")
+    assert now["any_agent_calls_total", frozenset({rank, ("outcome", "done")})] == 5
+    assert now["any_agent_calls_total", frozenset({rank, ("outcome", 'od"d\n')})] == 2
+    assert now["any_agent_open", frozenset({rank})] == 3
+    ends = {
+        dict(labels)["le"]: value
+        for (name, labels), value in now.items()
+        if name == "any_agent_call_seconds_bucket"
+    }
+    assert ends == {"0.5": 2, "2": 4, "+Inf": 5}
+    assert now["any_agent_call_seconds_count", frozenset({rank})] == 5
+    assert math.isclose(now["any_agent_call_seconds_sum", frozenset({rank})], 12.2)
+
+
+def test_each_family_is_described_once_and_has_no_creation_times() -> None:
+    text = Exposition("router", lambda: [(CALLS, {}), (OPEN, 1)]).render().decode()
+    lines = text.splitlines()
+    helps = [line.split()[2] for line in lines if line.startswith("# HELP")]
+    assert helps[:2] == ["any_agent_calls_total", "any_agent_open"]
+    assert len(set(helps)) == len(helps)
+    assert "# TYPE any_agent_calls_total counter" in lines
+    assert "_created" not in text
+
+
+def test_the_process_is_told_apart_from_others_in_the_same_scrape() -> None:
+    one, two = (samples(Exposition(part, list).render()) for part in ("rank-0", "rank-1"))
+    wanted = {"process_cpu_seconds_total", "process_resident_memory_bytes"}
+    assert wanted <= {name for name, _ in one}
+    assert not one.keys() & two.keys()
+    assert one["process_resident_memory_bytes", frozenset({("part", "rank-0")})] > 10**6
