@@ -47,12 +47,15 @@ def machine() -> str:
 
 @contextlib.contextmanager
 def child(
-    command: list[str], log: Path, environment: Mapping[str, str] | None = None
+    command: list[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    program: str = sys.executable,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """``python COMMAND`` with its output in ``log``, ended with the context."""
+    """``PROGRAM COMMAND`` with its output in ``log``, ended with the context."""
     with open(log, "ab") as out:
         process = subprocess.Popen(
-            [sys.executable, *command],
+            [program, *command],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
