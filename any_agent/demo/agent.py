@@ -7,25 +7,27 @@ from typing import Any
 
 import openai
 
+from any_agent.demo.task import Turn
+
 # One connection pool for the process, as a long-lived agent would have.
 _HTTP = openai.DefaultHttpxClient()
 
 
 def answer(
     messages: list[dict[str, Any]], correct: Callable[[str], bool], retry: str
-) -> list[tuple[str, str]]:
+) -> list[Turn]:
     """Ask once, and once more if the answer is not correct.
 
-    Returns (completion id, text) of each turn. `OPENAI_BASE_URL` and `OPENAI_API_KEY` are read by
-    the SDK itself.
+    `OPENAI_BASE_URL` and `OPENAI_API_KEY` are read by the SDK itself.
     """
     client = openai.OpenAI(http_client=_HTTP)
     talk = list(messages)
-    turns: list[tuple[str, str]] = []
+    turns: list[Turn] = []
     for _ in range(2):
         completion = client.chat.completions.create(model="gpt-4o-mini", messages=talk)  # type: ignore[arg-type]
         text = completion.choices[0].message.content or ""
-        turns.append((completion.id, text))
+        tokens = completion.usage.completion_tokens if completion.usage else 0
+        turns.append(Turn(completion.id, text, tokens))
         if correct(text):
             break
         talk += [{"role": "assistant", "content": text}, {"role": "user", "content": retry}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -12,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from any_agent.client import RLClient
-from any_agent.demo.task import Item, is_correct, items, shuffled
+from any_agent.demo.task import Item, Turn, is_correct, items, shuffled
 from any_agent.errors import AnyAgentError, RunFinished
 from any_agent.protocol import SessionStarted
 
@@ -20,23 +21,62 @@ GROUP_SIZE = 8
 DISCOUNT = 0.9
 _PATIENCE = 120.0
 _POOL = 32
-_EVALS = 2
+EVALS = 2
+"""Eval sessions for every held-out prompt."""
 _MAX_FAILED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """How well a phase's sessions went, on average."""
+
+    accuracy: float
+    """Share of sessions whose first answer was right."""
+    reward: float
+    """Of a session, as the trainer scores it: the mean over its turns of what each is worth."""
+    turns: float
+    """Per session."""
+    tokens: float
+    """Per answer."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a phase's sessions came to."""
+    """What a phase's sessions came to so far."""
 
     sessions: int = 0
     first_correct: int = 0
-    correct: int = 0
+    reward: float = 0.0
+    turns: int = 0
+    tokens: int = 0
+    """Sampled, as the agents' completions count them."""
     failed: int = 0
     errors: list[str] = field(default_factory=list)
 
-    @property
-    def first_accuracy(self) -> float:
-        return self.first_correct / max(1, self.sessions)
+    def add(self, turns: list[Turn], right: list[bool]) -> None:
+        self.sessions += 1
+        self.first_correct += right[0]
+        self.reward += score(right)
+        self.turns += len(turns)
+        self.tokens += sum(turn.tokens for turn in turns)
+
+    def add_failure(self, error: Exception) -> None:
+        self.failed += 1
+        self.errors = [*self.errors[-4:], str(error)]
+
+    def measures(self) -> Measures:
+        sessions = max(1, self.sessions)
+        return Measures(
+            accuracy=self.first_correct / sessions,
+            reward=self.reward / sessions,
+            turns=self.turns / sessions,
+            tokens=self.tokens / max(1, self.turns),
+        )
+
+
+def score(right: list[bool]) -> float:
+    """A session's score: its last turn's outcome, discounted back, the mean over its turns."""
+    return float(right[-1]) * sum(DISCOUNT**k for k in range(len(right))) / len(right)
 
 
 class Worker:
@@ -45,8 +85,8 @@ class Worker:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    async def run(self, item: Item, session: SessionStarted) -> list[list[str]]:
-        """The agent's turns, (completion id, text) each; RuntimeError with what it failed with."""
+    async def run(self, item: Item, session: SessionStarted) -> list[Turn]:
+        """The agent's turns; RuntimeError with what it failed with."""
         job = {"item": asdict(item), "base_url": session.base_url, "api_key": session.api_key}
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
@@ -57,8 +97,7 @@ class Worker:
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise RuntimeError(reply["error"])
-        turns: list[list[str]] = reply["turns"]
-        return turns
+        return [Turn(*turn) for turn in reply["turns"]]
 
 
 @asynccontextmanager
@@ -73,6 +112,8 @@ async def workers(count: int) -> AsyncIterator[list[Worker]]:
                 "any_agent.demo.worker",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                # The service is on this machine, whatever leads to the others.
+                env=os.environ | {"NO_PROXY": "*", "no_proxy": "*"},
                 # Ctrl-C at the terminal is this process's business.
                 start_new_session=True,
             )
@@ -99,21 +140,18 @@ class Driver:
         self._pool: list[float] | None = [] if permute else None
         self._seed = seed
 
-    async def evaluate(self) -> Tally:
+    async def evaluate(self, tally: Tally) -> None:
         """Some eval sessions for every held-out prompt."""
-        tally = Tally()
-        todo = iter(items(held_out=True) * _EVALS)
+        todo = iter(items(held_out=True) * EVALS)
 
         async def work(agent: Worker) -> None:
             for item in todo:
                 await self._session(agent, item, tally, mode="eval")
 
         await self._all(work)
-        return tally
 
-    async def train(self) -> Tally:
+    async def train(self, tally: Tally) -> None:
         """Train sessions in groups until the run has finished."""
-        tally = Tally()
         jobs = self._jobs()
 
         async def work(agent: Worker) -> None:
@@ -127,7 +165,6 @@ class Driver:
                     return
 
         await self._all(work)
-        return tally
 
     async def _all(self, work: Any) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -149,7 +186,7 @@ class Driver:
         )
         try:
             turns = await agent.run(item, session)
-            right = [is_correct(text, item) for _, text in turns]
+            right = [is_correct(turn.text, item) for turn in turns]
             for completion_id, reward in self._rewards(turns, right):
                 await self._client.set_reward(session.api_key, reward, completion_id=completion_id)
             await self._client.finalize(session.api_key)
@@ -157,27 +194,23 @@ class Driver:
             # Left open, it would keep its group waiting.
             with suppress(AnyAgentError):
                 await self._client.abort(session, "the demo's agent failed")
-            tally.failed += 1
-            tally.errors = [*tally.errors[-4:], str(error)]
+            tally.add_failure(error)
             if tally.failed > _MAX_FAILED:
                 raise AnyAgentError(f"{tally.failed} sessions failed: {error}") from error
             return
-        tally.sessions += 1
-        tally.first_correct += right[0]
-        tally.correct += right[-1]
+        tally.add(turns, right)
 
-    def _rewards(self, turns: list[list[str]], right: list[bool]) -> list[tuple[str, float]]:
+    def _rewards(self, turns: list[Turn], right: list[bool]) -> list[tuple[str, float]]:
         """(completion id, reward): the last turn's outcome; in the control, another session's.
 
         There the session gets the return of another one, in such a way that each of its turns is
         worth just that: by the discount alone, a session of one turn would still score higher
         than one of two, and whoever was right at once has one.
         """
-        reward = 1.0 if right[-1] else 0.0
         if self._pool is None:
-            return [(turns[-1][0], reward)]
-        value = self._swapped(sum(reward * DISCOUNT**k for k in range(len(turns))) / len(turns))
-        *earlier, last = [completion_id for completion_id, _ in turns]
+            return [(turns[-1].completion_id, float(right[-1]))]
+        value = self._swapped(score(right))
+        *earlier, last = [turn.completion_id for turn in turns]
         return [(id, value * (1 - DISCOUNT)) for id in earlier] + [(last, value)]
 
     def _swapped(self, value: float) -> float:

@@ -4,79 +4,251 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import subprocess
+import os
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
 
 from any_agent.client import RLClient
 from any_agent.config import Config, load_config
-from any_agent.demo.driver import DISCOUNT, GROUP_SIZE, Driver, workers
+from any_agent.demo.child import Child
+from any_agent.demo.driver import DISCOUNT, EVALS, GROUP_SIZE, Driver, Tally, workers
 from any_agent.demo.memory import PeakMemory
-from any_agent.errors import AnyAgentError, ConfigError, StartupError
-from any_agent.launcher import Node
-from any_agent.launcher.progress import Progress
+from any_agent.demo.plain import Lines
+from any_agent.demo.report import Report, command, next_lines
+from any_agent.demo.state import Metrics, Part, Rate, State
+from any_agent.demo.task import items
+from any_agent.errors import AnyAgentError, ConfigError
+from any_agent.launcher import Node, NodeOptions
+from any_agent.registry import rank_name
+
+if TYPE_CHECKING:
+    from any_agent.demo.display import Screen
 
 STEPS = 25
+RANKS = 2
 WORKERS = 4
 EXPERIMENT = "demo"
+_CHILD_TIMEOUT = 300.0
+_CHECK_EVERY = 0.2
+_POLL_EVERY = 0.5
 
 
 def run_demo(
     *,
     seed: int,
     steps: int | None = None,
+    ranks: int | None = None,
     json_path: str | None = None,
     keep: str | None = None,
     permute: bool = False,
 ) -> int:
-    """Run it, print it, write the figures; 0 when it went well."""
-    started = time.monotonic()
+    """Run it, show it, write the figures; 0 when it went well."""
     root = _folder(keep)
-    print(f"demo     seed {seed}, files in {root}", flush=True)
-    print("model    being made and warmed up on noisy labels", flush=True)
-    config = demo_config(root, seed=seed, steps=STEPS if steps is None else steps)
-    with PeakMemory() as memory:
-        _make_model(Path(config.model.path), seed)
-        with Node(config) as node:
-            try:
-                figures = asyncio.run(_drive(node, config, seed=seed, permute=permute))
-            except* AnyAgentError as group:
-                raise _first(group) from None
-            _finish(node)
-        peak = memory.peak_mib
-    figures |= {
-        "seed": seed,
-        "steps": config.train.steps,
-        "seconds": round(time.monotonic() - started, 1),
-        "peak_memory_mib": round(peak),
-        "permuted_rewards": permute,
-        "run": str(node.dir.path),
-    }
-    _print_end(figures, config)
+    config = demo_config(
+        root,
+        seed=seed,
+        steps=STEPS if steps is None else steps,
+        ranks=RANKS if ranks is None else ranks,
+    )
+    demo = Demo(config, root, permute=permute)
+    try:
+        with _terminable(), _shown(demo.look) as shown:
+            figures = demo.run(shown)
+    except BaseException:
+        print(f"stopped   files are in {root}", flush=True)
+        raise
     if json_path:
         Path(json_path).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def _folder(keep: str | None) -> Path:
-    """An empty folder for the demo's files."""
-    if keep is None:
-        return Path(tempfile.mkdtemp(prefix="any-agent-demo-"))
-    root = Path(keep).absolute()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        if any(root.iterdir()):
-            raise ConfigError(f"{root} is not empty; choose another folder for --keep")
-    except OSError as error:
-        raise ConfigError(f"--keep {root} cannot be used: {error.strerror}") from None
-    return root
+class Demo:
+    """One demo. The main thread runs it; :meth:`look` may be called in any."""
+
+    def __init__(self, config: Config, root: Path, *, permute: bool = False) -> None:
+        self._config = config
+        self._permute = permute
+        self._started = time.monotonic()
+        self._node: Node | None = None
+        self._names = part_names(config.server.ranks)
+        self._shown: Screen | Lines
+        self._before, self._training, self._after = Tally(), Tally(), Tally()
+        self._rate = Rate()
+        self._state = State(
+            seed=config.train.seed,
+            ranks=config.server.ranks,
+            steps=config.train.steps,
+            folder=str(root),
+            prompts=EVALS * len(items(held_out=True)),
+        )
+
+    def look(self) -> State:
+        """The state now."""
+        # No iteration: the main thread adds parts meanwhile.
+        known = self._node.parts if self._node is not None else {}
+        parts = [(name, known.get(name)) for name in self._names]
+        return replace(
+            self._state,
+            elapsed=time.monotonic() - self._started,
+            parts=tuple(
+                Part(name, part.state, part.restarts) if part else Part(name)
+                for name, part in parts
+            ),
+        )
+
+    def run(self, shown: Screen | Lines) -> dict[str, Any]:
+        """From nothing to the report; the figures."""
+        self._shown = shown
+        config = self._config
+        with PeakMemory() as memory:
+            with Child("model", config.model.path, "--seed", config.train.seed) as model:
+                model.output(_CHILD_TIMEOUT)
+            self._serve()
+            self._set(phase="asking the checkpoint, drawing the curve")
+            curve, said = self._look_back()
+            peak = round(memory.peak_mib)
+        report = Report(
+            before=self._before.measures(),
+            after=self._after.measures(),
+            rewards=self._state.rewards,
+            curve=curve,
+            checkpoint=said["checkpoint"],
+            answers=[(prompt, answer) for prompt, answer in said["answers"]],
+            seconds=round(time.monotonic() - self._started, 1),
+            peak_mib=peak,
+            next=next_lines(config, command()),
+            failed=self._tally("failed"),
+            error=(self._errors() or [""])[-1],
+            restarts={part.name: part.restarts for part in self.look().parts if part.restarts},
+        )
+        shown.end(report)
+        return self._figures(report)
+
+    # -- the service ---------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        self._set(phase="starting the service")
+        self._node = Node(self._config, NodeOptions(say=self._shown.say))
+        with self._node as node:
+            try:
+                self._set(url=node.url)
+                asyncio.run(self._drive(node))
+                _finish(node)
+            except* AnyAgentError as group:
+                raise _first(group) from None
+            finally:
+                self._set(phase="ending the service")
+        self._set_steps(Metrics(node.dir.metrics))
+
+    async def _drive(self, node: Node) -> None:
+        client = RLClient(node.url, trust_env=False)
+        async with client, workers(WORKERS) as agents, asyncio.TaskGroup() as tasks:
+            seen = [tasks.create_task(self._check(node)), tasks.create_task(self._poll(node))]
+            driver = Driver(client, agents, seed=self._config.train.seed, permute=self._permute)
+            self._set(phase="asking held-out prompts, before training")
+            await driver.evaluate(self._before)
+            self._set(phase="training", before=self._before.measures())
+            await driver.train(self._training)
+            self._set(phase="asking held-out prompts, after training")
+            await driver.evaluate(self._after)
+            self._set(after=self._after.measures())
+            for task in seen:
+                task.cancel()
+
+    async def _check(self, node: Node) -> None:
+        """Keep the service running; raises when a part of it cannot go on."""
+        while True:
+            # Not in another thread: children end with the thread that started them.
+            node.check()
+            await asyncio.sleep(_CHECK_EVERY)
+
+    async def _poll(self, node: Node) -> None:
+        """Follow what trainer, service and agents say of themselves."""
+        metrics = Metrics(node.dir.metrics)
+        async with RLClient(node.url, timeout=5, retry_for=0, trust_env=False) as client:
+            while True:
+                # While the router restarts, the last numbers stand.
+                with suppress(AnyAgentError):
+                    self._set(capacity=await client.get_capacity())
+                self._set_steps(metrics)
+                await asyncio.sleep(_POLL_EVERY)
+
+    def _set_steps(self, metrics: Metrics) -> None:
+        asking = self._after if self._training.sessions else self._before
+        self._state = self._state.plus(metrics.new())
+        self._set(
+            tokens_per_second=self._rate.add(self._tally("tokens")),
+            asked=0 if self._state.phase == "training" else asking.sessions,
+        )
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _look_back(self) -> tuple[Path, dict[str, Any]]:
+        """The curve's file, and what the checkpoint answers; both from what lies on disk."""
+        config, state = self._config, self._state
+        assert self._node is not None and state.before is not None and state.after is not None
+        run = self._node.dir
+        curve = run.path / "reward.png"
+        names = [config.experiment, config.trial, "--user", config.user, "--root", config.root]
+        marks = ["--before", state.before.accuracy, "--after", state.after.accuracy]
+        title = f"any-agent demo, seed {state.seed}"
+        with (
+            Child("sample", *names, "--seed", state.seed) as sample,
+            Child("curve", run.metrics, curve, *marks, "--title", title) as drawing,
+        ):
+            drawing.output(_CHILD_TIMEOUT)
+            said: dict[str, Any] = json.loads(sample.output(_CHILD_TIMEOUT))
+        return curve, said
+
+    def _figures(self, report: Report) -> dict[str, Any]:
+        assert self._node is not None
+        return {
+            "seed": self._config.train.seed,
+            "steps": self._config.train.steps,
+            "ranks": self._config.server.ranks,
+            "permuted_rewards": self._permute,
+            "before": report.before.accuracy,
+            "after": report.after.accuracy,
+            "measures": {"before": asdict(report.before), "after": asdict(report.after)},
+            "eval_sessions": self._before.sessions + self._after.sessions,
+            "train_sessions": self._training.sessions,
+            "failed_sessions": report.failed,
+            "errors": self._errors(),
+            "restarts": report.restarts,
+            "seconds": report.seconds,
+            "peak_memory_mib": report.peak_mib,
+            "run": str(self._node.dir.path),
+            "checkpoint": report.checkpoint,
+            "curve": str(report.curve),
+            "answers": report.answers,
+        }
+
+    def _tally(self, name: str) -> int:
+        return sum(getattr(t, name) for t in (self._before, self._training, self._after))
+
+    def _errors(self) -> list[str]:
+        return [*self._before.errors, *self._training.errors, *self._after.errors]
+
+    def _set(self, **changes: Any) -> None:
+        self._state = replace(self._state, **changes)
+        self._shown.changed()
 
 
-def demo_config(root: Path, *, seed: int, steps: int) -> Config:
+def part_names(ranks: int) -> list[str]:
+    """The service's processes, in the order of starting."""
+    engines = [f"engine-{rank}" for rank in range(ranks)]
+    return [*engines, *map(rank_name, range(ranks)), "router", "trainer"]
+
+
+def demo_config(root: Path, *, seed: int, steps: int, ranks: int) -> Config:
     """The demo's settings; everything else is a default."""
     settings = {
         "root": root / "runs",
@@ -85,6 +257,7 @@ def demo_config(root: Path, *, seed: int, steps: int) -> Config:
         "model.path": root / "model",
         "model.enable_thinking": "false",
         "server.port": 0,
+        "server.ranks": ranks,
         "log_level": "info",
         "sampling.max_new_tokens": 4,
         "sessions.group_size": GROUP_SIZE,
@@ -101,12 +274,50 @@ def demo_config(root: Path, *, seed: int, steps: int) -> Config:
     return load_config(None, [f"{key}={value}" for key, value in settings.items()], environ={})
 
 
-def _make_model(path: Path, seed: int) -> None:
-    """In a process of its own: this one never imports torch."""
-    command = [sys.executable, "-m", "any_agent.demo.model", str(path), "--seed", str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    if done.returncode != 0:
-        raise StartupError(f"the demo's model could not be made:\n{done.stderr[-2000:]}")
+def _folder(keep: str | None) -> Path:
+    """An empty folder for the demo's files."""
+    if keep is None:
+        return Path(tempfile.mkdtemp(prefix="any-agent-demo-"))
+    root = Path(keep).absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if any(root.iterdir()):
+            raise ConfigError(f"{root} is not empty; choose another folder for --keep")
+    except OSError as error:
+        raise ConfigError(f"--keep {root} cannot be used: {error.strerror}") from None
+    return root
+
+
+def can_draw(out: TextIO, environ: Mapping[str, str]) -> bool:
+    """Whether a frame can be drawn there again and again."""
+    encoding = (out.encoding or "").lower().replace("-", "")
+    return (
+        out.isatty()
+        and environ.get("TERM", "dumb") not in ("dumb", "unknown")
+        and encoding == "utf8"
+    )
+
+
+def _shown(look: Callable[[], State]) -> Screen | Lines:
+    if not can_draw(sys.stdout, os.environ):
+        return Lines(look)
+    from any_agent.demo.display import Screen
+
+    return Screen(look)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends it as Ctrl-C does."""
+
+    def interrupt(*_: int | FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _first(error: BaseException) -> BaseException:
@@ -116,70 +327,8 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-async def _drive(node: Node, config: Config, *, seed: int, permute: bool) -> dict[str, Any]:
-    async with RLClient(node.url) as client, workers(WORKERS) as agents:
-        driver = Driver(client, agents, seed=seed, permute=permute)
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(_watch(node))
-            before = await driver.evaluate()
-            print(f"before   first answer right: {before.first_accuracy:.3f}", flush=True)
-            shown = Progress(node.dir.metrics, config.train.steps)
-            progress = tasks.create_task(_show(shown, config.train.steps))
-            training = await driver.train()
-            await asyncio.wait([progress], timeout=2)
-            progress.cancel()
-            after = await driver.evaluate()
-            print(f"after    first answer right: {after.first_accuracy:.3f}", flush=True)
-            watching.cancel()
-    return {
-        "before": before.first_accuracy,
-        "after": after.first_accuracy,
-        "eval_sessions": before.sessions + after.sessions,
-        "train_sessions": training.sessions,
-        "failed_sessions": before.failed + training.failed + after.failed,
-        "errors": [*before.errors, *training.errors, *after.errors],
-    }
-
-
-async def _watch(node: Node) -> None:
-    """Raise when a part of the service dies."""
-    while True:
-        # Not in another thread: children end with the thread that started them.
-        node.check()
-        await asyncio.sleep(0.5)
-
-
-async def _show(progress: Progress, steps: int) -> None:
-    while progress.step < steps:
-        for line in await asyncio.to_thread(progress.new_lines):
-            print(line, flush=True)
-        await asyncio.sleep(0.5)
-
-
 def _finish(node: Node) -> None:
     """The trainer tells `finished` before it exits; let it."""
     deadline = time.monotonic() + 30
     while not node.check() and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def _print_end(figures: dict[str, Any], config: Config) -> None:
-    print(
-        f"done     {figures['before']:.3f} -> {figures['after']:.3f} in {figures['steps']} steps, "
-        f"{figures['seconds']} s, peak memory {figures['peak_memory_mib']} MiB"
-    )
-    if figures["failed_sessions"]:
-        print(f"         {figures['failed_sessions']} sessions failed: {figures['errors'][-1]}")
-    print(f"kept     {figures['run']}/checkpoints")
-    print(
-        f"next     {_command()} serve --no-train "
-        f"--experiment {config.experiment} --trial {config.trial} root={config.root}"
-    )
-
-
-def _command() -> str:
-    """How this program is called from here."""
-    if shutil.which("any-agent"):
-        return "any-agent"
-    beside = Path(sys.executable).with_name("any-agent")
-    return str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SYSTEM = "You answer with one digit."
 RETRY = "Not correct, try again."
@@ -30,6 +31,15 @@ class Item:
     task_id: str
     prompt: str
     digit: str
+
+
+class Turn(NamedTuple):
+    """One answer of the agent's model."""
+
+    completion_id: str
+    text: str
+    tokens: int
+    """Sampled tokens, as the completion's usage counts them."""
 
 
 def items(*, held_out: bool) -> list[Item]:

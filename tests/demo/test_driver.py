@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from any_agent.client import RLClient
-from any_agent.demo.driver import DISCOUNT, Driver
+from any_agent.demo.driver import DISCOUNT, Driver, Measures, Tally, score
+from any_agent.demo.task import Turn
 from any_agent.record import propagate_rewards
 from any_agent.types import (
     Continuation,
@@ -21,8 +22,8 @@ def driver() -> Driver:
     return Driver(RLClient("http://nowhere"), [], seed=0, permute=True)
 
 
-def turns_of(count: int) -> list[list[str]]:
-    return [[f"turn-{k}", "text"] for k in range(count)]
+def turns_of(count: int, tokens: int = 2) -> list[Turn]:
+    return [Turn(f"turn-{k}", "text", tokens) for k in range(count)]
 
 
 def returns(rewards: list[tuple[str, float]], turns: int) -> list[float]:
@@ -88,3 +89,32 @@ def test_nobody_gets_its_own_value_back_but_by_the_coin(driver: Driver) -> None:
     assert set(got[: len(tosses)]) == {0.0, 1.0}, "the coin is for the first ones, and fair"
     assert len(set(swapped)) == len(swapped)
     assert all(b < a for a, b in zip(given, got, strict=True)), "an earlier session's, always"
+
+
+def test_a_session_scores_what_its_turns_are_worth_on_average() -> None:
+    for right in ([True], [False, True], [False, False]):
+        worth = returns([(f"turn-{len(right) - 1}", float(right[-1]))], len(right))
+        assert score(right) == pytest.approx(sum(worth) / len(worth))
+
+
+def test_what_a_tally_says_of_its_sessions() -> None:
+    tally = Tally()
+    tally.add(turns_of(1, tokens=2), [True])
+    tally.add(turns_of(2, tokens=3), [False, True])
+    tally.add(turns_of(2, tokens=4), [False, False])
+    told = tally.measures()
+    assert told == Measures(
+        accuracy=pytest.approx(1 / 3),
+        reward=pytest.approx((1 + (1 + DISCOUNT) / 2) / 3),
+        turns=pytest.approx(5 / 3),
+        tokens=pytest.approx(16 / 5),
+    )
+    assert Tally().measures() == Measures(0.0, 0.0, 0.0, 0.0)
+
+
+def test_only_the_last_errors_are_kept() -> None:
+    tally = Tally()
+    for k in range(9):
+        tally.add_failure(RuntimeError(f"error {k}"))
+    assert tally.failed == 9
+    assert tally.errors == [f"error {k}" for k in range(4, 9)]

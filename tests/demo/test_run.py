@@ -1,23 +1,33 @@
-"""What the demo refuses before it does anything."""
+"""What the demo refuses before it does anything, what it is seen as, and how it ends."""
 
 from __future__ import annotations
 
+import io
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from any_agent.cli import main
 from any_agent.demo import run
-from any_agent.demo.run import demo_config, run_demo
+from any_agent.demo.run import Demo, can_draw, demo_config, part_names, run_demo
+from any_agent.demo.state import Part
 from any_agent.errors import AnyAgentError, ConfigError
 
 
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(*_: object) -> None:
-        raise AssertionError("it went on")
+class WentOn(Exception):
+    """It began to work."""
 
-    monkeypatch.setattr(run, "_make_model", made)
+
+@pytest.fixture(autouse=True)
+def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*_: object) -> None:
+        raise WentOn
+
+    monkeypatch.setattr(run, "Child", made)
 
 
 def test_a_folder_that_holds_a_demo_is_not_used_again(tmp_path: Path) -> None:
@@ -28,24 +38,94 @@ def test_a_folder_that_holds_a_demo_is_not_used_again(tmp_path: Path) -> None:
 
 
 def test_a_new_folder_is_made(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="it went on"):
+    with pytest.raises(WentOn):
         run_demo(seed=0, steps=1, keep=str(tmp_path / "a" / "b"))
     assert (tmp_path / "a" / "b").is_dir()
 
 
-@pytest.mark.parametrize("steps", ["0", "-1", "1.5"])
-def test_steps_that_are_none(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["--steps", "--ranks"])
+@pytest.mark.parametrize("number", ["0", "-1", "1.5"])
+def test_numbers_that_are_none(
+    option: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["demo", "--steps", steps])
+        main(["demo", option, number])
     assert ended.value.code == 2
-    assert "--steps" in capsys.readouterr().err
+    assert option in capsys.readouterr().err
 
 
-def test_the_steps_that_were_asked_for(tmp_path: Path) -> None:
-    assert demo_config(tmp_path, seed=3, steps=7).train.steps == 7
+def test_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(run, "run_demo", lambda **options: asked.update(options) or 0)
+    main(["demo", "--steps", "7", "--ranks", "3", "--seed", "4", "--keep", "here"])
+    assert (asked["steps"], asked["ranks"], asked["seed"]) == (7, 3, 4)
+    config = demo_config(tmp_path, seed=4, steps=7, ranks=3)
+    assert (config.train.steps, config.server.ranks, config.train.seed) == (7, 3, 4)
+
+
+def test_two_ranks_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(run, "demo_config", lambda _, **how: asked.update(how) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["demo", "--keep", str(tmp_path)])
+    assert (asked["ranks"], asked["steps"]) == (2, 25)
 
 
 def test_what_went_wrong_first_is_told() -> None:
     first = AnyAgentError("first")
     group = ExceptionGroup("", [ExceptionGroup("", [first, AnyAgentError("second")])])
     assert run._first(group) is first
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, WentOn])
+def test_whoever_stops_it_is_told_where_the_files_are(
+    error: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stopped(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(run, "Child", stopped)
+    with pytest.raises(error):
+        run_demo(seed=0, keep=str(tmp_path))
+    assert capsys.readouterr().out.splitlines()[-1] == f"stopped   files are in {tmp_path}"
+
+
+def test_sigterm_is_as_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(run, "Child", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(seed=0, keep=str(tmp_path))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"  # type: ignore[assignment]
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_frame_needs_a_terminal_that_can_draw() -> None:
+    assert can_draw(Terminal(), {"TERM": "xterm-256color"})
+    assert can_draw(Terminal(), {"TERM": "xterm", "NO_COLOR": "1"}), "in one colour"
+    assert not can_draw(Terminal(), {"TERM": "dumb"})
+    assert not can_draw(Terminal(), {})
+    assert not can_draw(io.StringIO(), {"TERM": "xterm", "FORCE_COLOR": "1"})
+    ascii_only = Terminal()
+    ascii_only.encoding = "ansi_x3.4-1968"  # type: ignore[misc]
+    assert not can_draw(ascii_only, {"TERM": "xterm"})
+
+
+def test_parts_are_seen_before_they_are_started(tmp_path: Path) -> None:
+    demo = Demo(demo_config(tmp_path, seed=0, steps=1, ranks=2), tmp_path)
+    names = ["engine-0", "engine-1", "rank-0", "rank-1", "router", "trainer"]
+    assert part_names(2) == names
+    assert demo.look().parts == tuple(Part(name) for name in names)
+    known = {"engine-0": SimpleNamespace(state="ready", restarts=1)}
+    demo._node = SimpleNamespace(parts=known)  # type: ignore[assignment]
+    seen = demo.look().parts
+    assert seen[:2] == (Part("engine-0", "ready", 1), Part("engine-1"))
+    assert demo.look().elapsed > 0

@@ -1,0 +1,83 @@
+"""States and a report of a demo that nobody ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from any_agent.demo.driver import Measures
+from any_agent.demo.report import Report
+from any_agent.demo.run import part_names
+from any_agent.demo.state import Part, State, Step
+from any_agent.protocol import Capacity
+
+BEFORE = Measures(accuracy=0.358, reward=0.612, turns=1.64, tokens=2.1)
+AFTER = Measures(accuracy=0.958, reward=0.981, turns=1.04, tokens=2.0)
+
+
+def line(number: int, **changes: Any) -> dict[str, Any]:
+    """A line of `metrics.jsonl`, with what the trainer writes besides."""
+    return {
+        "time": 1.0,
+        "step": number,
+        "version": number,
+        "reward": 0.5,
+        "sessions": 64,
+        "left_out": {"stale": 1},
+        "rejected": {"no_variance": 8 * number},
+        "staleness_mean": 0.25,
+        "grad_norm": 1.0,
+        "seconds": {"wait": 1.0, "train": 0.5, "publish": 0.1},
+    } | changes
+
+
+def step(number: int, **changes: Any) -> Step:
+    return Step.of(line(number, **changes))
+
+
+def write_lines(path: Path, *lines: dict[str, Any]) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(each) + "\n" for each in lines)
+
+
+def fresh(ranks: int = 2) -> State:
+    """Before anything was started."""
+    parts = tuple(Part(name) for name in part_names(ranks))
+    return State(seed=0, ranks=ranks, steps=25, folder="/tmp/demo", parts=parts, prompts=240)
+
+
+def busy() -> State:
+    """In the middle of training; a rank is being started again."""
+    parts = {name: Part(name, "ready") for name in part_names(2)}
+    parts["rank-1"] = Part("rank-1", "restarting", 2)
+    return State(
+        seed=3,
+        ranks=2,
+        steps=25,
+        folder="/tmp/demo",
+        phase="training",
+        elapsed=65.4,
+        url="http://127.0.0.1:41235",
+        parts=tuple(parts.values()),
+        history=tuple(step(k, reward=k / 20) for k in range(1, 13)),
+        capacity=Capacity(admitted=9, reserved=4, waiting=2, running=32, buffered=57, limit=99),
+        tokens_per_second=312.4,
+        prompts=240,
+        before=BEFORE,
+    )
+
+
+def report(**changes: Any) -> Report:
+    fields: dict[str, Any] = {
+        "before": BEFORE,
+        "after": AFTER,
+        "rewards": [0.5, 0.75, 1.0],
+        "curve": Path("/tmp/demo/runs/me/demo/seed-0/reward.png"),
+        "checkpoint": "/tmp/demo/runs/me/demo/seed-0/checkpoints/step-00000025",
+        "answers": [("Say the digit 3, cat.", "3"), ("Give the cat a 5.", "6")],
+        "seconds": 67.84,
+        "peak_mib": 2741,
+        "next": [("Serve it:", ["any-agent serve \\", "  --no-train"])],
+    }
+    return Report(**(fields | changes))

@@ -1,0 +1,137 @@
+"""The frame on a terminal, rendered for a fixed width."""
+
+from __future__ import annotations
+
+import io
+import threading
+from dataclasses import replace
+
+import pytest
+from rich.console import Console, RenderableType
+
+from any_agent.demo.display import Screen, clock, frame, sparkline, summary
+from any_agent.demo.state import Part
+from tests.demo.demo_lab import AFTER, busy, fresh, report, step
+
+
+def shown(what: RenderableType, width: int = 80) -> str:
+    console = Console(width=width, record=True, file=io.StringIO(), color_system=None)
+    console.print(what, soft_wrap=True)
+    return console.export_text()
+
+
+def row(text: str, label: str) -> str:
+    (found,) = [line for line in text.splitlines() if line.strip("│ ").startswith(f"{label} ")]
+    return found.strip("│ ").removeprefix(label).strip()
+
+
+def test_what_a_frame_says() -> None:
+    text = shown(frame(busy(), 80))
+    assert "any-agent demo · seed 3 · 1:05" in text
+    assert "files in /tmp/demo" in text
+    assert text.splitlines()[1].strip("│ ") == "training"
+    assert row(text, "engines") == "0 ready   1 ready"
+    assert row(text, "ranks") == "0 ready   1 restarting (restarted twice)"
+    assert row(text, "router") == "ready"
+    assert row(text, "address") == "http://127.0.0.1:41235"
+    assert row(text, "step").startswith("12/25 ━")
+    assert row(text, "reward") == f"0.600 {sparkline([k / 20 for k in range(1, 13)], 60)}"
+    assert row(text, "version") == "12   staleness 0.25   tokens/s 312"
+    counts = "open 32   finalized 57   trained 768   rejected 108"
+    assert row(text, "sessions") == counts
+    assert row(text, "held out") == "first answer right: before 35.8%"
+
+
+def test_before_anything_is_known() -> None:
+    text = shown(frame(fresh(), 80))
+    assert row(text, "ranks") == "0 waiting   1 waiting"
+    assert row(text, "reward") == "-"
+    assert row(text, "sessions").startswith("open -   finalized -   trained 0")
+
+
+def test_the_held_out_prompts_are_counted_while_they_are_asked() -> None:
+    asking = replace(fresh(), asked=17)
+    assert row(shown(frame(asking, 80)), "held out").endswith("17/240 asked")
+    done = replace(busy(), after=AFTER)
+    told = row(shown(frame(done, 80)), "held out")
+    assert told == "first answer right: before 35.8%   after 95.8%"
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 100, 200])
+def test_a_frame_fits_its_terminal_and_keeps_its_height(width: int) -> None:
+    heights = set()
+    for state in (fresh(), busy(), replace(busy(), url="http://" + "a" * 300)):
+        lines = shown(frame(state, width), width).splitlines()
+        assert {len(line) for line in lines} == {min(width, 100)}
+        heights.add(len(lines) - bool(state.url))
+    assert len(heights) == 1, "a frame that shrinks leaves rests of itself behind"
+    assert heights.pop() < 20
+
+
+def test_sparklines() -> None:
+    assert sparkline([], 10) == ""
+    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
+    assert sparkline([-1.0, 2.0], 10) == "▁█", "what lies outside is cut off"
+    assert sparkline([0.0, 1.0] * 50, 10) == "▅" * 10
+    ten = [k / 9 for k in range(10)]
+    assert sparkline(ten, 10) == "".join(sparkline([value], 1) for value in ten)
+    assert len(sparkline([0.5] * 7, 3)) == 3
+
+
+def test_clock() -> None:
+    assert [clock(s) for s in (0.9, 59.9, 60, 3725)] == ["0:00", "0:59", "1:00", "62:05"]
+
+
+def test_the_summary_says_what_the_demo_came_to() -> None:
+    text = shown(summary(report()))
+    assert "first answer right, held-out prompts   35.8%  95.8%" in text
+    assert "▅▇█ 0.500 to 1.000 in 3 steps" in text
+    assert "Say the digit 3, cat.  ->  3" in text
+    assert "    any-agent serve \\\n      --no-train" in text
+
+
+def test_long_lines_are_left_to_the_terminal() -> None:
+    """A break that we put in would be copied with the command."""
+    long = "any-agent serve root=" + "x" * 200
+    assert long in shown(summary(report(next=[("Serve it:", [long])])))
+
+
+def screen(width: int = 80) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, force_terminal=True, width=width, color_system=None), file
+
+
+def test_a_screen_draws_what_it_sees_and_leaves_the_terminal_as_it_was() -> None:
+    console, file = screen()
+    now = fresh()
+    drawn = threading.Event()
+
+    def look() -> object:
+        if now.parts[0].state == "ready":
+            drawn.set()
+        return now
+
+    with Screen(look, console) as shown:  # type: ignore[arg-type]
+        now = replace(now, parts=(Part("engine-0", "ready"),))
+        assert drawn.wait(10), "nobody looked again"
+        assert "\x1b[?25l" in file.getvalue(), "the cursor is hidden meanwhile"
+    shown.end(report())
+    text = file.getvalue()
+    assert "0 waiting" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert text.rindex("\x1b[2K") < text.index("first answer right, held"), "the frame is gone"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_after_a_failure_the_last_frame_stays(error: type[BaseException]) -> None:
+    console, file = screen()
+    with pytest.raises(error), Screen(fresh, console):
+        raise error
+    left = file.getvalue().rpartition("\x1b[2K")[2]
+    assert "making a tiny model" in left
+    assert "\x1b[?25h" in left
+
+
+def test_a_restart_is_seen_though_the_part_is_ready_again() -> None:
+    state = replace(fresh(1), parts=(Part("trainer", "ready", 1),), history=(step(1),))
+    assert row(shown(frame(state, 80)), "trainer") == "ready (restarted once)"
