@@ -10,9 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from any_agent import __version__
 from any_agent.errors import AnyAgentError, ConfigError, StartupError
+
+if TYPE_CHECKING:
+    from any_agent.config import Config
+    from any_agent.launcher.trial import SavedWeights
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     serve = commands.add_parser(
         "serve",
-        help="start the service on this machine: engine, proxy and, unless told not to, trainer",
+        help="start the service on this machine: engines, proxies, router and, unless told not to, "
+        "trainer",
     )
     add_service_arguments(serve)
     serve.add_argument(
@@ -107,6 +113,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--seed", type=int, default=0, help="of the model and the prompts (default 0)"
     )
     demo.add_argument("--steps", type=_positive, default=None, help="optimizer steps (default 25)")
+    demo.add_argument(
+        "--ranks", type=_positive, default=None, help="engines and proxies, a pair each (default 2)"
+    )
     demo.add_argument("--json", metavar="FILE", help="write the figures there")
     demo.add_argument("--keep", metavar="DIR", help="keep the run there (default: a new one)")
     demo.add_argument(
@@ -129,6 +138,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     return run_demo(
         seed=arguments.seed,
         steps=arguments.steps,
+        ranks=arguments.ranks,
         json_path=arguments.json,
         keep=arguments.keep,
         permute=arguments.permute_rewards,
@@ -158,31 +168,39 @@ def _train(arguments: argparse.Namespace) -> int:
 def run_service(config_path: str | None, overrides: list[str], *, train: bool, stay: bool) -> int:
     """Start the service and watch it until Ctrl-C, SIGTERM or, unless ``stay``, the last step."""
     from any_agent.launcher import Node, NodeOptions
-    from any_agent.launcher.trial import latest_weights, resolve_config, trial_dir
+    from any_agent.launcher.trial import resolve_config
     from any_agent.logs import set_up_logging
 
     config = resolve_config(config_path, overrides)
     set_up_logging(config.log_level, secrets=config.secrets())
     signal.signal(signal.SIGTERM, _interrupt)
-    options = NodeOptions(train=train)
+    options = NodeOptions(train=train, say=partial(print, flush=True))
+    if not train:
+        options = replace(options, weights=_served_weights(config))
+    with Node(config, options) as node:
+        print(f"any-agent server listening at {node.url}", flush=True)
+        node.watch(until_trained=not stay)
+    return 0
+
+
+def _served_weights(config: Config) -> SavedWeights | None:
+    """The trial's latest checkpoint; None for a model that is served as it is."""
+    from any_agent.launcher.trial import latest_weights, trial_dir
+
     found = latest_weights(config)
     if found is not None:
-        options = NodeOptions(train=train, model_path=str(found.path), weight_version=found.version)
-        print(f"model    {found.path} (step {found.step})")
-    elif not train and not config.model.path:
+        return found
+    if not config.model.path:
         raise ConfigError(
             f"there is no run {config.experiment}/{config.trial} of {config.user} under "
             f"{config.root.absolute()}; is root the folder that it was trained under?"
         )
-    elif not train and (trial_dir(config).path / "config.yaml").is_file():
+    if (trial_dir(config).path / "config.yaml").is_file():
         raise ConfigError(
             f"{config.experiment}/{config.trial} has no whole checkpoint to serve in "
             f"{trial_dir(config).checkpoints}"
         )
-    with Node(config, replace(options, say=partial(print, flush=True))) as node:
-        print(f"any-agent server listening at {node.url}", flush=True)
-        node.watch(until_trained=not stay)
-    return 0
+    return None
 
 
 def _interrupt(*_: int | FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Listening on TCP ports."""
+"""Listening on TCP ports, and their URLs."""
 
 from __future__ import annotations
 
@@ -36,3 +36,7 @@ def free_port(host: str) -> int:
     """A port that nothing listened on a moment ago."""
     with listen(host, 0) as listener:
         return int(listener.getsockname()[1])
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

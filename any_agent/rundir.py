@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from any_agent.atomic import fsync, write_whole
-from any_agent.errors import StartupError
+from any_agent.errors import ConfigError, StartupError
 
 FORMAT = 2
 """Of the folder's layout and of what its files mean."""
@@ -80,8 +80,8 @@ class RunDir:
         return self.path / "journal" / f"rank-{rank}.sqlite"
 
     def create(self) -> None:
-        """Make what is missing; StartupError for a folder of another layout."""
-        self._check_format()
+        """Make what is missing; ConfigError for a folder of another layout."""
+        self.check_format()
         for folder in (self.weights, self.checkpoints, self.manifests, self.logs, self.registry):
             folder.mkdir(parents=True, exist_ok=True)
         self.journal(0).parent.mkdir(exist_ok=True)
@@ -92,8 +92,11 @@ class RunDir:
     def _format(self) -> Path:
         return self.path / "format"
 
-    def _check_format(self) -> None:
-        """A folder without the file that holds a run was written before there were formats."""
+    def check_format(self) -> None:
+        """ConfigError for a folder that holds a run of another layout.
+
+        One without the file was written before there were formats.
+        """
         if self._format.exists():
             found = self._format.read_text(encoding="utf-8", errors="replace").strip()
         elif (self.path / "config.yaml").exists() or self.journal(0).exists():
@@ -101,7 +104,7 @@ class RunDir:
         else:
             return
         if found != str(FORMAT):
-            raise StartupError(
+            raise ConfigError(
                 f"{self.path} is of format {found[:20]!r}, this version reads {FORMAT}; choose "
                 "another --trial, or go on with the version of any-agent that wrote it"
             )

@@ -7,23 +7,27 @@ import asyncio
 import logging
 import socket
 import sys
+import uuid
 
-from any_agent.config import LOOPBACK, load_resolved
+from any_agent.config import LOOPBACK, Config, load_resolved
 from any_agent.engine import SGLangEngine
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StartupError
 from any_agent.logs import set_up_logging
-from any_agent.ports import listen
+from any_agent.ports import listen, url_of
 from any_agent.registry import rank_name
+from any_agent.rundir import RunDir
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m proxy_ext", description="One rank's proxy.")
     parser.add_argument("--config", required=True, help="the run's resolved YAML")
-    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--rank", type=int, default=0, help="which of the run's ranks this is")
     parser.add_argument("--engine-url", required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--public-url", default=None)
+    parser.add_argument(
+        "--public-url", help="what agents call, the router's; default: this process's own"
+    )
     parser.add_argument(
         "--model-path", help="where the tokenizer is, if not in the configured model"
     )
@@ -50,23 +54,23 @@ async def _check_engine(url: str) -> None:
         await engine.info()
     except EngineUnavailable as error:
         raise StartupError(
-            f"the engine at {url} cannot be used: {error.message}; is engine.url right, and is it "
+            f"the engine at {url} cannot be used: {error.message}; is engine.urls right, and is it "
             "running?"
         ) from None
     finally:
         await engine.close()
 
 
-def _serve(config: object, args: argparse.Namespace, listener: socket.socket) -> int:
+def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) -> int:
     import uvicorn
 
-    from any_agent.config import Config
     from proxy_ext.app import create_app
-    from proxy_ext.service import load_chat
+    from proxy_ext.presence import PresentServer, entry_of
+    from proxy_ext.service import Service, load_chat
 
-    assert isinstance(config, Config)
-    host, port = listener.getsockname()[:2]
+    url = url_of(*listener.getsockname()[:2])
     chat = load_chat(config, args.model_path)
+    opened: list[Service] = []
     asyncio.run(_check_engine(args.engine_url))
     app = create_app(
         config,
@@ -74,9 +78,11 @@ def _serve(config: object, args: argparse.Namespace, listener: socket.socket) ->
         rank=args.rank,
         engine_url=args.engine_url,
         training=args.training,
-        public_url=args.public_url or f"http://{host}:{port}",
+        public_url=args.public_url or url,
+        opened=opened.append,
     )
-    server = uvicorn.Server(
+    boot_id = uuid.uuid4().hex
+    server = PresentServer(
         uvicorn.Config(
             app,
             loop="uvloop",
@@ -87,7 +93,9 @@ def _serve(config: object, args: argparse.Namespace, listener: socket.socket) ->
             timeout_graceful_shutdown=5,
             timeout_keep_alive=75,
             backlog=2048,
-        )
+        ),
+        RunDir.of(config.root, config.user, config.experiment, config.trial).registry,
+        lambda: entry_of(opened[0], url=url, boot_id=boot_id),
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:

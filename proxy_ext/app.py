@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -35,9 +35,13 @@ def create_app(
     engine_url: str,
     public_url: str,
     training: bool,
+    opened: Callable[[Service], None] = lambda _: None,
     litellm_app: Any | None = None,
 ) -> Front:
-    """The ASGI app of a rank. ``litellm_app``: only tests pass another one."""
+    """The ASGI app of a rank. ``opened`` is given the service when it is there.
+
+    ``litellm_app``: only tests pass another one.
+    """
     litellm_app = litellm_app if litellm_app is not None else litellm_shim.load_app()
 
     @asynccontextmanager
@@ -55,6 +59,7 @@ def create_app(
                 )
             )
             app.state.service = service
+            opened(service)
             # Some 700,000 objects of the libraries live as long as the process: a full collection
             # that walks them stops every stream for a third of a second.
             gc.collect()

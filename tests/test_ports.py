@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from any_agent.errors import ConfigError
-from any_agent.ports import free_port, listen
+from any_agent.ports import free_port, listen, url_of
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -37,3 +37,16 @@ def test_ipv6() -> None:
         pytest.skip("this machine has no IPv6 loopback")
     with listener:
         assert listener.family == socket.AF_INET6
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("box.example", "http://box.example:80"),
+        ("::1", "http://[::1]:80"),
+        ("fe80::1", "http://[fe80::1]:80"),
+    ],
+)
+def test_urls(host: str, url: str) -> None:
+    assert url_of(host, 80) == url

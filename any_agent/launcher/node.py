@@ -1,15 +1,20 @@
-"""All processes of one rank on one machine: engine, proxy, trainer."""
+"""All processes of one machine: a rank's engine and proxy as often as configured, router, trainer.
+
+::
+
+    engine-0 ... engine-N   embedded engines; none for `engine.urls`
+    rank-0 ... rank-N       each rank's proxy
+    router                  the public URL
+    trainer
+"""
 
 from __future__ import annotations
 
-import logging
 import signal
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +25,19 @@ import yaml
 
 from any_agent.atomic import write_whole
 from any_agent.config import SECRET_VARIABLES, Config
-from any_agent.errors import ConfigError, StartupError
+from any_agent.errors import ConfigError
+from any_agent.launcher.address import answers, from_here, reachable
+from any_agent.launcher.part import Part
 from any_agent.launcher.process import Process
 from any_agent.launcher.progress import Progress
-from any_agent.ports import free_port, listen
-from any_agent.rundir import RunDir
+from any_agent.launcher.trial import Weights, latest_weights, newest_weights, trial_dir
+from any_agent.ports import reserve, url_of
+from any_agent.registry import Registry, rank_name
 
-log = logging.getLogger(__name__)
-
-_START_TIMEOUT = 300.0
+_LOCAL = "127.0.0.1"
 _STOP_GRACE = 4.0
-_MAX_RESTARTS = 5
-_RESTART_WINDOW = 60.0
+"""Seconds for the trainer to finish its step, and again for all the others."""
+_LOOK_EVERY = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +45,30 @@ class NodeOptions:
     """What to start."""
 
     train: bool = True
-    model_path: str | None = None
-    """The weights that the engine starts with, if not the configured model."""
-    weight_version: int = 0
+    weights: Weights | None = None
+    """What engines serve, for good. None: the trial's newest at each start of an engine."""
     say: Callable[[str], None] = print
-    """Told one line per part while starting."""
+    """Told one line per part while starting, and when one ends and is there again."""
 
 
 class Node:
-    """The service on one machine; a context manager that stops everything it started."""
+    """The service on one machine; a context manager that stops everything it started.
+
+    Call :meth:`check` or :meth:`watch` while it runs, always in the thread that entered it:
+    children end with the thread that started them.
+    """
 
     def __init__(self, config: Config, options: NodeOptions | None = None) -> None:
         self.config = config
         self.options = options or NodeOptions()
-        self.dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
-        self._stack = ExitStack()
-        self._processes: list[Process] = []
-        self._restarts: list[float] = []
-        self._lock: int | None = None
-        self.engine_url = config.engine.url or ""
+        self.dir = trial_dir(config)
         self.url = ""
-        self.proxy: Process
-        self.trainer: Process | None = None
+        """The public one."""
+        self.parts: dict[str, Part] = {}
+        """By name, in the order of starting; each tells its state and process id."""
+        self._stack = ExitStack()
+        self._lock: int | None = None
+        self._settings = self.dir.path / "resolved.yaml"
 
     def __enter__(self) -> Self:
         try:
@@ -82,23 +90,20 @@ class Node:
         """End every process within seconds, for certain; the trainer first, while it has a service.
 
         It finishes the step under way and keeps a checkpoint, if its time is enough for that.
+        Then the router, so that nothing new arrives, the proxies, and their engines last.
         """
         with _uninterrupted():
-            if self.trainer is not None:
-                self.trainer.stop(grace=_STOP_GRACE)
-            for process in self._processes:
-                process.ask_to_stop()
-            deadline = time.monotonic() + _STOP_GRACE
-            for process in reversed(self._processes):
-                process.stop(grace=max(0.1, deadline - time.monotonic()))
-            self._processes.clear()
+            parts = self.parts.values()
+            _stop([p for p in parts if p.name == "trainer"], _STOP_GRACE)
+            _stop([p for p in parts if p.name == "router"], 0.25 * _STOP_GRACE)
+            _stop([p for p in parts if p.name.startswith("rank-")], 0.5 * _STOP_GRACE)
+            _stop(parts, 0.25 * _STOP_GRACE)
             self._stack.close()
 
     def watch(self, *, until_trained: bool = False) -> None:
         """Keep the parts running; returns when training has ended and that was asked for.
 
-        A dead proxy is started again (its journal holds what it acknowledged). StartupError when
-        another part dies, or the proxy too often.
+        Raises what :meth:`check` raises.
         """
         progress = Progress(self.dir.metrics, self.config.train.steps)
         told = False
@@ -108,99 +113,186 @@ class Node:
                 self.options.say(line)
             if trained and not told:
                 told = True
-                self.options.say(f"trainer  done; checkpoints in {self.dir.checkpoints}")
+                self.options.say(f"trainer   done; checkpoints in {self.dir.checkpoints}")
             if trained and until_trained:
                 return
-            time.sleep(0.2)
+            time.sleep(_LOOK_EVERY)
 
     def check(self) -> bool:
-        """Look at every part once; whether training has ended."""
-        for process in self._processes:
-            code = process.poll()
-            if code is None or (process is self.trainer and code == 0):
-                continue
-            if process is not self.proxy:
-                raise StartupError(
-                    f"{process.name} ended with code {code}:\n{process.last_lines()}"
-                )
-            self._restart_proxy(code)
-        return self.trainer is not None and self.trainer.poll() == 0
+        """Look at every part once, start dead ones again; whether training has ended.
+
+        It never waits. A dead proxy's journal holds what it acknowledged, a dead engine gets the
+        newest weights, a dead trainer goes on from its checkpoint. Raises ConfigError or
+        StartupError for a part that cannot go on.
+        """
+        for part in self.parts.values():
+            part.check()
+        trainer = self.parts.get("trainer")
+        return trainer is not None and trainer.finished
 
     # ------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        model = self.options.model_path or self.config.model.path
-        check_model(model)
+        self._check_model()
         self.dir.create()
         self._lock = self._stack.enter_context(self.dir.lock())
-        host = self.config.server.host
-        port = self.config.server.port or free_port(host)
-        listen(host, port).close()
-        self.url = self.config.server.public_url or url_of(_reachable(host), port)
+        for left in self.dir.registry.iterdir():
+            left.unlink()
+        server = self.config.server
+        port = self._reserve(server.host, server.port)
+        self.url = server.public_url or url_of(reachable(server.host), port)
         settings = yaml.safe_dump(self.config.dump(), sort_keys=False)
-        config_path = self.dir.path / "resolved.yaml"
-        write_whole(config_path, settings)
-        self.options.say(f"run      {self.dir.path}")
-        if not self.engine_url:
-            self._start_engine(model)
-        arguments = ["proxy_ext", "--config", str(config_path), "--engine-url", self.engine_url]
-        arguments += ["--host", host, "--port", str(port), "--public-url", self.url]
-        arguments += ["--model-path", model]
-        if self.options.train:
-            arguments += ["--training"]
-        self.proxy = self._add("proxy", arguments, secret=True)
-        local = url_of({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
-        self.proxy.wait_ready(lambda: _answers(f"{local}/healthz"), timeout=_START_TIMEOUT)
-        self.options.say(f"proxy    ready at {self.url}")
+        write_whole(self._settings, settings)
+        self.options.say(f"run       {self.dir.path}")
+        engines = self._start_engines()
+        self._start_proxies(engines)
+        self._start_router(port)
         if self.options.train:
             # Only now: a start that failed must not bind the trial to a mistyped model.
             write_whole(self.dir.path / "config.yaml", settings)
-        if self.options.train:
-            arguments = ["trainer", "--config", str(config_path)]
-            arguments += ["--service-url", local, "--engine-url", self.engine_url]
-            self.trainer = self._add("trainer", arguments, secret=True)
-            self.options.say("trainer  started")
+            self._start_trainer()
 
-    def _start_engine(self, model: str) -> None:
+    def _start_engines(self) -> Sequence[str]:
+        """Their URLs; they are ready."""
+        if self.config.engine.urls:
+            return self.config.engine.urls
+        path, version = self._weights()
+        self.options.say(f"model     {path}, version {version}")
+        ports = [self._reserve(_LOCAL, 0) for _ in range(self.config.server.ranks)]
+        for rank, port in enumerate(ports):
+            self._add_engine(rank, port)
+        self._until_ready()
+        return [url_of(_LOCAL, port) for port in ports]
+
+    def _add_engine(self, rank: int, port: int) -> None:
+        url = url_of(_LOCAL, port)
+        self._add(
+            f"engine-{rank}",
+            lambda: self._engine_arguments(port),
+            ready=lambda _: answers(f"{url}/health"),
+            where=f" at {url}",
+            secret=False,
+        )
+
+    def _engine_arguments(self, port: int) -> list[str]:
         engine = self.config.engine
-        port = free_port("127.0.0.1")
-        self.engine_url = f"http://127.0.0.1:{port}"
-        arguments = ["any_agent.engine.embedded", "--model-path", model]
-        arguments += ["--host", "127.0.0.1", "--port", str(port)]
+        path, version = self._weights()
+        arguments = ["any_agent.engine.embedded", "--model-path", path]
+        arguments += ["--weight-version", str(version)]
+        arguments += ["--host", _LOCAL, "--port", str(port)]
         arguments += ["--dtype", self.config.model.dtype, "--threads", str(engine.threads)]
         arguments += ["--max-running-requests", str(engine.max_running_requests)]
         arguments += ["--max-queued-requests", str(engine.max_queued_requests)]
-        arguments += ["--weight-version", str(self.options.weight_version)]
         arguments += ["--incremental-streaming-output", "--device", engine.device]
         if engine.context_length:
             arguments += ["--context-length", str(engine.context_length)]
-        self.options.say(f"engine   loading {model}")
-        process = self._add("engine", arguments)
-        process.wait_ready(lambda: _answers(f"{self.engine_url}/health"), timeout=_START_TIMEOUT)
-        self.options.say(f"engine   ready at {self.engine_url}")
+        return arguments
 
-    def _add(self, name: str, arguments: list[str], *, secret: bool = False) -> Process:
-        key = self.config.server.admin_key
-        secrets = {}
-        if secret and key is not None:
-            secrets = {SECRET_VARIABLES[0]: key.get_secret_value()}
+    def _start_proxies(self, engines: Sequence[str]) -> None:
+        for rank, engine in enumerate(engines):
+            self._add_proxy(rank, engine, self._reserve(_LOCAL, 0))
+        self._until_ready()
+
+    def _add_proxy(self, rank: int, engine: str, port: int) -> None:
+        arguments = ["--rank", str(rank), "--engine-url", engine, "--public-url", self.url]
+        arguments += ["--host", _LOCAL, "--port", str(port)]
+        if self.options.train:
+            arguments += ["--training"]
+
+        def make() -> list[str]:
+            return ["proxy_ext", *self._config, *arguments, "--model-path", self._tokenizer()]
+
+        name = rank_name(rank)
+        self._add(name, make, ready=self._registered(name, url_of(_LOCAL, port)))
+
+    def _start_router(self, port: int) -> None:
+        host = self.config.server.host
+        arguments = ["router", *self._config, "--host", host, "--port", str(port)]
+        arguments += ["--public-url", self.url]
+        ready = self._registered("router", url_of(from_here(host), port))
+        self._add("router", lambda: arguments, ready=ready, where=f" at {self.url}")
+        self._until_ready()
+
+    def _start_trainer(self) -> None:
+        self._add("trainer", lambda: ["trainer", *self._config], verb="started", finishes=True)
+
+    @property
+    def _config(self) -> list[str]:
+        return ["--config", str(self._settings)]
+
+    def _add(
+        self,
+        name: str,
+        arguments: Callable[[], list[str]],
+        *,
+        ready: Callable[[Process], bool] | None = None,
+        verb: str = "ready",
+        where: str = "",
+        finishes: bool = False,
+        secret: bool = True,
+    ) -> None:
+        key = self.config.server.admin_key if secret else None
+        secrets = {SECRET_VARIABLES[0]: key.get_secret_value()} if key else {}
         log = self.dir.logs / f"{name}.log"
-        process = Process(name, arguments, log, lock=self._lock, secrets=secrets)
-        self._processes.append(process)
-        process.start()
-        return process
 
-    def _restart_proxy(self, code: int) -> None:
-        now = time.monotonic()
-        self._restarts = [t for t in self._restarts if now - t < _RESTART_WINDOW] + [now]
-        if len(self._restarts) > _MAX_RESTARTS:
-            raise StartupError(
-                f"proxy ended {len(self._restarts)} times in {_RESTART_WINDOW:g} s:\n"
-                f"{self.proxy.last_lines()}"
-            )
-        self.options.say(f"proxy    ended with code {code}; starting it again")
-        time.sleep(min(2.0, 0.2 * 2 ** (len(self._restarts) - 1)))
-        self.proxy.start()
+        def make() -> Process:
+            return Process(name, arguments(), log, lock=self._lock, secrets=secrets)
+
+        part = Part(
+            name,
+            make,
+            say=self.options.say,
+            ready=ready,
+            verb=verb,
+            where=where,
+            finishes=finishes,
+        )
+        self.parts[name] = part
+        part.start()
+
+    def _until_ready(self) -> None:
+        """Parts that were ready before and die meanwhile are started again, as ever."""
+        while any(part.state != "ready" for part in self.parts.values()):
+            self.check()
+            time.sleep(0.02)
+
+    def _registered(self, name: str, url: str) -> Callable[[Process], bool]:
+        """Whether the process itself has told that it is ready, and answers.
+
+        By the address alone it could be its predecessor, or another program.
+        """
+
+        def ready(process: Process) -> bool:
+            registry = Registry(self.dir.registry)
+            registry.refresh()
+            entry = registry.get(name)
+            return entry is not None and entry.pid == process.pid and answers(f"{url}/healthz")
+
+        return ready
+
+    def _reserve(self, host: str, port: int) -> int:
+        """A port that parts get at each start, for as long as the node lives."""
+        kept: socket.socket = self._stack.enter_context(reserve(host, port))
+        return int(kept.getsockname()[1])
+
+    def _check_model(self) -> None:
+        """ConfigError if there is nothing to serve, or to begin training with."""
+        saved = latest_weights if self.options.train else newest_weights
+        if self.options.weights is None and saved(self.config) is None:
+            check_model(self.config.model.path)
+
+    def _weights(self) -> tuple[str, int]:
+        """What an engine that starts now serves, and its version."""
+        found = self.options.weights or newest_weights(self.config)
+        return (str(found.path), found.version) if found else (self.config.model.path, 0)
+
+    def _tokenizer(self) -> str:
+        """The model's own folder, which stays; for a model that is gone, what the engines load."""
+        try:
+            check_model(self.config.model.path)
+        except ConfigError:
+            return self._weights()[0]
+        return self.config.model.path
 
 
 def check_model(path: str) -> None:
@@ -215,13 +307,14 @@ def check_model(path: str) -> None:
         raise ConfigError(f"model.path={path} is no model folder: it has no config.json")
 
 
-def url_of(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _reachable(host: str) -> str:
-    """What other machines may call a host that stands for all of this one's addresses."""
-    return socket.gethostname() if host in ("0.0.0.0", "::") else host
+def _stop(parts: Iterable[Part], grace: float) -> None:
+    """End these, all at once; SIGKILL for what is left after ``grace`` seconds."""
+    asked = list(parts)
+    for part in asked:
+        part.ask_to_stop()
+    deadline = time.monotonic() + grace
+    for part in asked:
+        part.stop(grace=max(0.0, deadline - time.monotonic()))
 
 
 @contextmanager
@@ -237,15 +330,3 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Never by an `http_proxy` of the environment: the parts are on this machine."""
-
-
-def _answers(url: str) -> bool:
-    try:
-        with _DIRECT.open(url, timeout=2) as response:
-            return int(response.status) == 200
-    except (urllib.error.URLError, OSError, ValueError):
-        return False

@@ -9,19 +9,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from any_agent.config import ENV_PREFIX
-from any_agent.errors import StartupError
 
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     """In the child: end when the launcher is killed, so that nothing is left behind."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        # Killed before the line above: the signal will not come any more.
+        os._exit(1)
 
 
 class Process:
@@ -49,6 +51,7 @@ class Process:
 
     def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        parent = os.getpid()
         with open(self.log, "ab") as out:
             self._popen = subprocess.Popen(
                 self._arguments,
@@ -58,7 +61,7 @@ class Process:
                 env=_environment() | dict(self._secrets),
                 pass_fds=() if self._lock is None else (self._lock,),
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=lambda: _die_with_parent(parent),
             )
 
     @property
@@ -67,35 +70,27 @@ class Process:
         return self._popen.pid
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
-        return self._popen.poll() if self._popen is not None else None
+        """The exit code, or None while it runs. Nothing that a dead child started lives on."""
+        if self._popen is None:
+            return None
+        if self._popen.returncode is None and self._exited():
+            # Before it is reaped: after that, the group's number may be another one's.
+            self._signal(signal.SIGKILL)
+        return self._popen.poll()
 
     @property
     def running(self) -> bool:
-        return self._popen is not None and self._popen.poll() is None
-
-    def wait_ready(self, ready: Callable[[], bool], *, timeout: float) -> None:
-        """Wait until it is ready; StartupError with the end of its log if it dies or takes long."""
-        deadline = time.monotonic() + timeout
-        delay = 0.05
-        while not ready():
-            if not self.running:
-                raise StartupError(f"{self.name} could not start:\n{self.last_lines()}")
-            if time.monotonic() > deadline:
-                raise StartupError(
-                    f"{self.name} was not ready after {timeout:g} s:\n{self.last_lines()}"
-                )
-            time.sleep(delay)
-            delay = min(delay * 1.3, 0.5)
+        return self._popen is not None and self.poll() is None
 
     def stop(self, *, grace: float) -> None:
         """SIGTERM to the group, SIGKILL after ``grace`` seconds; returns when it is gone."""
-        if self._popen is None or self._popen.returncode is not None:
-            # Reaped before: the number may be another process's by now.
+        if not self.running:
             return
+        assert self._popen is not None
         self._signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(grace)
+        deadline = time.monotonic() + grace
+        while not self._exited() and time.monotonic() < deadline:
+            time.sleep(0.02)
         self._signal(signal.SIGKILL)
         self._popen.wait()
 
@@ -113,6 +108,14 @@ class Process:
             lines = []
         shown = lines[-count:] or ["(its log is empty)"]
         return "\n".join(f"    {line}" for line in shown) + f"\n  log: {self.log}"
+
+    def _exited(self) -> bool:
+        """Whether it is dead; it is not reaped by that."""
+        try:
+            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self.pid, flags) is not None
+        except ChildProcessError:
+            return True
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

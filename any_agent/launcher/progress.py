@@ -31,7 +31,7 @@ class Progress:
         assert isinstance(seconds, dict)
         self.step = int(str(line["step"]))
         return (
-            f"step     {self.step:3d}/{self._steps}  reward {line['reward']:.3f}  "
+            f"step      {self.step:3d}/{self._steps}  reward {line['reward']:.3f}  "
             f"version {line['version']}  staleness {line['staleness_mean']:.2f}  "
             f"wait {seconds['wait']:.2f} s  train {seconds['train']:.2f} s"
         )

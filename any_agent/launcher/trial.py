@@ -12,15 +12,22 @@ from any_agent.errors import ConfigError
 from any_agent.rundir import RunDir, checkpoint_problem, read_json
 
 _STEP = re.compile(r"step-(\d{8,})")
+_VERSION = re.compile(r"v(\d{8,})")
 
 
 @dataclass(frozen=True, slots=True)
-class SavedWeights:
-    """A checkpoint, and the version under which an engine serves it."""
+class Weights:
+    """A folder that an engine loads, and the version under which it serves it."""
 
     path: Path
-    step: int
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeights(Weights):
+    """A checkpoint's."""
+
+    step: int
 
 
 def trial_dir(config: Config) -> RunDir:
@@ -30,10 +37,11 @@ def trial_dir(config: Config) -> RunDir:
 def resolve_config(path: str | None, overrides: Sequence[str]) -> Config:
     """The settings to start with; without a file, those that the trial was started with before.
 
-    Raises ConfigError for a trial that was started from another model: its checkpoints, sessions
-    and template belong together.
+    Raises ConfigError for a trial that was started from another model, as its checkpoints, sessions
+    and template belong together, or with another number of ranks, as each has sessions of its own.
     """
     config = load_config(path, overrides)
+    trial_dir(config).check_format()
     saved = trial_dir(config).path / "config.yaml"
     if not saved.is_file():
         return config
@@ -48,7 +56,27 @@ def resolve_config(path: str | None, overrides: Sequence[str]) -> Config:
             f"{config.experiment}/{config.trial} was started from {before.model.path}, not from "
             f"{config.model.path}; choose another --trial, or leave the model out"
         )
+    if config.server.ranks != before.server.ranks:
+        raise ConfigError(
+            f"{config.experiment}/{config.trial} was started with {before.server.ranks} ranks, not "
+            f"{config.server.ranks}, and each has sessions of its own; start it with server.ranks="
+            f"{before.server.ranks}, or choose another --trial"
+        )
     return config
+
+
+def newest_weights(config: Config) -> Weights | None:
+    """What an engine that starts now should serve: what was published last, else the checkpoint.
+
+    A published folder was renamed into place when it was whole.
+    """
+    weights = trial_dir(config).weights
+    names = (_VERSION.fullmatch(path.name) for path in weights.glob("v*"))
+    versions = [int(match[1]) for match in names if match]
+    saved = latest_weights(config)
+    if not versions or (saved is not None and saved.version > max(versions)):
+        return saved
+    return Weights(weights / f"v{max(versions):08d}", max(versions))
 
 
 def latest_weights(config: Config) -> SavedWeights | None:
@@ -67,4 +95,4 @@ def latest_weights(config: Config) -> SavedWeights | None:
         return None
     saved = read_json(path / "trainer" / "state.json")
     # The version that just these weights were published as; later ones are other weights.
-    return SavedWeights(path, int(match[1]), int(saved["state"]["version"]))
+    return SavedWeights(path, int(saved["state"]["version"]), int(match[1]))

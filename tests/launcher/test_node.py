@@ -11,20 +11,7 @@ import psutil
 import pytest
 
 from any_agent.errors import ConfigError
-from any_agent.launcher.node import check_model, url_of
-
-
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [
-        ("127.0.0.1", "http://127.0.0.1:80"),
-        ("box.example", "http://box.example:80"),
-        ("::1", "http://[::1]:80"),
-        ("fe80::1", "http://[fe80::1]:80"),
-    ],
-)
-def test_urls(host: str, url: str) -> None:
-    assert url_of(host, 80) == url
+from any_agent.launcher.node import check_model
 
 
 def test_models_that_cannot_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,17 +35,18 @@ from any_agent.config import load_config
 
 node._STOP_GRACE = 0.5
 signal.signal(signal.SIGINT, signal.default_int_handler)
+quiet = node.NodeOptions(say=lambda _: None)
 
 
 class OneChild(node.Node):
     def _start(self):
         self.dir.create()
-        child = self._add("child", ["impatient"])
-        child.wait_ready(lambda: "ready" in child.log.read_text(), timeout=20)
-        print(child.pid, flush=True)
+        self._add("child", lambda: ["impatient"], ready=lambda p: "ready" in p.log.read_text())
+        self._until_ready()
+        print(self.parts["child"].pid, flush=True)
 
 
-with OneChild(load_config(None, [f"root={sys.argv[1]}"], environ={})):
+with OneChild(load_config(None, [f"root={sys.argv[1]}"], environ={}), quiet):
     signal.raise_signal(signal.SIGINT)
 """
 # Told to end, it presses Ctrl-C in the launcher's place, and goes on.

@@ -6,10 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,25 +15,7 @@ import pytest
 from any_agent.errors import StartupError
 from any_agent.launcher.process import Process
 from any_agent.rundir import RunDir
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
-    """Write a module that children can be started as."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
-
-    def write(name: str, source: str) -> str:
-        (tmp_path / f"{name}.py").write_text(source)
-        return name
-
-    return write
+from tests.launcher.children import until
 
 
 def run(process: Process) -> str:
@@ -63,7 +43,7 @@ def test_settings_reach_children_as_given_secrets_only(
 
 
 LAUNCHER = """
-import sys
+import sys, time
 from pathlib import Path
 from any_agent.launcher.process import Process
 from any_agent.rundir import RunDir
@@ -72,7 +52,8 @@ run = RunDir(Path(sys.argv[1]))
 with run.lock() as lock:
     child = Process("child", ["stubborn"], run.path / "child.log", lock=lock)
     child.start()
-    child.wait_ready(lambda: "ready" in child.log.read_text(), timeout=20)
+    while "ready" not in child.log.read_text():
+        time.sleep(0.01)
     print(child.pid, flush=True)
     sys.stdin.read()
 """
@@ -126,9 +107,42 @@ def test_a_child_that_does_not_listen_is_killed(
 ) -> None:
     process = Process("child", [module("stubborn", STUBBORN)], tmp_path / "log")
     process.start()
-    process.wait_ready(lambda: "ready" in process.log.read_text(), timeout=20)
+    until(lambda: "ready" in process.log.read_text())
     process.stop(grace=0.05)
     assert process.poll() == -signal.SIGKILL
+
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+print(child.pid, flush=True)
+print("ready", flush=True)
+sys.stdin.close()
+import signal
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_what_a_dead_child_started_is_ended(
+    number: signal.Signals, module: Callable[[str, str], str], tmp_path: Path
+) -> None:
+    process = Process("child", [module("parent", PARENT)], tmp_path / "log")
+    process.start()
+    until(lambda: "ready" in process.log.read_text())
+    grandchild = psutil.Process(int(process.log.read_text().split()[0]))
+    try:
+        os.kill(process.pid, number)
+        until(lambda: process.poll() is not None)
+        assert process.poll() == -number
+        until(lambda: not is_alive(grandchild))
+    finally:
+        if is_alive(grandchild):
+            grandchild.kill()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def test_nobody_is_signalled_for_a_process_that_was_reaped(

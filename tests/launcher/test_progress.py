@@ -22,7 +22,7 @@ def test_steps_are_shown_once_and_whole(tmp_path: Path) -> None:
     assert progress.new_lines() == []
     metrics.write_text(f"{line(1)}\n{line(2)}\n{line(3)}\n")
     (shown,) = progress.new_lines()
-    assert shown.startswith("step       3/9  reward 0.500  version 3  staleness 0.25")
+    assert shown.startswith("step        3/9  reward 0.500  version 3  staleness 0.25")
     assert progress.step == 3
 
 

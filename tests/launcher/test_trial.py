@@ -26,9 +26,9 @@ def root(tmp_path: Path) -> str:
 def start(*settings: str) -> Config:
     """What a start leaves behind."""
     config = load_config(None, settings, environ={})
-    folder = trial_dir(config).path
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.dump()))
+    run = trial_dir(config)
+    run.create()
+    (run.path / "config.yaml").write_text(yaml.safe_dump(config.dump()))
     return config
 
 

@@ -1,0 +1,30 @@
+"""Where parts are reached, and whether one answers there."""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+
+
+def reachable(host: str) -> str:
+    """What other machines may call a host that stands for all of this one's addresses."""
+    return socket.gethostname() if host in ("0.0.0.0", "::") else host
+
+
+def from_here(host: str) -> str:
+    """What this machine itself may call it."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Never by an `http_proxy` of the environment: the parts are on this machine."""
+
+
+def answers(url: str) -> bool:
+    """Whether a GET is answered with 200, within 2 s."""
+    try:
+        with _DIRECT.open(url, timeout=2) as response:
+            return int(response.status) == 200
+    except (urllib.error.URLError, OSError, ValueError):
+        return False

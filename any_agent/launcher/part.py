@@ -1,0 +1,211 @@
+"""One part of the service: its process, how it is known to be ready, and its restarts."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from any_agent.errors import ConfigError, StartupError
+from any_agent.launcher.process import Process
+
+State = Literal["starting", "ready", "restarting", "ended"]
+
+MAX_RESTARTS = 5
+"""Within ``WINDOW`` seconds, or in a row without getting ready; one more ends the service."""
+WINDOW = 60.0
+_FIRST_DELAY = 0.2
+_LONGEST_DELAY = 5.0
+
+
+class Part:
+    """Keeps one process running. :meth:`check`, called several times a second, never waits.
+
+    ``make`` gives the process of each start, so that its arguments are those of that moment.
+    ``ready`` is asked in a thread, until it is true; without it, a part is ready once started.
+    ``finishes``: exit code 0 is its end, not a failure. ``verb`` and ``where`` make the line
+    that tells so.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Process],
+        *,
+        say: Callable[[str], None],
+        ready: Callable[[Process], bool] | None = None,
+        verb: str = "ready",
+        where: str = "",
+        timeout: float = 300.0,
+        finishes: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.label = name.replace("-", " ")
+        self.state: State = "starting"
+        self.restarts = 0
+        self.finished = False
+        """It ended by itself, with success."""
+        self._make = make
+        self._say = say
+        self._ready = ready
+        self._verb = verb
+        self._where = where
+        self._timeout = timeout
+        self._finishes = finishes
+        self._clock = clock
+        self._process: Process | None = None
+        self._probe: _Probe | None = None
+        self._deaths: list[float] = []
+        self._in_vain = 0
+        """Lives in a row that ended before they were ready."""
+        self._due: float | None = None
+        """When to start again."""
+        self._late = 0.0
+
+    @property
+    def pid(self) -> int:
+        """Of its process; of the last one, if it is dead."""
+        assert self._process is not None, f"{self.label} was not started"
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.running
+
+    def start(self) -> None:
+        """Start its process; OSError if that is not possible."""
+        self._process = self._make()
+        self._process.start()
+        self._late = self._clock() + self._timeout
+        if self._ready is None:
+            self._tell_ready()
+        else:
+            self._probe = _Probe(self._ready, self._process)
+
+    def check(self) -> None:
+        """Look once, and do what is due.
+
+        Raises ConfigError for a part that refuses its configuration, StartupError for one that
+        cannot start, is not ready in time, or ends again and again.
+        """
+        if self.state == "ended" or self._process is None:
+            return
+        if self._due is not None:
+            if self._clock() >= self._due:
+                self._start_again()
+            return
+        code = self._process.poll()
+        if code is not None:
+            self._died(code)
+        elif self._probe is not None:
+            if self._probe.succeeded:
+                self._probe = None
+                self._tell_ready()
+            elif self._clock() >= self._late:
+                raise StartupError(
+                    f"{self.label} was not ready after {self._timeout:g} s:\n{self._log()}"
+                )
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM; from now on it is not started again."""
+        self.state = "ended"
+        self._end_probe()
+        if self._process is not None:
+            self._process.ask_to_stop()
+
+    def stop(self, *, grace: float) -> None:
+        """As :meth:`Process.stop`, and never started again."""
+        self.state = "ended"
+        self._end_probe()
+        if self._process is not None:
+            self._process.stop(grace=grace)
+
+    # ------------------------------------------------------------------------------------------
+
+    def _tell_ready(self) -> None:
+        again = self.state == "restarting"
+        self.state = "ready"
+        self._in_vain = 0
+        self._say(f"{self.label:<9} {self._verb}{' again' if again else self._where}")
+
+    def _start_again(self) -> None:
+        self._due = None
+        try:
+            self.start()
+        except OSError as error:
+            # No memory, no more processes: it may pass.
+            self._in_vain += 1
+            self._again(f"could not be started ({error})")
+
+    def _died(self, code: int) -> None:
+        self._in_vain += self._probe is not None
+        self._end_probe()
+        how = how_it_ended(code)
+        if code == 0 and self._finishes:
+            self.state, self.finished = "ended", True
+            return
+        if code == ConfigError.exit_code:
+            raise ConfigError(f"{self.label} refuses its configuration:\n{self._log()}")
+        if self.state == "starting":
+            raise StartupError(f"{self.label} could not start ({how}):\n{self._log()}")
+        self._again(how)
+
+    def _again(self, how: str) -> None:
+        """Start it again after a while; StartupError when that was done too often."""
+        now = self._clock()
+        self._deaths = [at for at in self._deaths if now - at < WINDOW] + [now]
+        count = max(len(self._deaths), self._in_vain)
+        if count > MAX_RESTARTS:
+            raise StartupError(
+                f"{self.label} ended {count} times in a short time ({how} at last):\n{self._log()}"
+            )
+        self._say(f"{self.label:<9} {how}; starting it again")
+        self.state = "restarting"
+        self.restarts += 1
+        self._due = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** (count - 1))
+
+    def _end_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.end()
+            self._probe = None
+
+    def _log(self) -> str:
+        assert self._process is not None
+        return self._process.last_lines()
+
+
+class _Probe:
+    """Asks in a thread whether a process is ready: a question by HTTP may take its time."""
+
+    def __init__(self, ready: Callable[[Process], bool], process: Process) -> None:
+        self._ready = ready
+        self._process = process
+        self._over = threading.Event()
+        self.succeeded = False
+        name = f"ready-{process.name}"
+        threading.Thread(target=self._ask, name=name, daemon=True).start()
+
+    def end(self) -> None:
+        """Ask no more; the question under way is left to its own time limit."""
+        self._over.set()
+
+    def _ask(self) -> None:
+        delay = 0.05
+        while not self._ready(self._process):
+            if self._over.wait(delay):
+                return
+            delay = min(delay * 1.3, 0.5)
+        self.succeeded = True
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        return f"ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"ended by signal {-code}"
