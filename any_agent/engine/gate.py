@@ -1,23 +1,28 @@
-"""The gate that calls wait at while an engine's weights change."""
+"""Gates that calls wait at: while an engine's weights change, and while it is away."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from any_agent.errors import EngineUnavailable
 
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 1.0
+"""Seconds between two questions whether the engine is back."""
 
-class UpdateGate:
-    """Open, or closed for an update; waiting is bounded in number and time."""
 
-    def __init__(self, *, max_wait: float, max_waiting: int = 4096) -> None:
+class Gate:
+    """Open, or closed for ``what``; waiting is bounded in number and time."""
+
+    def __init__(self, what: str, *, max_wait: float, max_waiting: int = 4096) -> None:
         self._open = asyncio.Event()
         self._open.set()
+        self._what = what
         self._max_wait = max_wait
         self._max_waiting = max_waiting
         self._waiting = 0
         self.closings = 0
-        """How often it was closed: tells a call that an update came while it ran."""
+        """How often it was closed: tells a call that this happened while it ran."""
 
     @property
     def is_open(self) -> bool:
@@ -36,15 +41,59 @@ class UpdateGate:
         if self._open.is_set():
             return
         if self._waiting >= self._max_waiting:
-            raise EngineUnavailable("too many calls wait for a weight update", retry_after=2)
+            raise EngineUnavailable(f"too many calls wait for {self._what}", retry_after=2)
         self._waiting += 1
         try:
             async with asyncio.timeout(self._max_wait):
                 await self._open.wait()
         except TimeoutError:
             raise EngineUnavailable(
-                f"a weight update took more than {self._max_wait:g} s; try again later",
+                f"{self._what} took more than {self._max_wait:g} s; try again later",
                 retry_after=5,
             ) from None
         finally:
             self._waiting -= 1
+
+
+class Outage:
+    """Closed while the engine is away. One task asks for it, however many calls wait.
+
+    ``answers`` asks the engine once, in bounded time.
+    """
+
+    def __init__(self, answers: Callable[[], Awaitable[bool]], *, max_wait: float) -> None:
+        self.gate = Gate("a restart of the inference engine", max_wait=max_wait)
+        self._answers = answers
+        self._asking: asyncio.Task[bool] | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def is_over(self) -> bool:
+        """Ask the engine now; calls that want to know at the same time share one question."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        # Shielded: who leaves must not take the answer from the others.
+        return await asyncio.shield(self._asking)
+
+    def begin(self) -> None:
+        """A call saw the engine die: from here on calls wait, until it answers again."""
+        self.gate.close()
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._until_over())
+
+    async def close(self) -> None:
+        """End what still asks."""
+        tasks = [task for task in (self._watch, self._asking) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ask(self) -> bool:
+        return await self._answers()
+
+    async def _until_over(self) -> None:
+        pause = _FIRST_PAUSE
+        await asyncio.sleep(pause)
+        while not await self.is_over():
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            await asyncio.sleep(pause)
+        self.gate.open()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Literal
@@ -13,23 +13,39 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
-from any_agent.engine.gate import UpdateGate
+from any_agent.engine.gate import Gate, Outage
 from any_agent.engine.seam import SeamMatcher
-from any_agent.errors import ConfigError, EngineUnavailable, InvalidRequest
-from any_agent.types import GenerationChunk, ModelRequest, StopReason
+from any_agent.engine.sglang_wire import (
+    ChunkReader,
+    events,
+    failure,
+    generate_body,
+    version_number,
+)
+from any_agent.errors import ConfigError, EngineUnavailable
+from any_agent.types import GenerationChunk, ModelRequest
 
 log = logging.getLogger(__name__)
 
 _KEEPALIVE = 3.0
 """Seconds; below the 5 after which uvicorn, and so SGLang, closes an idle connection."""
-_CONTROL_TIMEOUT = aiohttp.ClientTimeout(total=30)
+_CONTROL_TIMEOUT = 30.0
+_HEALTH_TIMEOUT = 5.0
+_MAX_FRUITLESS = 5
+"""Resubmissions in a row of one call whose engine died before a token came."""
+
+
+class _EngineDied(EngineUnavailable):
+    """The connection to the engine broke, or could not be made."""
 
 
 class SGLangEngine:
     """One engine process, reached by URL.
 
     ``decode`` turns token ids into text; it is needed to match stop strings that begin before a
-    weight update and end after it. Open it inside a running event loop; ``close`` it.
+    weight update, or the engine's death, and end after it. Calls wait at most ``update_wait``
+    seconds for an update, and as long for an engine that is away. Open it inside a running event
+    loop; ``close`` it.
     """
 
     def __init__(
@@ -44,7 +60,8 @@ class SGLangEngine:
         self.url = url.rstrip("/")
         self._decode = decode
         self._pause_mode = "abort" if update_mode == "resume" else "in_place"
-        self._gate = UpdateGate(max_wait=update_wait)
+        self._gate = Gate("a weight update", max_wait=update_wait)
+        self._outage = Outage(self._serves, max_wait=update_wait)
         self._version = 0
         # No limit on connections: the proxy bounds the calls under way, and a pool that is
         # full would be a hidden queue. No total time-out: a long completion is not an error.
@@ -57,23 +74,35 @@ class SGLangEngine:
 
     @property
     def version(self) -> int:
+        """What the engine last said; also after a restart with other weights."""
         return self._version
 
     @property
     def paused(self) -> bool:
         return not self._gate.is_open
 
+    @property
+    def away(self) -> bool:
+        """It died, and has not answered since."""
+        return not self._outage.gate.is_open
+
     async def close(self) -> None:
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=2)
+        await self._outage.close()
         await self._http.close()
+
+    async def wait_until_up(self) -> None:
+        """Return once the engine serves; EngineUnavailable if it does not in ``update_wait``."""
+        if not await self._outage.is_over():
+            self._outage.begin()
+        await self._outage.gate.passed()
 
     async def info(self) -> dict[str, Any]:
         """The engine's `/get_model_info`; EngineUnavailable if it does not answer."""
         data = await self._control("GET", "/get_model_info")
-        version = str(data.get("weight_version", ""))
-        if version.isdigit():
-            self._version = int(version)
+        with contextlib.suppress(TypeError, ValueError):
+            self._version = version_number(data.get("weight_version"))
         return data
 
     async def context_length(self) -> int:
@@ -101,72 +130,102 @@ class SGLangEngine:
     async def generate(
         self, request: ModelRequest, *, stream: bool
     ) -> AsyncGenerator[GenerationChunk]:
+        """Sample a completion, across weight updates and deaths of the engine.
+
+        What was sampled before one stays: its log-probabilities are those of its version's weights
+        over its whole context. The rest is sampled from prompt + partial output, computed anew.
+        """
         done: list[int] = []
-        attempt = 0
+        attempt = fruitless = 0
         while True:
-            await self._gate.passed()
-            closings = self._gate.closings
-            part = replace(
-                request,
-                rid=f"{request.rid}-{attempt}" if attempt else request.rid,
-                input_ids=request.input_ids + done,
-                gconfig=request.gconfig.new(
-                    max_new_tokens=request.gconfig.max_new_tokens - len(done)
-                ),
-            )
+            await self._ready()
+            closings, before = self._gate.closings, len(done)
+            part = _rest_of(request, done, attempt)
             seam = SeamMatcher(done, request.gconfig.stop, self._decode)
-            last: GenerationChunk | None = None
-            async with aclosing(self._attempt(part, stream=stream)) as chunks:
-                async for raw in chunks:
-                    chunk = seam.cut(raw)
-                    done += chunk.output_ids
-                    last = chunk
-                    if chunk.stop_reason == "abort":
-                        break
-                    yield chunk
-                    if chunk.stop_reason is not None:
-                        return
-            if last is None or last.stop_reason is None:
-                raise EngineUnavailable("the engine ended a stream without an end", retry_after=2)
-            if self._gate.closings == closings:
-                raise EngineUnavailable("the engine aborted the request; try again", retry_after=2)
-            # An update came in between: what was sampled stays, and the rest is sampled from
-            # prompt + partial output, computed anew under the new weights.
-            budget_spent = len(done) >= request.gconfig.max_new_tokens
-            yield replace(last, stop_reason="length" if budget_spent else None)
-            if budget_spent:
+            cut = GenerationChunk([], [], [])
+            try:
+                async with aclosing(self._attempt(part, stream=stream)) as chunks:
+                    async for raw in chunks:
+                        chunk = seam.cut(raw)
+                        done += chunk.output_ids
+                        self._heed_version(chunk, closings)
+                        if chunk.stop_reason == "abort":
+                            cut = replace(chunk, stop_reason=None)
+                            break
+                        yield chunk
+                        if chunk.stop_reason is not None:
+                            return
+                if self._gate.closings == closings:
+                    raise EngineUnavailable(
+                        "the engine aborted the request; try again", retry_after=2
+                    )
+            except EngineUnavailable as error:
+                fruitless = 0 if len(done) > before else fruitless + 1
+                if fruitless > _MAX_FRUITLESS or not await self._has_died(error):
+                    raise
+            if len(done) >= request.gconfig.max_new_tokens:
+                yield replace(cut, stop_reason="length")
                 return
+            if cut.output_ids:
+                yield cut
             attempt += 1
+
+    async def _ready(self) -> None:
+        """Wait until no update goes on and the engine serves."""
+        while self.paused or self.away:
+            await self._gate.passed()
+            await self._outage.gate.passed()
+
+    async def _has_died(self, error: EngineUnavailable) -> bool:
+        """Whether an attempt failed because the engine is gone; calls then wait for it."""
+        # A living engine's refusal (a full queue, say) is an answer, which the caller gets.
+        if not isinstance(error, _EngineDied) and await self._outage.is_over():
+            return False
+        if not self.away:
+            log.warning("the engine at %s is gone; calls wait for it", self.url)
+        self._outage.begin()
+        return True
+
+    def _heed_version(self, chunk: GenerationChunk, closings: int) -> None:
+        """A restarted engine may have other weights. What began before an update tells nothing."""
+        if chunk.versions and not self.paused and closings == self._gate.closings:
+            self._version = chunk.versions[-1]
 
     async def _attempt(
         self, request: ModelRequest, *, stream: bool
     ) -> AsyncGenerator[GenerationChunk]:
-        finished = False
+        """One request to the engine; its last chunk has a stop reason, or it raises."""
+        runs = True
         try:
             async with self._http.post(
-                f"{self.url}/generate", json=_generate_body(request, stream=stream)
+                f"{self.url}/generate", json=generate_body(request, stream=stream)
             ) as response:
                 if response.status != 200:
-                    raise await _failure(response)
-                reader = _ChunkReader()
+                    runs = False
+                    raise await failure(response)
+                reader = ChunkReader()
                 if stream:
-                    async for event in _events(response):
+                    async for event in events(response):
                         chunk = reader.read(event)
-                        finished = chunk.stop_reason is not None
+                        runs = chunk.stop_reason is None
                         yield chunk
-                        if finished:
+                        if not runs:
                             return
-                else:
-                    chunk = reader.read(orjson.loads(await response.read()))
-                    finished = True
-                    yield chunk
+                    runs = False
+                    raise _EngineDied("the engine ended a stream without an end", retry_after=2)
+                chunk = reader.read(orjson.loads(await response.read()))
+                runs = False
+                yield chunk
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
-            raise EngineUnavailable(
+            broken = isinstance(error, aiohttp.ClientError) and not _is_silence(error)
+            runs = runs and not broken
+            kind = _EngineDied if broken else EngineUnavailable
+            raise kind(
                 f"the inference engine failed ({type(error).__name__}); try again",
                 retry_after=2,
             ) from error
         finally:
-            if not finished:
+            if runs and not self.away:
                 self._abort(request.rid)
 
     def _abort(self, rid: str) -> None:
@@ -182,12 +241,27 @@ class SGLangEngine:
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
+    async def _serves(self) -> bool:
+        """Whether the engine would take a call; learns its version."""
+        try:
+            await self._control("GET", "/health", within=_HEALTH_TIMEOUT)
+            await self.info()
+        except EngineUnavailable:
+            return False
+        return True
+
     async def _control(
-        self, method: str, path: str, body: dict[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        within: float = _CONTROL_TIMEOUT,
     ) -> dict[str, Any]:
+        limit = aiohttp.ClientTimeout(total=within)
         try:
             async with self._http.request(
-                method, self.url + path, json=body, timeout=_CONTROL_TIMEOUT
+                method, self.url + path, json=body, timeout=limit
             ) as response:
                 raw = await response.read()
                 if response.status != 200:
@@ -208,108 +282,17 @@ class SGLangEngine:
         return data if isinstance(data, dict) else {}
 
 
-def _generate_body(request: ModelRequest, *, stream: bool) -> dict[str, Any]:
-    g = request.gconfig
-    sampling: dict[str, Any] = {
-        "max_new_tokens": g.max_new_tokens,
-        "temperature": g.temperature,
-        "top_p": g.top_p,
-        "top_k": g.top_k,
-        "ignore_eos": g.ignore_eos,
-    }
-    if g.stop:
-        sampling["stop"] = list(g.stop)
-    if g.stop_token_ids:
-        sampling["stop_token_ids"] = list(g.stop_token_ids)
-    if g.seed is not None:
-        sampling["sampling_seed"] = g.seed
-    body: dict[str, Any] = {
-        "rid": request.rid,
-        "input_ids": request.input_ids,
-        "sampling_params": sampling,
-        "return_logprob": True,
-        "stream": stream,
-    }
-    if request.cache_salt is not None:
-        body["cache_salt"] = request.cache_salt
-    return body
+def _rest_of(request: ModelRequest, done: list[int], attempt: int) -> ModelRequest:
+    """What is left of a request after its first output tokens, under a rid of its own."""
+    left = request.gconfig.max_new_tokens - len(done)
+    return replace(
+        request,
+        rid=f"{request.rid}-{attempt}" if attempt else request.rid,
+        input_ids=request.input_ids + done,
+        gconfig=request.gconfig.new(max_new_tokens=left),
+    )
 
 
-class _ChunkReader:
-    """Reads answers of one request: cumulative streams, incremental ones, and whole answers."""
-
-    def __init__(self) -> None:
-        self._seen = 0
-
-    def read(self, event: Any) -> GenerationChunk:
-        """The tokens that an answer adds; EngineUnavailable if it has another form."""
-        if not isinstance(event, dict) or "error" in event or "meta_info" not in event:
-            raise EngineUnavailable(f"the engine failed: {str(event)[:300]}", retry_after=2)
-        try:
-            return self._read(event, event["meta_info"])
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise EngineUnavailable(
-                f"the engine's answer cannot be read ({error!r}): {str(event)[:300]}",
-                retry_after=2,
-            ) from None
-
-    def _read(self, event: dict[str, Any], meta: dict[str, Any]) -> GenerationChunk:
-        total = int(meta["completion_tokens"])
-        fresh = total - self._seen
-        # Whatever the stream's kind, the new tokens are the last ones.
-        ids = [int(i) for i in event["output_ids"][-fresh:]] if fresh else []
-        entries = meta["output_token_logprobs"][-fresh:] if fresh else []
-        logprobs = [float(entry[0]) for entry in entries]
-        if len(ids) != fresh or [int(entry[1]) for entry in entries] != ids:
-            raise EngineUnavailable("the engine's ids and log-probabilities disagree")
-        if not all(map(math.isfinite, logprobs)):
-            raise EngineUnavailable("the engine answered a log-probability that is not finite")
-        versions = _versions(meta, self._seen, total)
-        self._seen = total
-        finish = meta.get("finish_reason")
-        reason: StopReason | None = None
-        matched = None
-        if finish is not None:
-            reason = finish["type"]
-            matched = finish.get("matched")
-        return GenerationChunk(ids, logprobs, versions, reason, matched)
-
-
-def _versions(meta: dict[str, Any], start: int, end: int) -> list[int]:
-    """The version of each token in [start, end): from the spans, else the answer's one version."""
-    spans = meta.get("weight_versions")
-    if not spans:
-        return [_number(meta["weight_version"])] * (end - start)
-    out: list[int] = []
-    for span in spans:
-        first, last = max(int(span["start"]), start), min(int(span["end"]), end)
-        out += [_number(span["version"])] * max(0, last - first)
-    if len(out) != end - start:
-        raise EngineUnavailable("the engine's weight versions do not cover its tokens")
-    return out
-
-
-def _number(version: Any) -> int:
-    """SGLang calls the weights that it was started with "default"."""
-    return 0 if version == "default" else int(version)
-
-
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of each server-sent event until `[DONE]`; lines of any length."""
-    buffer = b""
-    async for block in response.content.iter_any():
-        buffer += block
-        *events, buffer = buffer.split(b"\n\n")
-        for event in events:
-            data = event.removeprefix(b"data:").strip()
-            if data == b"[DONE]":
-                return
-            if data:
-                yield orjson.loads(data)
-
-
-async def _failure(response: aiohttp.ClientResponse) -> Exception:
-    text = (await response.read())[:500].decode(errors="replace")
-    if response.status == 400:
-        return InvalidRequest(f"the engine refused the request: {text}")
-    return EngineUnavailable(f"the engine answered {response.status}: {text}", retry_after=2)
+def _is_silence(error: Exception) -> bool:
+    """A request that was taken and got no byte for too long; the engine may still be at it."""
+    return isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)

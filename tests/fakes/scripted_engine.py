@@ -1,7 +1,8 @@
 """An engine that speaks SGLang's native contract and does what a test tells it to.
 
 It samples nothing: tokens come from a formula or from what the test queued by `say`. Faults are
-queued by `fail`, and a generation can be held at a token by `hold`.
+queued by `fail`, and a generation can be held at a token by `hold`. `die` is a kill -9, `revive` a
+new process on the same port.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _SAMPLING = {
     "ignore_eos",
     "stop",
     "stop_token_ids",
+    "sampling_seed",
 }
 
 
@@ -68,6 +70,8 @@ class ScriptedEngine:
         self.incremental = incremental
         self.context_length = context_length
         self.like_sglang = False
+        self.ill = False
+        """The server lives and its loop does not: `/health` says so."""
         self.pace = pace
         self.weight_version = "0"
         self.requests: list[dict[str, Any]] = []
@@ -83,6 +87,7 @@ class ScriptedEngine:
         self._holds: deque[tuple[int, asyncio.Event]] = deque()
         self._going = asyncio.Event()
         self._going.set()
+        self._runner: web.AppRunner | None = None
         self.url = ""
 
     # -- what a test says ----------------------------------------------------------------------
@@ -101,6 +106,23 @@ class ScriptedEngine:
         self._holds.append((at, event))
         return event
 
+    async def die(self) -> None:
+        """Nobody listens any more, and every connection breaks."""
+        assert self._runner is not None
+        for site in list(self._runner.sites):
+            await site.stop()
+        assert self._runner.server is not None
+        for connection in self._runner.server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    async def revive(self, weight_version: str | None = None) -> None:
+        """A new process on the same port: nothing runs, and it is not paused."""
+        assert self._runner is not None
+        self._going.set()
+        self.weight_version = weight_version or self.weight_version
+        await self._listen(int(self.url.rpartition(":")[2]))
+
     # -- the server ----------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -117,16 +139,15 @@ class ScriptedEngine:
         }
         for path, handler in routes.items():
             app.router.add_post(path, handler)
-        app.router.add_get("/health", self._ok)
+        app.router.add_get("/health", self._health)
         app.router.add_get("/health_generate", self._health_generate)
         app.router.add_get("/get_model_info", self._info)
         app.router.add_get("/get_server_info", self._server_info)
-        runner = web.AppRunner(
+        runner = self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.01
         )
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port)
-        await site.start()
+        await self._listen(port)
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield self.url
@@ -135,8 +156,15 @@ class ScriptedEngine:
                 run.aborted.set()
             await runner.cleanup()
 
+    async def _listen(self, port: int) -> None:
+        assert self._runner is not None
+        await web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True).start()
+
     async def _ok(self, _: web.Request) -> web.Response:
         return web.Response()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=503 if self.ill else 200)
 
     async def _health_generate(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self._going.is_set() else 503)
@@ -221,6 +249,8 @@ class ScriptedEngine:
         unknown = set(params) - _SAMPLING
         if unknown:
             return f"unknown parameters {unknown}"
+        if not isinstance(params.get("sampling_seed", 0), int):
+            return "bad sampling_seed"
         if params.get("temperature", 1) < 0 or not 0 < params.get("top_p", 1) <= 1:
             return "bad temperature or top_p"
         if params.get("top_k", -1) < -1:
@@ -293,7 +323,9 @@ class ScriptedEngine:
             text = self.decode(run.ids)
             matched = next((s for s in stops if s in text), None)
             ended = run.script is not None and len(run.ids) == len(run.script)
-            if token in stop_ids:
+            if self._broken(run):
+                pass  # before it can say that this was the last one
+            elif token in stop_ids:
                 run.finish = {"type": "stop", "matched": token}
             elif matched is not None:
                 run.finish = {"type": "stop", "matched": matched}
