@@ -53,7 +53,7 @@ class KeySigner:
 
     def _mac(self, lane: Lane) -> str:
         message = f"v1.{lane.rank}.{lane.id}".encode()
-        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:32]
+        return hmac.digest(self._secret, message, "sha256").hex()[:32]
 
 
 _SESSION_ID = re.compile(r"ses-(0|[1-9][0-9]{0,3})-[0-9a-f]{16}")
@@ -63,6 +63,14 @@ def rank_of_session(session_id: str) -> int | None:
     """The rank that a session's id names; None for what is no session id."""
     match = _SESSION_ID.fullmatch(session_id)
     return int(match[1]) if match else None
+
+
+def session_prefix(path: str) -> str | None:
+    """The key or id in a path `/{session}/...`, whose forms no route begins with."""
+    if not path.startswith(("/" + SESSION_KEY_PREFIX, "/" + SESSION_ID_PREFIX)):
+        return None
+    first, slash, _ = path[1:].partition("/")
+    return first if slash else None
 
 
 _BEARER = re.compile(r"^bearer(\s+|$)", re.IGNORECASE)

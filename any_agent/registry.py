@@ -95,12 +95,12 @@ class Registry:
     def refresh(self) -> None:
         """Read what changed; a few file operations, no network."""
         try:
-            files = [(f.name.removesuffix(".json"), f.stat()) for f in os.scandir(self._folder)]
+            # Temporary files may be gone before they are looked at.
+            files = [f for f in os.scandir(self._folder) if not f.name.startswith(".")]
+            stats = [(f.name.removesuffix(".json"), f.stat()) for f in files]
         except OSError:
             return
-        for name, stat in files:
-            if name.startswith("."):
-                continue
+        for name, stat in stats:
             stamp = (stat.st_mtime_ns, stat.st_ino)
             before = self._seen.get(name)
             if before is not None and before.stamp == stamp:
@@ -112,6 +112,11 @@ class Registry:
         """The last good copy, whether or not its writer still lives."""
         seen = self._seen.get(name)
         return seen.entry if seen is not None else None
+
+    def heard(self, name: str) -> float:
+        """When a write of this part was last noticed, in monotonic seconds; 0.0 for never."""
+        seen = self._seen.get(name)
+        return seen.at if seen is not None else 0.0
 
     def alive(self, name: str) -> bool:
         """Whether the part is ready and has written lately."""

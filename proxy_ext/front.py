@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+from collections.abc import Iterable
 from typing import Any
-from urllib.parse import urlsplit
 
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from any_agent.config import LOOPBACK
-from any_agent.errors import AnyAgentError, Forbidden, PayloadTooLarge
-from any_agent.keys import SESSION_ID_PREFIX, SESSION_KEY_PREFIX
+from any_agent.errors import AnyAgentError, PayloadTooLarge
+from any_agent.keys import session_prefix
+from any_agent.loopback import require_local
 from proxy_ext.auth import PREFIX_SCOPE_KEY
 
 LITELLM_PATHS = frozenset({"/health/liveliness", "/health/liveness"})
@@ -66,16 +65,11 @@ class Front:
         if not length.isdigit() or int(length) > self._max_body_bytes:
             raise self._too_large()
         if self._loopback_only:
-            if values.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
-                raise Forbidden("without an admin key no web page is served; set server.admin_key")
-            # Without a key, a web page in the operator's browser must not be able to call us.
-            for name, raw in headers:
-                value = raw.decode("latin-1")
-                if name in (b"host", b"origin") and value and not _is_loopback(value):
-                    raise Forbidden(
-                        f"without an admin key only loopback is served, not {name.decode()} "
-                        f"{value[:80]!r}; set server.admin_key"
-                    )
+            require_local(
+                hosts=_texts(headers, b"host"),
+                origins=_texts(headers, b"origin"),
+                fetch_sites=_texts(headers, b"sec-fetch-site"),
+            )
 
     def _limited(self, receive: Receive) -> Receive:
         """Count the body's bytes and bound the wait for each part of it."""
@@ -105,21 +99,17 @@ class Front:
         )
 
 
-def _is_loopback(value: str) -> bool:
-    """Whether a Host or an Origin names this machine; 127.0.0.1.example.org does not."""
-    try:
-        host = urlsplit(value if "//" in value else f"//{value}").hostname or ""
-        return host in LOOPBACK or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def _texts(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in headers if key == name]
 
 
 def _without_prefix(scope: Scope) -> Scope:
-    """Take `/{session}` off the path: a session key or id, whose forms no route begins with."""
-    first, slash, rest = scope["path"][1:].partition("/")
-    if not slash or not first.startswith((SESSION_KEY_PREFIX, SESSION_ID_PREFIX)):
+    """Take `/{session}` off the path."""
+    prefix = session_prefix(scope["path"])
+    if prefix is None:
         return scope
-    return {**scope, "path": f"/{rest}", "raw_path": None, PREFIX_SCOPE_KEY: first}
+    path = scope["path"].removeprefix(f"/{prefix}")
+    return {**scope, "path": path, "raw_path": None, PREFIX_SCOPE_KEY: prefix}
 
 
 def _as_json(scope: Scope) -> Scope:

@@ -1,0 +1,57 @@
+"""The public URL of a service: ``python -m router --config FILE --host H --port P``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import socket
+import sys
+
+from any_agent.config import LOOPBACK, Config, load_resolved
+from any_agent.errors import AnyAgentError, ConfigError
+from any_agent.logs import set_up_logging
+from any_agent.ports import listen
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m router", description="One URL for all ranks.")
+    parser.add_argument("--config", required=True, help="the run's resolved YAML")
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--public-url", default=None, help="default: http://host:port")
+    args = parser.parse_args()
+    try:
+        config = load_resolved(args.config)
+        set_up_logging(config.log_level, config.log_format, part="router", secrets=config.secrets())
+        if args.host not in LOOPBACK and config.server.admin_key is None:
+            raise ConfigError(f"--host {args.host} needs an admin key; without one, only loopback")
+        listener = listen(args.host, args.port)
+        _run(config, listener, args.public_url)
+    except AnyAgentError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def _run(config: Config, listener: socket.socket, public_url: str | None) -> None:
+    import uvloop
+
+    from router.app import running_router
+
+    host, port = listener.getsockname()[:2]
+    url = public_url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        async with running_router(config, listener, url):
+            await stop.wait()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Which rank a request belongs to: read from its key or id, computed from its group's name.
+
+Nothing is looked up and nothing is kept, so a router that restarts, or a second one, decides alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, unquote
+
+from multidict import CIMultiDictProxy
+
+from any_agent.errors import Conflict, NotFound, SessionMismatch, Unauthenticated
+from any_agent.keys import (
+    SESSION_KEY_PREFIX,
+    KeySigner,
+    bearer_of,
+    rank_of_session,
+    session_prefix,
+)
+
+SESSION_HEADER = "X-Any-Agent-Session"
+SESSIONS_PATH = "/rl/v1/sessions/"
+
+
+def home_of(name: str, ranks: int) -> int:
+    """The rank of a group (or task): rendezvous hashing, over all ranks, dead or alive.
+
+    Adding a rank moves only the groups that it wins; nothing else ever moves one.
+    """
+    return max(range(ranks), key=lambda rank: (_weight(rank, name), rank))
+
+
+def _weight(rank: int, name: str) -> bytes:
+    return hashlib.blake2b(f"{rank}:{name}".encode("utf-8", "replace"), digest_size=8).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a request's path, key and header say."""
+
+    rank: int | None
+    """Where its session lives; None if it names none, or one whose form tells no rank."""
+    prefixed: bool = False
+    """The path begins with a session: what follows is a route, whatever it is called."""
+
+
+class Affinity:
+    """The rules of one service: its secret, and how many ranks it has."""
+
+    def __init__(self, signer: KeySigner, ranks: int) -> None:
+        self._signer = signer
+        self.ranks = ranks
+
+    def place(self, path: str, query: str, headers: CIMultiDictProxy[str]) -> Place:
+        """Path prefix, else key, else header, else query, else a session in the path.
+
+        Unauthenticated for a key that is none of ours, NotFound (`unknown_rank`) for one of a rank
+        that this service does not have, SessionMismatch for two that live on different ranks.
+        """
+        if "%" in path:
+            path = unquote(path)
+        named = [value for value in headers.getall(SESSION_HEADER, ()) if value]
+        if "session_id" in query:
+            named += [value for key, value in parse_qsl(query) if key == "session_id"]
+        prefix = session_prefix(path)
+        if prefix is not None:
+            # Behind a prefix other bearers ("DUMMY") mean nothing.
+            return Place(self._one_of([prefix, *named]), prefixed=True)
+        bearer = bearer_of(headers.getall("Authorization", ()), headers.getall("X-Api-Key", ()))
+        if bearer.startswith(SESSION_KEY_PREFIX):
+            if not named:
+                return Place(self.rank_of(bearer))
+            named.insert(0, bearer)
+        if path.startswith(SESSIONS_PATH):
+            named.append(path[len(SESSIONS_PATH) :].partition("/")[0])
+        return Place(self._one_of(named))
+
+    def rank_of(self, name: str) -> int | None:
+        """The rank of a session key or id; None for what is no id. Errors as for `place`."""
+        if name.startswith(SESSION_KEY_PREFIX):
+            lane = self._signer.verify(name)
+            if lane is None:
+                raise Unauthenticated("this session key is not valid here")
+            rank: int | None = lane.rank
+        else:
+            rank = rank_of_session(name)
+        if rank is not None and rank >= self.ranks:
+            raise NotFound(
+                f"the session lives on rank {rank}, and this service has the ranks 0 to "
+                f"{self.ranks - 1}: server.ranks was larger when it was opened",
+                code="unknown_rank",
+            )
+        return rank
+
+    def home(self, *, api_key: str | None, group_id: str | None, task_id: str | None) -> int | None:
+        """Where a session must be opened; None: anywhere.
+
+        Conflict (`lane_on_other_rank`) for an earlier key whose rank is not the group's home.
+        """
+        name = group_id or task_id
+        home = home_of(name, self.ranks) if name else None
+        if api_key is None:
+            return home
+        rank = self.rank_of(api_key) if api_key.startswith(SESSION_KEY_PREFIX) else None
+        if rank is None:
+            # Its rank would say what is wrong with it; any rank does.
+            return home
+        if home is not None and home != rank:
+            raise Conflict(
+                f"the key belongs to rank {rank}, and sessions of this group or task live on rank "
+                f"{home}; open without api_key",
+                code="lane_on_other_rank",
+            )
+        return rank
+
+    def _one_of(self, names: list[str]) -> int | None:
+        ranks = {rank for name in names if (rank := self.rank_of(name)) is not None}
+        if len(ranks) > 1:
+            raise SessionMismatch(
+                "the request names two different sessions (path, key, header or query)"
+            )
+        return ranks.pop() if ranks else None

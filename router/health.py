@@ -1,0 +1,105 @@
+"""Which ranks serve now, by the registry and by our own connections; waiting for one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from any_agent.errors import ServiceUnavailable
+from any_agent.registry import Entry, Registry, rank_name
+
+_REFRESH = 0.5
+_MAX_WAITING = 1024
+"""Requests that may wait for ranks at once; further ones are sent away."""
+
+
+class Ranks:
+    """The ranks of one service. A rank that refused a connection counts as away until it writes
+    its registry entry again."""
+
+    def __init__(self, registry: Registry, count: int, *, wait: float) -> None:
+        self._registry = registry
+        self.count = count
+        self.wait = wait
+        self.waiting = 0
+        """Requests that wait for a rank now."""
+        self._failed_at = [0.0] * count
+        self._urls: list[str] = [""] * count
+        """Of the ranks that serve; "" for the others."""
+        self._changed = asyncio.Event()
+        self.live: list[int] = []
+        """The ranks that serve now, in order."""
+
+    def refresh(self) -> None:
+        """Read the registry anew, and wake who waits for a rank that it shows."""
+        self._registry.refresh()
+        urls = [self._url(rank) for rank in range(self.count)]
+        if urls == self._urls:
+            return
+        self._urls = urls
+        self.live = [rank for rank, url in enumerate(urls) if url]
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _url(self, rank: int) -> str:
+        name = rank_name(rank)
+        entry = self._registry.get(name)
+        alive = self._registry.alive(name) and self._registry.heard(name) > self._failed_at[rank]
+        return entry.url.rstrip("/") if entry is not None and alive else ""
+
+    def entry(self, rank: int) -> Entry | None:
+        """What the rank last said of itself."""
+        return self._registry.get(rank_name(rank))
+
+    def failed(self, rank: int) -> None:
+        """A connection could not be made: the rank is away until it says otherwise."""
+        # What it wrote before now, but was not read yet, is no news.
+        self._registry.refresh()
+        self._failed_at[rank] = time.monotonic()
+        self.refresh()
+
+    def url(self, rank: int) -> str:
+        """Where the rank serves; "" while it is away."""
+        return self._urls[rank]
+
+    async def reach(self, rank: int, deadline: float) -> str:
+        """Its URL, waiting for it until the deadline; then ServiceUnavailable."""
+        while not self._urls[rank]:
+            await self._wait(deadline, f"rank {rank}, where this session lives, is restarting")
+        return self._urls[rank]
+
+    async def reach_any(self, deadline: float) -> list[int]:
+        """The ranks that serve, waiting for one until the deadline; then ServiceUnavailable."""
+        while not self.live:
+            await self._wait(deadline, "no rank of the service is up")
+        return self.live
+
+    async def _wait(self, deadline: float, what: str) -> None:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0 or self.waiting >= _MAX_WAITING:
+            raise ServiceUnavailable(f"{what}; try again", retry_after=2)
+        self.waiting += 1
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(remaining):
+                    await self._changed.wait()
+        finally:
+            self.waiting -= 1
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Keep the view fresh."""
+        self.refresh()
+        task = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_REFRESH)
+            self.refresh()
