@@ -43,7 +43,7 @@ def picture(steps: Sequence[Step], *, before: float, after: float, title: str) -
     for x, y in ((0, before), (numbers[-1], after)):
         axes.annotate(f"{y:.1%}", (x, y), xytext=(0, -18), textcoords="offset points", ha="center")
     axes.set_ylim(min(0.0, *rewards) - 0.02, max(1.0, *rewards) + 0.05)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.set_xlabel(f"optimizer step\n{_NOTE}")
     axes.set_ylabel("mean reward")
     share = axes.secondary_yaxis("right")

@@ -89,7 +89,7 @@ def frame(state: State, width: int) -> RenderableType:
     rows.add_row("sessions", _sessions(state))
     rows.add_row("held out", _held_out(state))
     title = f"any-agent demo · seed {state.seed} · {clock(state.elapsed)}"
-    return Panel(
+    box = Panel(
         Group(Text(state.phase, style="bold", no_wrap=True, overflow="ellipsis"), rows),
         title=title,
         title_align="left",
@@ -99,6 +99,8 @@ def frame(state: State, width: int) -> RenderableType:
         border_style="blue",
         width=width,
     )
+    # The cursor rests on a line of its own, where a `^C` tears nothing.
+    return Group(box, Text())
 
 
 def part_lines(parts: Iterable[Part]) -> list[tuple[str, Text]]:

@@ -200,6 +200,8 @@ class Demo:
         names = [config.experiment, config.trial, "--user", config.user, "--root", config.root]
         marks = ["--before", state.before.accuracy, "--after", state.after.accuracy]
         title = f"any-agent demo, seed {state.seed}"
+        if self._permute:
+            title += ", each session rewarded as another one (control)"
         with (
             Child("sample", *names, "--seed", state.seed) as sample,
             Child("curve", run.metrics, curve, *marks, "--title", title) as drawing,

@@ -62,6 +62,7 @@ def test_a_frame_fits_its_terminal_and_keeps_its_height(width: int) -> None:
     heights = set()
     for state in (fresh(), busy(), replace(busy(), url="http://" + "a" * 300)):
         lines = shown(frame(state, width), width).splitlines()
+        assert lines.pop() == "", "where the cursor rests"
         assert {len(line) for line in lines} == {min(width, 100)}
         heights.add(len(lines) - bool(state.url))
     assert len(heights) == 1, "a frame that shrinks leaves rests of itself behind"

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from any_agent import load_engine
+from any_agent.demo.report import PORT
 from any_agent.demo.task import items, messages
+from any_agent.ports import free_port
 from any_agent.rundir import RunDir
-from tests.e2e.serving import run_cli, serve
+from tests.e2e.serving import CLI, environment, run_cli, serve
+from tests.e2e.terminal import Terminal, terminal
 
 STEPS = 8
 """Enough to learn something; `make learn` looks at whole runs over many seeds."""
+NOWHERE = "http://127.0.0.1:9"
 
 
 @pytest.fixture(scope="module")
@@ -29,26 +35,54 @@ def demo(folder: Path) -> tuple[dict[str, Any], str]:
     """The figures and the output of a short demo, kept in ``folder``."""
     figures = folder / "figures.json"
     options = ["--steps", str(STEPS), "--json", str(figures), "--keep", str(folder / "kept")]
-    done = run_cli("demo", *options, cwd=folder)
+    # Behind a company's HTTP proxy it works as well: nothing of it leaves the machine.
+    done = run_cli("demo", *options, cwd=folder, HTTP_PROXY=NOWHERE, http_proxy=NOWHERE)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(figures.read_text()), done.stdout
 
 
 def test_the_figures_are_those_of_the_run(demo: tuple[dict[str, Any], str]) -> None:
     figures, output = demo
-    assert (figures["seed"], figures["steps"]) == (0, STEPS)
+    assert (figures["seed"], figures["steps"], figures["ranks"]) == (0, STEPS, 2)
     assert not figures["permuted_rewards"]
     assert figures["failed_sessions"] == 0, figures["errors"]
+    assert figures["restarts"] == {}
     assert figures["eval_sessions"] == 4 * len(items(held_out=True))
     assert figures["train_sessions"] >= STEPS * 64
     assert figures["before"] <= 0.5
     assert figures["after"] >= figures["before"] + 0.15
     assert figures["seconds"] > 0 and figures["peak_memory_mib"] > 100
+    measures = figures["measures"]
+    assert measures["before"]["reward"] < measures["after"]["reward"] <= 1
+    assert 1 <= measures["after"]["turns"] < measures["before"]["turns"] <= 2
+    assert 1 <= measures["after"]["tokens"] <= 4
     lines = output.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step ")][-1] == f"{STEPS}/{STEPS}"
-    assert f"{figures['before']:.3f} -> {figures['after']:.3f} in {STEPS} steps" in output
+    (table,) = [line.split() for line in lines if line.startswith("first answer right")]
+    assert table[-2:] == [f"{figures['before']:.1%}", f"{figures['after']:.1%}"]
     metrics = Path(figures["run"], "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in metrics] == list(range(1, STEPS + 1))
+
+
+def test_both_ranks_took_part(demo: tuple[dict[str, Any], str]) -> None:
+    logs = Path(demo[0]["run"], "logs")
+    names = {path.stem for path in logs.glob("*.log")}
+    assert names == {"engine-0", "engine-1", "rank-0", "rank-1", "router", "trainer"}
+
+
+def test_its_curve_and_its_answers(demo: tuple[dict[str, Any], str]) -> None:
+    figures, output = demo
+    curve = Path(figures["curve"])
+    assert curve.parent == Path(figures["run"])
+    assert curve.read_bytes().startswith(b"\x89PNG\r\n")
+    assert figures["checkpoint"].endswith(f"checkpoints/step-{STEPS:08d}")
+    held_out = {item.prompt for item in items(held_out=True)}
+    assert len(figures["answers"]) == 3
+    for prompt, answer in figures["answers"]:
+        assert prompt in held_out
+        assert f"{prompt}  ->  {answer}" in output
+    assert f"curve     {curve}\n" in output
+    assert f"kept      {figures['checkpoint']}\n" in output
 
 
 def test_its_checkpoint_answers_in_this_process(demo: tuple[dict[str, Any], str]) -> None:
@@ -61,19 +95,68 @@ def test_its_checkpoint_answers_in_this_process(demo: tuple[dict[str, Any], str]
     assert answer["content"]
 
 
-def test_its_checkpoint_is_served(demo: tuple[dict[str, Any], str], folder: Path) -> None:
-    run = Path(demo[0]["run"])
+def typed(output: str, title: str) -> str:
+    """The lines to type below a title, as they are."""
+    block = output.split(f"\n{title}", 1)[1].split("\n", 1)[1].split("\n\n")[0]
+    return "\n".join(line.removeprefix("    ") for line in block.splitlines())
+
+
+def test_the_lines_that_it_ends_with_work(demo: tuple[dict[str, Any], str], folder: Path) -> None:
+    """Serve it, connect an agent: but for the port, exactly as printed."""
+    figures, output = demo
+    run = Path(figures["run"])
     assert RunDir.of(run.parents[2], run.parents[1].name, "demo", "seed-0").path == run
-    (command,) = [line for line in demo[1].splitlines() if line.startswith("next ")]
-    arguments = command.split("any-agent serve ")[1].split()
-    with serve(*arguments, cwd=folder) as service:
-        client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="unused")
-        done = client.chat.completions.create(
+    port = str(free_port("127.0.0.1"))
+    command = typed(output, "Serve what was learned").replace("\\\n", "").replace(str(PORT), port)
+    connect = typed(output, "Connect your own agent").replace(str(PORT), port)
+    with serve(*command.split("any-agent serve ")[1].split(), cwd=folder) as service:
+        assert service.url == f"http://127.0.0.1:{port}"
+        script = f'{connect}\necho "$OPENAI_BASE_URL $OPENAI_API_KEY"'
+        told = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+        base_url, key = told.stdout.split()
+        client = openai.OpenAI(base_url=base_url, api_key=key)
+        done = client.chat.completions.with_raw_response.create(
             model="gpt-4o-mini",
             messages=messages(items(held_out=True)[0]),  # type: ignore[arg-type]
         )
-        assert done.choices[0].message.content
+        assert done.headers["x-any-agent-session"].startswith("ses-")
+        assert done.parse().choices[0].message.content
         refused = httpx.post(f"{service.url}/rl/v1/start_session", json={})
         assert refused.status_code == 409
         assert refused.json()["error"]["code"] == "run_finished"
         assert refused.json()["error"]["run"]["checkpoint"].endswith(f"step-{STEPS:08d}")
+
+
+def processes_of(shown: Terminal) -> list[psutil.Process]:
+    top = psutil.Process(shown.process.pid)
+    return [top, *top.children(recursive=True)]
+
+
+def stopped_well(shown: Terminal, kept: Path) -> None:
+    """Ctrl-C: gone within seconds, with every child, and the terminal is as it was."""
+    started = processes_of(shown)
+    shown.press_ctrl_c()
+    assert shown.end(timeout=30) == 130, shown.text[-4000:]
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive
+    assert shown.settings_now() == shown.settings
+    assert shown.raw.rindex("\x1b[?25h") > shown.raw.rindex("\x1b[?25l"), "the cursor is hidden"
+    assert "Traceback" not in shown.text
+    assert shown.text.rstrip().splitlines()[-1] == f"stopped   files are in {kept}"
+
+
+def test_ctrl_c_before_the_service_is_there(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    with terminal([*CLI, "demo", "--keep", str(kept)], cwd=tmp_path, env=environment()) as shown:
+        shown.until("making a tiny model", 60)
+        stopped_well(shown, kept)
+
+
+def test_a_part_that_dies_is_seen_to_come_back_and_ctrl_c_ends_it_all(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    with terminal([*CLI, "demo", "--keep", str(kept)], cwd=tmp_path, env=environment()) as shown:
+        shown.until("asking held-out prompts", 180)
+        (router,) = [p for p in processes_of(shown) if p.cmdline()[1:3] == ["-m", "router"]]
+        router.kill()
+        shown.until("ready (restarted once)", 60)
+        stopped_well(shown, kept)
