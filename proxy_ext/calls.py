@@ -7,6 +7,7 @@ import logging
 
 from any_agent.completions import Completed, Completer, Completion, Prepared
 from any_agent.errors import AnyAgentError, SessionClosed, TooManyRequests
+from proxy_ext.call_stats import CallStats, CallTimer
 from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions
 
@@ -16,9 +17,10 @@ log = logging.getLogger(__name__)
 class Call:
     """One model call. Its items end with a Completion that is durable, or with an error."""
 
-    def __init__(self, prepared: Prepared, session: Session | None) -> None:
+    def __init__(self, prepared: Prepared, session: Session | None, timer: CallTimer) -> None:
         self.prepared = prepared
         self.session = session
+        self._timer = timer
         self.task: asyncio.Task[None] | None = None
         self._items: asyncio.Queue[Completed | AnyAgentError] = asyncio.Queue()
         self._recording = False
@@ -50,20 +52,37 @@ class Call:
         session_id = session.id if session is not None else ""
         try:
             async for item in completer.run(self.prepared, session_id=session_id, stream=stream):
-                if isinstance(item, Completion) and session is not None:
-                    self._recording = True
-                    await sessions.record(session, item.interaction, item.key)
-                    self.completion = item
+                if isinstance(item, Completion):
+                    await self._record(item, sessions)
+                else:
+                    self._timer.tokens()
                 self._items.put_nowait(item)
         except asyncio.CancelledError:
-            self._items.put_nowait(SessionClosed(self._aborted or "the service is stopping"))
             if self._aborted is None:
                 raise
         except AnyAgentError as error:
+            self._timer.ended("failed")
             self._items.put_nowait(error)
         except Exception:
+            self._timer.ended("failed")
             log.exception("a model call failed")
             self._items.put_nowait(AnyAgentError("the call failed inside the service; see its log"))
+
+    async def _record(self, completion: Completion, sessions: Sessions) -> None:
+        """Make the answer durable, if it is a session's."""
+        session = self.session
+        if session is None:
+            self._timer.completed(completion, earlier=None)
+            return
+        self._recording = True
+        await sessions.record(session, completion.interaction, completion.key)
+        self.completion = completion
+        self._timer.completed(completion, earlier=len(session.tree) - 1)
+
+    def ended(self) -> None:
+        """Its task is over. One that was cancelled, perhaps before it began, has said nothing."""
+        self._timer.ended("aborted")
+        self._items.put_nowait(SessionClosed(self._aborted or "the service is stopping"))
 
 
 class Calls:
@@ -74,6 +93,7 @@ class Calls:
         self._sessions = sessions
         self._limit = limit
         self._running: set[Call] = set()
+        self.stats = CallStats()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -88,14 +108,19 @@ class Calls:
                 code="too_many_calls",
                 retry_after=1,
             )
-        call = Call(prepared, session)
+        mode = session.row.mode if session is not None else None
+        call = Call(prepared, session, self.stats.begin(prepared, mode))
         self._running.add(call)
         if session is not None:
             session.calls.add(call)
         run = call.run(self._completer, self._sessions, stream=stream)
         call.task = asyncio.create_task(run)
-        call.task.add_done_callback(lambda _: self._running.discard(call))
+        call.task.add_done_callback(lambda _: self._ended(call))
         return call
+
+    def _ended(self, call: Call) -> None:
+        self._running.discard(call)
+        call.ended()
 
     async def release(self, call: Call) -> None:
         """The caller is done with a call. An answer that reached nobody is never trained on.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 
 from any_agent.config import SessionConfig
 from any_agent.errors import Conflict, InvalidRequest, TooManyRequests, Unauthenticated
@@ -29,6 +30,8 @@ class Opening:
         self._largest_group = largest_group
         self._opening: set[str] = set()
         """Lanes whose session is being opened."""
+        self.refused: Counter[str] = Counter()
+        """Opens that were refused, by the error's code."""
 
     async def open(self, body: StartSession) -> tuple[Session, str]:
         """Open a session: take a slot (train), write it, answer it with its key."""
@@ -122,6 +125,9 @@ class Opening:
                 raise
             if not granted:
                 self._sessions.admission.withdraw(ticket)
+                if body.api_key is not None:
+                    # Only this rank will do.
+                    self._sessions.admission.remember(body.api_key, 1)
                 raise self._no_slot()
             return None
         return await self._admit_member(body, wait)
@@ -166,10 +172,13 @@ class Opening:
                 self._discard_unused(group)
         if not granted:
             raise self._no_slot()
+        self._sessions.admission.forget(group.key)
 
     def _discard_unused(self, group: Group) -> None:
         """Give back the slots (or the place) of a group that nobody got into."""
         if group.ticket is not None and group.unused:
+            if not group.ticket.granted:
+                self._sessions.admission.remember(group.key, group.size)
             self._sessions.admission.withdraw(group.ticket)
             self._sessions.groups.discard(group)
 

@@ -79,9 +79,13 @@ async def start_session_by_query(
 
 
 async def _start(body: StartSession, service: Service) -> SessionStarted:
-    if body.mode == "train":
-        service.run.require_training()
-    session, key = await service.opening.open(body)
+    try:
+        if body.mode == "train":
+            service.run.require_training()
+        session, key = await service.opening.open(body)
+    except AnyAgentError as error:
+        service.opening.refused[error.code] += 1
+        raise
     return SessionStarted(
         session_id=session.id,
         api_key=key,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 from any_agent.config import Config
@@ -17,6 +18,30 @@ log = logging.getLogger(__name__)
 _RESUME_EVERY = 1.0
 
 
+class Pauses:
+    """How often, and for how long in all, sampling stood still for weight updates."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._over = 0.0
+        self._began: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The pause under way counted in."""
+        running = time.monotonic() - self._began if self._began is not None else 0.0
+        return self._over + running
+
+    def begin(self) -> None:
+        if self._began is None:
+            self.count += 1
+            self._began = time.monotonic()
+
+    def end(self) -> None:
+        self._over = self.seconds
+        self._began = None
+
+
 class RunState:
     """The run's state on one rank; kept in the journal, so that a restart knows it."""
 
@@ -27,6 +52,7 @@ class RunState:
         self._engine = engine
         self._journal = journal
         self._watchdog: asyncio.Task[None] | None = None
+        self.pauses = Pauses()
         self.state = "training" if training else "serving"
         self.step = 0
         self.checkpoint: str | None = None
@@ -83,6 +109,7 @@ class RunState:
     async def pause(self, ttl: float) -> None:
         """Stop sampling for a weight update; goes on by itself after ``ttl`` seconds."""
         self._watch(ttl)
+        self.pauses.begin()
         await self._engine.pause()
 
     async def publish(self, body: PublishedVersion) -> None:
@@ -96,6 +123,7 @@ class RunState:
 
     async def resume(self) -> None:
         await self._engine.resume(self.version)
+        self.pauses.end()
         # Only now: had that failed, the watchdog must still end the pause.
         if self._watchdog is not None:
             self._watchdog.cancel()
@@ -115,6 +143,7 @@ class RunState:
                 await self._engine.info()
                 self.version = max(self.version, self._engine.version)
                 await self._engine.resume(self.version)
+                self.pauses.end()
                 return
             except AnyAgentError as error:
                 log.error("could not resume the engine, trying again: %s", error.message)

@@ -23,6 +23,7 @@ from any_agent.errors import (
 from any_agent.protocol import SessionInfo
 from any_agent.types import TERMINAL_STATES, Interaction, SessionMode, SessionState
 from proxy_ext.admission import Admission
+from proxy_ext.counts import SessionCounts
 from proxy_ext.groups import Group, Groups
 from proxy_ext.journal import (
     Journal,
@@ -66,6 +67,9 @@ class Sessions:
         self.rank = rank
         self.admission = Admission(max_waiting=config.max_waiting)
         self.groups = Groups(timeout=config.group_timeout)
+        self.counts = SessionCounts()
+        self.undelivered = 0
+        """Answers taken out of training because they reached nobody."""
         self.live: dict[str, Session] = {}
         self._lanes: dict[str, str] = {}
         self.ready = asyncio.Condition()
@@ -88,8 +92,8 @@ class Sessions:
         for group_id in dict.fromkeys(s.row.group_id for s in self.live.values()):
             if group_id is not None:
                 self._recover_group(await self.journal.group(group_id), wall)
-        total = await self.journal.count(SessionMode.TRAIN)
-        self.admission.admitted = total + self.groups.reserved
+        self.counts.recover(await self.journal.counts())
+        self.admission.admitted = self.counts.created[SessionMode.TRAIN] + self.groups.reserved
         if self.live:
             log.info("recovered %d sessions from the journal", len(self.live))
 
@@ -113,7 +117,8 @@ class Sessions:
         self.groups.add(group)
 
     def add(self, session: Session) -> None:
-        """A session that the journal has; its lane's newest one."""
+        """A new session that the journal has; its lane's newest one."""
+        self.counts.add(session.row)
         self.live[session.id] = session
         self._lanes[session.row.lane] = session.id
 
@@ -161,6 +166,7 @@ class Sessions:
             if session.state is SessionState.OPEN and interaction.trainable:
                 await self.journal.commit(PutInteraction(_undelivered(interaction)))
                 interaction.untrainable_reason = UNDELIVERED
+                self.undelivered += 1
 
     async def set_reward(self, session: Session, reward: float, wanted: str | None) -> str:
         """Reward one interaction (the last one by default); its id."""
@@ -205,7 +211,8 @@ class Sessions:
                 session.closing = False
             for interaction in unsent:
                 interaction.untrainable_reason = UNDELIVERED
-            session.row = row
+            self.undelivered += len(unsent)
+            self._set_row(session, row)
             await self._changed([session])
 
     def _check_finalizable(self, session: Session, final_reward: float | None) -> None:
@@ -234,7 +241,7 @@ class Sessions:
                 await self.journal.commit(SetState((session.id,), state, reason))
             finally:
                 session.closing = False
-            session.row = replace(session.row, state=state, reason=reason)
+            self._set_row(session, replace(session.row, state=state, reason=reason))
             await self._changed([session])
 
     async def _settle_calls(self, session: Session) -> None:
@@ -269,10 +276,15 @@ class Sessions:
                 *(SetState(tuple(ids), state, why, owner) for why, ids in by_reason.items())
             )
             for session in chosen:
-                session.row = replace(
-                    session.row, state=state, owner=owner, reason=reasons.get(session.id)
-                )
+                reason = reasons.get(session.id)
+                row = replace(session.row, state=state, owner=owner, reason=reason)
+                self._set_row(session, row)
         await self._changed(chosen)
+
+    def _set_row(self, session: Session, row: SessionRow) -> None:
+        """What the journal has of it now."""
+        self.counts.move(session.row, row)
+        session.row = row
 
     async def _changed(self, sessions: Iterable[Session]) -> None:
         """Bring groups and look-up tables in line with new states; wake long polls."""

@@ -8,6 +8,7 @@
 
 from proxy_ext.journal.base import (
     Journal,
+    JournalStats,
     PutInteraction,
     PutMeta,
     PutSession,
@@ -20,6 +21,7 @@ from proxy_ext.journal.sqlite import SQLiteJournal
 
 __all__ = [
     "Journal",
+    "JournalStats",
     "PutInteraction",
     "PutMeta",
     "PutSession",

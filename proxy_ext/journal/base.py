@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from any_agent.metrics import Histogram
 from any_agent.types import Interaction, SessionState
+
+COMMIT_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,19 @@ class PutMeta:
 Statement = PutSession | SetState | PutInteraction | SetInteractionReward | PutMeta
 
 
+class JournalStats:
+    """What the store's writes cost; written by its thread, read by whoever asks."""
+
+    def __init__(self) -> None:
+        self.writes = 0
+        """Writes that were committed; one commit may carry many."""
+        self.commit_seconds = Histogram(COMMIT_BOUNDS)
+
+
 class Journal(Protocol):
     """One rank's store. Reads are of committed data only."""
+
+    stats: JournalStats
 
     async def commit(self, *statements: Statement) -> None:
         """Write all of them durably or none; StoreUnavailable if the store cannot."""
@@ -98,6 +112,10 @@ class Journal(Protocol):
 
     async def count(self, mode: str) -> int:
         """Sessions of a mode, whatever their state."""
+        ...
+
+    async def counts(self) -> dict[tuple[str, SessionState], int]:
+        """How many sessions there are of each mode in each state."""
         ...
 
     async def interactions(self, session_id: str) -> list[Interaction]:

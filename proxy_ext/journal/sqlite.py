@@ -13,6 +13,7 @@ import logging
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from any_agent.errors import StoreUnavailable
 from any_agent.record import pack_interaction, unpack_interaction
 from any_agent.types import Interaction, SessionState
 from proxy_ext.journal.base import (
+    JournalStats,
     PutInteraction,
     PutMeta,
     PutSession,
@@ -42,7 +44,7 @@ CREATE TABLE sessions (
     task_id TEXT, group_id TEXT, group_size INTEGER NOT NULL, metadata BLOB NOT NULL,
     created_at REAL NOT NULL, expires_at REAL NOT NULL, final_reward REAL, reason TEXT, owner TEXT
 ) STRICT;
-CREATE INDEX sessions_by_state ON sessions (state, created_at);
+CREATE INDEX sessions_by_state ON sessions (state, mode, created_at);
 CREATE INDEX sessions_by_group ON sessions (group_id, created_at);
 CREATE INDEX sessions_by_lane ON sessions (lane, created_at);
 CREATE TABLE interactions (
@@ -95,6 +97,7 @@ class SQLiteJournal:
         self._path = path
         self._queue: queue.Queue[_Job | None] = queue.Queue(_MAX_QUEUE)
         self._closed = False
+        self.stats = JournalStats()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = _connect(path)
@@ -138,6 +141,11 @@ class SQLiteJournal:
         sql = "SELECT COUNT(*) FROM sessions WHERE mode = ?"
         row = await self._read(lambda c: c.execute(sql, (str(mode),)).fetchone())
         return int(row[0])
+
+    async def counts(self) -> dict[tuple[str, SessionState], int]:
+        sql = "SELECT mode, state, COUNT(*) FROM sessions GROUP BY state, mode"
+        rows = await self._read(lambda c: c.execute(sql).fetchall())
+        return {(mode, SessionState(state)): number for mode, state, number in rows}
 
     async def interactions(self, session_id: str) -> list[Interaction]:
         sql = "SELECT data, reward FROM interactions WHERE session_id = ? ORDER BY number"
@@ -210,8 +218,10 @@ class SQLiteJournal:
 
     def _transact(self, jobs: list[_Job]) -> list[Any]:
         connection = self._connection
+        writes = sum(job.writes for job in jobs)
+        began = time.perf_counter()
         try:
-            if any(job.writes for job in jobs):
+            if writes:
                 connection.execute("BEGIN IMMEDIATE")
             results = []
             for job in jobs:
@@ -221,6 +231,8 @@ class SQLiteJournal:
                     raise _BadJob(job, cause) from cause
             if connection.in_transaction:
                 connection.execute("COMMIT")
+                self.stats.commit_seconds.observe(time.perf_counter() - began)
+                self.stats.writes += writes
             return results
         except BaseException:
             with contextlib.suppress(sqlite3.Error):

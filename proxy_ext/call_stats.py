@@ -1,0 +1,86 @@
+"""What became of the rank's model calls since the process began; a few additions per call."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Literal, TypeAlias
+
+from any_agent.completions import Completion, Prepared
+from any_agent.metrics import Histogram
+from any_agent.types import Continuation
+
+Outcome: TypeAlias = Literal["completed", "aborted", "failed"]
+
+NO_SESSION = "none"
+"""The mode of calls without a session: inference, once training is over."""
+FIRST = "first"
+"""How the first call of a session continues what was recorded."""
+CALL_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class CallStats:
+    """Tallies over calls, by the mode of their sessions where that matters."""
+
+    def __init__(self) -> None:
+        self.ended: Counter[tuple[str, Outcome]] = Counter()
+        self.seconds = Histogram(CALL_BOUNDS)
+        """From the engine's being asked until the answer is durable, of completed calls."""
+        self.first_token_seconds = Histogram(FIRST_TOKEN_BOUNDS)
+        """From the engine's being asked until its first tokens, of streamed calls."""
+        self.interactions: Counter[tuple[str, str]] = Counter()
+        """By mode and by how the prompt continued what was recorded."""
+        self.branches: Counter[str] = Counter()
+        """Calls that could not continue their parent exactly, by reason."""
+        self.prompt_tokens: Counter[str] = Counter()
+        self.output_tokens: Counter[str] = Counter()
+        self.overrides: Counter[str] = Counter()
+        """Calls in which the run's sampling replaced the agent's, by parameter."""
+
+    def begin(self, prepared: Prepared, mode: str | None) -> CallTimer:
+        return CallTimer(self, prepared, mode or NO_SESSION)
+
+
+class CallTimer:
+    """One call's clock and its place in the tallies."""
+
+    __slots__ = ("_began", "_ended", "_mode", "_prepared", "_stats", "_tokens_came")
+
+    def __init__(self, stats: CallStats, prepared: Prepared, mode: str) -> None:
+        self._stats = stats
+        self._prepared = prepared
+        self._mode = mode
+        self._tokens_came = False
+        self._ended = False
+        self._began = time.perf_counter()
+
+    def tokens(self) -> None:
+        """Some tokens of a stream came."""
+        if not self._tokens_came:
+            self._tokens_came = True
+            self._stats.first_token_seconds.observe(time.perf_counter() - self._began)
+
+    def completed(self, completion: Completion, *, earlier: int | None) -> None:
+        """It is durable; ``earlier``: calls recorded in its session before, None without one."""
+        stats, mode = self._stats, self._mode
+        self.ended("completed")
+        stats.seconds.observe(time.perf_counter() - self._began)
+        stats.prompt_tokens[mode] += len(self._prepared.prompt_ids)
+        stats.output_tokens[mode] += len(completion.interaction.output_ids)
+        for parameter in self._prepared.call.overrides:
+            stats.overrides[parameter] += 1
+        if earlier is None:
+            return
+        how: str = self._prepared.continuation
+        if self._prepared.branch_reason is not None:
+            stats.branches[self._prepared.branch_reason] += 1
+        if how == Continuation.ROOT and earlier == 0:
+            how = FIRST
+        stats.interactions[mode, how] += 1
+
+    def ended(self, outcome: Outcome) -> None:
+        """How it ended; only the first word counts."""
+        if not self._ended:
+            self._ended = True
+            self._stats.ended[self._mode, outcome] += 1

@@ -1,0 +1,30 @@
+"""Calls under way: their callers always hear of their end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from any_agent.completions import parse_chat
+from any_agent.errors import SessionClosed
+from any_agent.types import GenerationHyperparameters, SessionMode
+from tests.proxy_ext.proxy_lab import HELLO, Proxy
+
+
+async def test_a_call_aborted_before_it_began_tells_its_caller(proxy: Proxy) -> None:
+    service = proxy.service
+    sampling = GenerationHyperparameters(max_new_tokens=8)
+    chat = parse_chat({"messages": HELLO}, mode=SessionMode.EVAL, sampling=sampling, model="m")
+    opened = await proxy.open()
+    session = service.sessions.live[opened["session_id"]]
+    call = service.calls.start(service.completer.prepare(chat, None), session, stream=False)
+    # A finalize that was scheduled in the same moment: the call's task has not run at all.
+    call.abort("the session was ended")
+    async with asyncio.timeout(5):
+        with pytest.raises(SessionClosed, match="the session was ended"):
+            await call.next()
+    await service.calls.release(call)
+    assert len(service.calls) == 0
+    assert service.calls.stats.ended["train", "aborted"] == 1
+    assert not session.calls
