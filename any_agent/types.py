@@ -43,8 +43,8 @@ class GenerationHyperparameters:
 
     ``temperature`` 0 means greedy. ``top_k`` -1 means off. Stop strings end the output at the
     token that completes one; ``stop_token_ids`` at the token itself (kept in the output).
-    With ``seed`` (0 .. 2**31 - 1) the draw of a token depends on nothing but its distribution, the
-    seed and its position in prompt + output.
+    With ``seed``, a signed 64-bit integer, the draw of a token depends on nothing but its
+    distribution, the seed and its position in prompt + output.
     """
 
     max_new_tokens: int = 16_384

@@ -16,5 +16,8 @@ Design points:
   being prefilled into a free row and leaves by the last row moving into its place; a step writes
   one column per row and copies nothing else.
 - There is no prefix cache, so nothing computed under old weights is ever served to a new request.
+- A seeded request draws its tokens by its seed and their positions alone, so that neither its
+  neighbours nor an interruption change them; with one request at a time, two processes agree bit
+  for bit.
 - Weights are read from safetensors only, checked in full, and copied in between two steps.
 """

@@ -49,8 +49,8 @@ _NEUTRAL: Mapping[str, Any] = {
     "structural_tag": None,
     "custom_params": None,
     "logit_bias": None,
-    "sampling_seed": None,
 }
+_OUR_NAMES = {"sampling_seed": "seed"}
 _IGNORED = frozenset({"spaces_between_special_tokens", "stream_interval"})
 
 
@@ -109,13 +109,14 @@ def _hyperparameters(given: Mapping[str, Any]) -> GenerationHyperparameters:
         "top_p": lambda: _number(given, "top_p", 1.0),
         "top_k": lambda: _top_k(given),
         "ignore_eos": lambda: _value(given, "ignore_eos", bool, False),
+        "sampling_seed": lambda: _value(given, "sampling_seed", int, None),
         "stop": lambda: _listed(given, "stop", str),
         "stop_token_ids": lambda: _listed(given, "stop_token_ids", int),
     }
     values: dict[str, Any] = {"max_new_tokens": _DEFAULT_MAX_NEW_TOKENS}
     for name, value in given.items():
         if name in known:
-            values[name] = known[name]()
+            values[_OUR_NAMES.get(name, name)] = known[name]()
         elif name in _NEUTRAL:
             if value is not None and value != _NEUTRAL[name]:
                 raise UnsupportedParameter(

@@ -277,7 +277,7 @@ class GenerationLoop:
         sampler = BatchSampler([r.config for r in group], device)
         self._running.extend(group)
         self._sampler = None
-        self._accept(group, *sampler.sample(logits, self._generator))
+        self._accept(group, *self._draw(sampler, logits, group))
 
     def _decode(self) -> None:
         cache, running = self._cache, self._running
@@ -287,7 +287,13 @@ class GenerationLoop:
         positions = cache.length_index[:, None]
         logits = self._forward(ids, positions, cache.begin_decode(), 1)[:, -1]
         cache.end_decode()
-        self._accept(running, *self._sampler.sample(logits, self._generator))
+        self._accept(running, *self._draw(self._sampler, logits, running))
+
+    def _draw(
+        self, sampler: BatchSampler, logits: Tensor, rows: list[Request]
+    ) -> tuple[list[int], list[float]]:
+        positions = [r.position for r in rows] if sampler.seeded else []
+        return sampler.sample(logits, self._generator, positions)
 
     def _forward(
         self, ids: Tensor, positions: Tensor, mask: Tensor | None, keep: Tensor | int

@@ -41,6 +41,11 @@ class Request:
     finish: Finish | None = None
 
     @property
+    def position(self) -> int:
+        """Of the next token, counted from the prompt's first."""
+        return len(self.input_ids) + len(self.output_ids)
+
+    @property
     def reach(self) -> int:
         """The longest it can become, in tokens."""
         return len(self.input_ids) + self.config.max_new_tokens

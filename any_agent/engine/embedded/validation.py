@@ -58,6 +58,8 @@ def check_sampling(config: GenerationHyperparameters) -> None:
         refuse("top_p", "in (0, 1]")
     if config.top_k != -1 and config.top_k < 1:
         refuse("top_k", "-1 (off) or at least 1")
+    if config.seed is not None and not -(2**63) <= config.seed < 2**63:
+        refuse("seed", "a signed 64-bit integer")
     if config.max_new_tokens < 0:
         refuse("max_new_tokens", "at least 0")
     if len(config.stop) > MAX_STOPS or any(not 0 < len(s) <= MAX_STOP_LENGTH for s in config.stop):

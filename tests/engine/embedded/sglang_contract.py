@@ -86,6 +86,14 @@ class SGLangContract:
         ]
         assert first["output_ids"] == again["output_ids"]
 
+    async def test_a_seed_repeats(self, url: str) -> None:
+        """A real SGLang heeds seeds only with --enable-deterministic-inference."""
+        answers = [await call(url, "/generate", body(sampling_seed=s)) for s in (3, 3, 2**40)]
+        assert [status for status, _ in answers] == [200] * 3
+        for _, answer in answers:
+            check_answer(answer, 12)
+        assert answers[0][1]["output_ids"] == answers[1][1]["output_ids"]
+
     async def test_a_stream_agrees_with_the_whole_answer(self, url: str) -> None:
         _, whole = await call(url, "/generate", body(temperature=0))
         ids: list[int] = []
@@ -130,6 +138,7 @@ class SGLangContract:
             {"sampling_params": {"temperature": -1}},
             {"sampling_params": {"top_p": 0}},
             {"sampling_params": {"top_k": -2}},
+            {"sampling_params": {"sampling_seed": "3"}},
             {"input_ids": [5] * 1_000_000},
         ],
         ids=str,
