@@ -7,6 +7,7 @@ import asyncio
 import logging
 import socket
 import sys
+import time
 import uuid
 
 from any_agent.config import LOOPBACK, Config, load_resolved
@@ -17,12 +18,17 @@ from any_agent.ports import listen, url_of
 from any_agent.registry import rank_name
 from any_agent.rundir import RunDir
 
+_ASK_EVERY = 0.3
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m proxy_ext", description="One rank's proxy.")
     parser.add_argument("--config", required=True, help="the run's resolved YAML")
     parser.add_argument("--rank", type=int, default=0, help="which of the run's ranks this is")
     parser.add_argument("--engine-url", required=True)
+    parser.add_argument(
+        "--engine-wait", type=float, default=0.0, help="seconds that it may take to be there"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument(
@@ -47,16 +53,22 @@ def main() -> int:
         return 2 if isinstance(error, ConfigError) else 1
 
 
-async def _check_engine(url: str) -> None:
-    """StartupError if the engine does not answer; said before the slow imports."""
+async def _check_engine(url: str, wait: float) -> None:
+    """StartupError if the engine does not answer in time; said before the slow imports."""
     engine = SGLangEngine(url, decode=lambda _: "")
+    deadline = time.monotonic() + wait
     try:
-        await engine.info()
-    except EngineUnavailable as error:
-        raise StartupError(
-            f"the engine at {url} cannot be used: {error.message}; is engine.urls right, and is it "
-            "running?"
-        ) from None
+        while True:
+            try:
+                await engine.info()
+                return
+            except EngineUnavailable as error:
+                if time.monotonic() >= deadline:
+                    raise StartupError(
+                        f"the engine at {url} cannot be used: {error.message}; is engine.urls "
+                        "right, and is it running?"
+                    ) from None
+            await asyncio.sleep(_ASK_EVERY)
     finally:
         await engine.close()
 
@@ -71,7 +83,7 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
     url = url_of(*listener.getsockname()[:2])
     chat = load_chat(config, args.model_path)
     opened: list[Service] = []
-    asyncio.run(_check_engine(args.engine_url))
+    asyncio.run(_check_engine(args.engine_url, args.engine_wait))
     app = create_app(
         config,
         chat,

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import errno
 import socket
+import struct
+from collections.abc import Iterator
 
 import pytest
 
 from any_agent.errors import ConfigError
-from any_agent.ports import free_port, listen, url_of
+from any_agent.ports import free_port, listen, reserve, url_of
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -50,3 +53,69 @@ def test_ipv6() -> None:
 )
 def test_urls(host: str, url: str) -> None:
     assert url_of(host, 80) == url
+
+
+LOOPBACK_HOSTS = ["127.0.0.1", "localhost", "0.0.0.0", "::1", "::"]
+
+
+@pytest.fixture(params=LOOPBACK_HOSTS)
+def reserved(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
+    """A host and a port on it that is kept."""
+    try:
+        kept = reserve(request.param, 0)
+    except ConfigError:
+        pytest.skip(f"this machine has no {request.param}")
+    with kept:
+        yield request.param, kept.getsockname()[1]
+
+
+def test_a_reserved_port_is_a_childs_each_time_it_starts(reserved: tuple[str, int]) -> None:
+    host, port = reserved
+    talks = []
+    for _ in range(3):
+        with listen(host, port) as listener:
+            listener.listen()
+            client = socket.create_connection(("::1" if ":" in host else "127.0.0.1", port))
+            talks += [client, listener.accept()[0]]
+    # Talks of an earlier life, as a killed process leaves them, do not keep the next one off.
+    for talk in talks:
+        talk.close()
+    listen(host, port).close()
+
+
+def test_nobody_else_gets_a_reserved_port(reserved: tuple[str, int]) -> None:
+    host, port = reserved
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as other, pytest.raises(OSError) as refused:
+        other.bind((host, port))
+    assert refused.value.errno == errno.EADDRINUSE
+    # Neither as any free port, nor as an outgoing connection's own, were it the only one left.
+    with socket.socket(family) as other:
+        only_port(other, port)
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError) as refused:
+            other.bind((host, 0))
+    assert refused.value.errno == errno.EADDRINUSE
+    there = "::1" if ":" in host else "127.0.0.1"
+    with listen(there, 0) as listener, socket.socket(family) as outgoing:
+        listener.listen()
+        only_port(outgoing, port)
+        with pytest.raises(OSError) as refused:
+            outgoing.connect(listener.getsockname()[:2])
+    assert refused.value.errno == errno.EADDRNOTAVAIL
+
+
+def only_port(some: socket.socket, port: int) -> None:
+    """Leave the system one port to choose from."""
+    ip_local_port_range = 51
+    try:
+        some.setsockopt(socket.IPPROTO_IP, ip_local_port_range, struct.pack("I", port << 16 | port))
+    except OSError:
+        pytest.skip("this kernel cannot be told a socket's range of ports")
+
+
+def test_a_port_that_is_listened_on_cannot_be_reserved() -> None:
+    with listen("127.0.0.1", 0) as other:
+        other.listen()
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            reserve("127.0.0.1", other.getsockname()[1])

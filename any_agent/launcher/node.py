@@ -194,16 +194,18 @@ class Node:
         self._until_ready()
 
     def _add_proxy(self, rank: int, engine: str, port: int) -> None:
-        arguments = ["--rank", str(rank), "--engine-url", engine, "--public-url", self.url]
-        arguments += ["--host", _LOCAL, "--port", str(port)]
+        name = rank_name(rank)
+        arguments = ["proxy_ext", *self._config, "--rank", str(rank), "--engine-url", engine]
+        arguments += ["--host", _LOCAL, "--port", str(port), "--public-url", self.url]
         if self.options.train:
             arguments += ["--training"]
 
-        def make() -> list[str]:
-            return ["proxy_ext", *self._config, *arguments, "--model-path", self._tokenizer()]
+        def now() -> list[str]:
+            # At first a wrong address is said at once; later its engine may be starting, too.
+            wait = self.config.engine.update_wait if self.parts[name].restarts else 0.0
+            return [*arguments, "--engine-wait", f"{wait:g}", "--model-path", self._tokenizer()]
 
-        name = rank_name(rank)
-        self._add(name, make, ready=self._registered(name, url_of(_LOCAL, port)))
+        self._add(name, now, ready=self._registered(name, url_of(_LOCAL, port)))
 
     def _start_router(self, port: int) -> None:
         host = self.config.server.host

@@ -71,10 +71,6 @@ class Part:
         assert self._process is not None, f"{self.label} was not started"
         return self._process.pid
 
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.running
-
     def start(self) -> None:
         """Start its process; OSError if that is not possible."""
         self._process = self._make()
@@ -148,7 +144,7 @@ class Part:
             self.state, self.finished = "ended", True
             return
         if code == ConfigError.exit_code:
-            raise ConfigError(f"{self.label} refuses its configuration:\n{self._log()}")
+            raise ConfigError(f"{self.label} cannot go on as it is configured:\n{self._log()}")
         if self.state == "starting":
             raise StartupError(f"{self.label} could not start ({how}):\n{self._log()}")
         self._again(how)

@@ -1,0 +1,349 @@
+"""Parts: readiness, restarts with growing delays, and when they are given up.
+
+The children are real; the clock of the restart policy is the test's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.errors import ConfigError, StartupError
+from any_agent.launcher.part import MAX_RESTARTS, WINDOW, Part, how_it_ended
+from any_agent.launcher.process import Process
+from tests.launcher.children import until
+
+SERVES = "import os, signal\nprint(f'serves as {os.getpid()}', flush=True)\nsignal.pause()"
+SAYS = "import sys\nprint('first')\nprint('last words')\nsys.exit({code})"
+
+
+class Lab:
+    """Parts of one module each, a clock that the test moves, and what they said."""
+
+    def __init__(self, module: Callable[[str, str], str], folder: Path) -> None:
+        self._module = module
+        self._folder = folder
+        self.now = 0.0
+        self.said: list[str] = []
+        self.parts: list[Part] = []
+        self.processes: list[Process] = []
+
+    def part(self, source: str, name: str = "part-0", **options: Any) -> Part:
+        module = self._module(name.replace("-", "_"), source)
+        log = self._folder / f"{name}.log"
+
+        def make() -> Process:
+            process = Process(name, [module], log)
+            self.processes.append(process)
+            return process
+
+        part = Part(name, make, say=self.said.append, clock=lambda: self.now, **options)
+        self.parts.append(part)
+        return part
+
+    def write(self, part: Part, source: str) -> None:
+        """What the part runs from its next start on."""
+        self._module(part.name.replace("-", "_"), source)
+
+    def until_ready(self, part: Part) -> None:
+        def ready() -> bool:
+            part.check()
+            return part.state == "ready"
+
+        until(ready)
+
+    def until_ended(self, part: Part) -> None:
+        def ended() -> bool:
+            part.check()
+            return part.state == "ended"
+
+        until(ended)
+
+    def die(self, part: Part, number: signal.Signals = signal.SIGKILL) -> None:
+        """Have it die, and the part notice."""
+        os.kill(part.pid, number)
+        self.until_noticed(part)
+
+    def until_noticed(self, part: Part) -> None:
+        """Until the part has noticed one more death; raises what it makes of it."""
+        count = part.restarts
+
+        def noticed() -> bool:
+            part.check()
+            return part.restarts > count or part.state == "ended"
+
+        until(noticed)
+
+    def again(self, part: Part) -> None:
+        """Let the longest delay pass, and have it ready."""
+        self.now += 5
+        self.until_ready(part)
+
+
+@pytest.fixture
+def lab(module: Callable[[str, str], str], tmp_path: Path) -> Iterator[Lab]:
+    lab = Lab(module, tmp_path)
+    yield lab
+    for part in lab.parts:
+        part.stop(grace=1)
+
+
+def serves(process: Process) -> bool:
+    """Whether just this process has told its log that it serves."""
+    return f"serves as {process.pid}\n" in process.log.read_text()
+
+
+def test_a_part_gets_ready_and_is_started_again(lab: Lab) -> None:
+    part = lab.part(SERVES, ready=serves, where=" at http://x")
+    part.start()
+    assert (part.state, part.restarts) == ("starting", 0)
+    lab.until_ready(part)
+    first = part.pid
+    lab.die(part)
+    assert (part.state, part.restarts) == ("restarting", 1)
+    lab.again(part)
+    assert part.pid != first
+    assert lab.said == [
+        "part 0    ready at http://x",
+        "part 0    ended by SIGKILL; starting it again",
+        "part 0    ready again",
+    ]
+
+
+def test_each_start_has_its_own_arguments(lab: Lab, tmp_path: Path) -> None:
+    versions = iter(["v1", "v2"])
+    (tmp_path / "tell.py").write_text("import sys\nprint(sys.argv[1:], flush=True)\n" + SERVES)
+    log = tmp_path / "log"
+    part = Part(
+        "engine-0",
+        lambda: Process("engine-0", ["tell", next(versions)], log),
+        say=lab.said.append,
+        clock=lambda: lab.now,
+        ready=serves,
+    )
+    lab.parts.append(part)
+    part.start()
+    lab.until_ready(part)
+    lab.die(part)
+    lab.again(part)
+    assert [line for line in log.read_text().splitlines() if line[0] == "["] == ["['v1']", "['v2']"]
+
+
+def test_delays_grow(lab: Lab) -> None:
+    part = lab.part(SERVES, ready=serves)
+    part.start()
+    lab.until_ready(part)
+    for delay in (0.2, 0.4, 0.8, 1.6, 3.2):
+        pid = part.pid
+        lab.die(part)
+        lab.now += delay - 0.01
+        part.check()
+        assert (part.state, part.pid) == ("restarting", pid), f"it came back before {delay} s"
+        lab.now += 0.011
+        part.check()
+        assert part.pid != pid, f"it was not started after {delay} s"
+        lab.until_ready(part)
+
+
+def test_one_death_too_many_ends_it_with_the_end_of_its_log(lab: Lab) -> None:
+    part = lab.part(SERVES, ready=serves)
+    part.start()
+    lab.until_ready(part)
+    for _ in range(MAX_RESTARTS):
+        lab.die(part)
+        lab.again(part)
+    with pytest.raises(StartupError) as raised:
+        lab.die(part)
+    message = raised.value.message
+    assert message.startswith("part 0 ended 6 times in a short time (ended by SIGKILL at last):\n")
+    assert f"    serves as {part.pid}\n  log: " in message
+    assert part.restarts == MAX_RESTARTS
+
+
+def test_deaths_of_long_ago_are_forgotten(lab: Lab) -> None:
+    part = lab.part(SERVES, ready=serves)
+    part.start()
+    lab.until_ready(part)
+    for _ in range(2 * MAX_RESTARTS):
+        lab.die(part)
+        lab.again(part)
+        lab.now += WINDOW / MAX_RESTARTS
+    assert part.restarts == 2 * MAX_RESTARTS
+
+
+def test_slow_deaths_before_it_is_ready_are_counted_too(lab: Lab) -> None:
+    """Else a part that needs a while to fail would be started for ever."""
+    part = lab.part(SERVES, ready=serves)
+    part.start()
+    lab.until_ready(part)
+    lab.write(part, SAYS.format(code=1))
+    with pytest.raises(StartupError, match=r"ended 6 times .*with code 1 at last[\s\S]*last words"):
+        for _ in range(3 * MAX_RESTARTS):
+            # The first is the ready life, which is killed.
+            lab.die(part) if part.restarts == 0 else lab.until_noticed(part)
+            lab.now += 2 * WINDOW
+            part.check()
+    assert part.restarts == MAX_RESTARTS + 1
+
+
+@pytest.mark.parametrize("code", [0, 1, 3])
+def test_a_first_start_that_fails_is_not_repeated(lab: Lab, code: int) -> None:
+    part = lab.part(SAYS.format(code=code), ready=lambda _: False)
+    part.start()
+    with pytest.raises(StartupError) as raised:
+        lab.until_noticed(part)
+    assert raised.value.message.startswith(f"part 0 could not start (ended with code {code}):\n")
+    assert "    first\n    last words\n  log: " in raised.value.message
+
+
+@pytest.mark.parametrize("life", ["first", "second"])
+def test_a_refused_configuration_is_not_tried_again(lab: Lab, life: str) -> None:
+    bad = SAYS.format(code=2)
+    part = lab.part(bad if life == "first" else SERVES, ready=serves)
+    part.start()
+    if life == "second":
+        lab.until_ready(part)
+        lab.write(part, bad)
+        lab.die(part)
+        lab.now += 5
+        part.check()
+    with pytest.raises(ConfigError, match=r"part 0 cannot go on as it is conf[\s\S]*last words"):
+        lab.until_noticed(part)
+
+
+def test_a_part_that_does_not_get_ready(lab: Lab) -> None:
+    part = lab.part(SERVES, ready=lambda _: False, timeout=60)
+    part.start()
+    until(lambda: serves(lab.processes[0]))
+    lab.now = 59.9
+    part.check()
+    lab.now = 60
+    with pytest.raises(StartupError, match=r"part 0 was not ready after 60 s:\n    serves"):
+        part.check()
+
+
+def test_a_part_that_has_done_its_work(lab: Lab) -> None:
+    part = lab.part(SAYS.format(code=0), verb="started", finishes=True)
+    part.start()
+    assert part.state == "ready"
+    lab.until_ended(part)
+    assert part.finished
+    lab.now += 100
+    part.check()
+    assert (part.restarts, lab.said) == (0, ["part 0    started"])
+
+
+def test_work_that_fails_is_begun_again(lab: Lab) -> None:
+    part = lab.part(SAYS.format(code=1), verb="started", finishes=True)
+    part.start()
+    lab.until_noticed(part)
+    lab.write(part, SAYS.format(code=0))
+    lab.now += 5
+    lab.until_ended(part)
+    assert part.finished
+    assert lab.said[1:] == [
+        "part 0    ended with code 1; starting it again",
+        "part 0    started again",
+    ]
+
+
+def test_a_slow_answer_delays_nobody(lab: Lab) -> None:
+    """The caller of `check` has other parts to look after, and perhaps an event loop."""
+    asked: list[threading.Thread] = []
+    answer = threading.Event()
+
+    def slow(_: Process) -> bool:
+        asked.append(threading.current_thread())
+        return answer.wait(30)
+
+    first, second = lab.part(SERVES, "a-0", ready=slow), lab.part(SERVES, "b-0", ready=serves)
+    first.start()
+    until(lambda: asked)
+    assert asked[0] is not threading.current_thread()
+    first.check()
+    second.start()
+    lab.until_ready(second)
+    assert first.state == "starting"
+    answer.set()
+    lab.until_ready(first)
+    assert len(asked) == 1
+
+
+def test_a_restart_delays_nobody(lab: Lab) -> None:
+    first, second = lab.part(SERVES, "a-0", ready=serves), lab.part(SERVES, "b-0", ready=serves)
+    for part in (first, second):
+        part.start()
+        lab.until_ready(part)
+    lab.die(first)
+    lab.die(second)
+    # The clock stands still: both wait for their time, and neither check does.
+    first.check()
+    second.check()
+    assert (first.state, second.state) == ("restarting", "restarting")
+    lab.again(second)
+    assert first.state == "restarting"
+    lab.again(first)
+
+
+def test_a_start_that_is_impossible_for_a_while(lab: Lab, tmp_path: Path) -> None:
+    part = lab.part(SERVES, ready=serves)
+    part.start()
+    lab.until_ready(part)
+    make, part._make = part._make, cannot
+    lab.die(part)
+    lab.now += 5
+    part.check()
+    assert lab.said[-1] == (
+        "part 0    could not be started ([Errno 12] Cannot allocate memory); starting it again"
+    )
+    part._make = make
+    lab.again(part)
+
+
+def cannot() -> Process:
+    raise MemoryErrorOfTheSystem
+
+
+MemoryErrorOfTheSystem = OSError(12, "Cannot allocate memory")
+
+
+def test_a_stopped_part_stays_so(lab: Lab) -> None:
+    part = lab.part(SERVES, ready=serves)
+    part.start()
+    lab.until_ready(part)
+    part.ask_to_stop()
+    part.stop(grace=5)
+    lab.now += 100
+    part.check()
+    assert (part.state, part.restarts, part.finished) == ("ended", 0, False)
+    assert lab.processes[0].poll() == -signal.SIGTERM
+    assert len(lab.processes) == 1
+
+
+def test_a_part_that_waits_for_its_restart_is_not_started_by_a_stop(lab: Lab) -> None:
+    part = lab.part(SERVES, ready=serves)
+    part.start()
+    lab.until_ready(part)
+    lab.die(part)
+    part.stop(grace=5)
+    lab.now += 100
+    part.check()
+    assert len(lab.processes) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(0, "ended with code 0"), (143, "ended with code 143"), (-9, "ended by SIGKILL")],
+)
+def test_how_it_ended(code: int, words: str) -> None:
+    assert how_it_ended(code) == words
+
+
+def test_an_unknown_signal() -> None:
+    assert how_it_ended(-34 - 10) == "ended by signal 44"
