@@ -17,8 +17,10 @@ from starlette.responses import Response
 from any_agent.chat import ChatFormat
 from any_agent.config import Config
 from any_agent.errors import AnyAgentError, InvalidRequest, NotFound
+from any_agent.metrics import CONTENT_TYPE
 from proxy_ext import litellm_shim, rl
 from proxy_ext.front import Front
+from proxy_ext.metrics import exposition
 from proxy_ext.service import Service, open_service
 from proxy_ext.wire.chat import chat_completions
 from proxy_ext.wire.http import JSONResponse
@@ -114,6 +116,12 @@ def _add_health_routes(app: FastAPI) -> None:
         service = _service(request)
         await service.engine.info()
         return {"status": "ready", "version": service.run.version}
+
+    @app.get("/metrics", response_class=Response)
+    async def show_metrics(request: Request) -> Response:
+        """The rank's metrics, for Prometheus."""
+        shown = exposition(rl.admin_service(request))
+        return Response(shown.render(), media_type=CONTENT_TYPE)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

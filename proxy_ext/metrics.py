@@ -1,0 +1,165 @@
+"""What one rank shows at `/metrics`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TypeVar, get_args
+
+from any_agent.metrics import Exposition, Metric, Reading, Values
+from any_agent.registry import rank_name
+from any_agent.types import Continuation, SessionMode, SessionState
+from proxy_ext.call_stats import FIRST, NO_SESSION, Outcome
+from proxy_ext.service import Service
+
+S = TypeVar("S", bound=str)
+CREATED = Metric(
+    "any_agent_sessions_created_total",
+    "counter",
+    "Sessions ever created in this trial: at any moment the sum of any_agent_sessions.",
+    ("mode",),
+)
+SESSIONS = Metric(
+    "any_agent_sessions",
+    "gauge",
+    "Sessions of this trial by state, ended ones included.",
+    ("mode", "state"),
+)
+OPENS_REFUSED = Metric(
+    "any_agent_opens_refused_total",
+    "counter",
+    "start_session requests that were refused, by the error's code (no_capacity: 429).",
+    ("code",),
+)
+SLOTS_ADMITTED = Metric(
+    "any_agent_slots_admitted", "gauge", "Slots for train sessions taken so far, reserved ones too."
+)
+SLOTS_LIMIT = Metric(
+    "any_agent_slots_limit", "gauge", "Slots for train sessions that the trainer allows so far."
+)
+SLOTS_RESERVED = Metric(
+    "any_agent_slots_reserved", "gauge", "Slots kept for members of groups that are not full."
+)
+SLOTS_WAITING = Metric("any_agent_slots_waiting", "gauge", "Slots that opens wait for.")
+CALLS_RUNNING = Metric("any_agent_calls_running", "gauge", "Model calls under way.")
+CALLS = Metric(
+    "any_agent_calls_total",
+    "counter",
+    "Model calls that ended: completed (durable, in a session), aborted (the client left or the "
+    "session ended) or failed; mode none: calls without a session.",
+    ("mode", "outcome"),
+)
+CALL_SECONDS = Metric(
+    "any_agent_call_seconds",
+    "histogram",
+    "Seconds from the engine's being asked until the answer is durable, of completed calls.",
+)
+FIRST_TOKEN_SECONDS = Metric(
+    "any_agent_first_token_seconds",
+    "histogram",
+    "Seconds from the engine's being asked until its first tokens, of streamed calls.",
+)
+PROMPT_TOKENS = Metric(
+    "any_agent_prompt_tokens_total", "counter", "Prompt tokens of completed calls.", ("mode",)
+)
+OUTPUT_TOKENS = Metric(
+    "any_agent_output_tokens_total", "counter", "Sampled tokens of completed calls.", ("mode",)
+)
+INTERACTIONS = Metric(
+    "any_agent_interactions_total",
+    "counter",
+    "Recorded calls by how the prompt came about: first (of its session), exact (begins with the "
+    "parent's ids), branch (has a parent whose ids could not be continued), root (a later call "
+    "that extends nothing recorded: a sub-agent's, or a rewritten history).",
+    ("mode", "continuation"),
+)
+BRANCHES = Metric(
+    "any_agent_branches_total",
+    "counter",
+    "Recorded calls that could not continue their parent exactly, by reason.",
+    ("reason",),
+)
+OVERRIDES = Metric(
+    "any_agent_overrides_total",
+    "counter",
+    "Completed calls in which the run's sampling replaced what the agent asked for.",
+    ("parameter",),
+)
+UNDELIVERED = Metric(
+    "any_agent_undelivered_answers_total",
+    "counter",
+    "Recorded answers that reached nobody and are never trained on.",
+)
+VERSION = Metric("any_agent_weight_version", "gauge", "The weight version that the rank serves.")
+PAUSES = Metric(
+    "any_agent_update_pauses_total", "counter", "Pauses of sampling for a weight update."
+)
+PAUSE_SECONDS = Metric(
+    "any_agent_update_pause_seconds_total", "counter", "Seconds in all of these pauses."
+)
+JOURNAL_WRITES = Metric(
+    "any_agent_journal_writes_total",
+    "counter",
+    "Writes committed to the journal; several share a commit.",
+)
+JOURNAL_COMMIT_SECONDS = Metric(
+    "any_agent_journal_commit_seconds",
+    "histogram",
+    "Seconds of a commit to the journal, its fsync included.",
+)
+
+MODES = (*SessionMode, NO_SESSION)
+CONTINUATIONS = (FIRST, *Continuation)
+METRICS = tuple(value for value in globals().values() if isinstance(value, Metric))
+
+
+def exposition(service: Service) -> Exposition:
+    """The rank's metrics, read from its parts at each scrape."""
+    name = rank_name(service.rank)
+    return Exposition(name, lambda: _read(service), rank=str(service.rank))
+
+
+def _read(service: Service) -> Iterable[Reading]:
+    yield from _sessions(service)
+    yield from _calls(service)
+    yield VERSION, service.run.version
+    yield PAUSES, service.run.pauses.count
+    yield PAUSE_SECONDS, service.run.pauses.seconds
+    yield JOURNAL_WRITES, service.journal.stats.writes
+    yield JOURNAL_COMMIT_SECONDS, service.journal.stats.commit_seconds
+
+
+def _sessions(service: Service) -> Iterable[Reading]:
+    counts = service.sessions.counts
+    # All of them, also those of which there are none: a sum over states misses nothing.
+    yield CREATED, _by_one(counts.created, SessionMode)
+    yield SESSIONS, _by_two(counts.now, tuple(SessionMode), tuple(SessionState))
+    yield OPENS_REFUSED, _by_one(service.opening.refused)
+    slots = service.leases.capacity()
+    yield SLOTS_ADMITTED, slots.admitted
+    yield SLOTS_LIMIT, slots.limit
+    yield SLOTS_RESERVED, slots.reserved
+    yield SLOTS_WAITING, slots.waiting
+    yield UNDELIVERED, service.sessions.undelivered
+
+
+def _calls(service: Service) -> Iterable[Reading]:
+    stats = service.calls.stats
+    yield CALLS_RUNNING, len(service.calls)
+    yield CALLS, _by_two(stats.ended, MODES, get_args(Outcome))
+    yield CALL_SECONDS, stats.seconds
+    yield FIRST_TOKEN_SECONDS, stats.first_token_seconds
+    yield PROMPT_TOKENS, _by_one(stats.prompt_tokens, MODES)
+    yield OUTPUT_TOKENS, _by_one(stats.output_tokens, MODES)
+    yield INTERACTIONS, _by_two(stats.interactions, tuple(SessionMode), CONTINUATIONS)
+    yield BRANCHES, _by_one(stats.branches)
+    yield OVERRIDES, _by_one(stats.overrides)
+
+
+def _by_one(counts: Counter[str], always: Iterable[str] = ()) -> Values:
+    """``always``: label values that are shown before they first occur, so that rates have them."""
+    return {(key,): counts[key] for key in dict.fromkeys((*always, *counts))}
+
+
+def _by_two(counts: Counter[tuple[str, S]], one: Sequence[str], two: Sequence[S]) -> Values:
+    return {(a, b): counts[a, b] for a in one for b in two}
