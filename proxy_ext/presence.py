@@ -12,7 +12,7 @@ from pathlib import Path
 import uvicorn
 
 from any_agent.registry import HEARTBEAT, Entry, Load, publish, rank_name
-from any_agent.types import SessionState
+from any_agent.types import SessionMode, SessionState
 from proxy_ext.service import Service
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 def entry_of(service: Service, *, url: str, boot_id: str) -> Entry:
     """The rank as it is now."""
-    live = service.sessions.live.values()
+    counts = service.sessions.counts.now
     return Entry(
         name=rank_name(service.rank),
         boot_id=boot_id,
@@ -29,7 +29,7 @@ def entry_of(service: Service, *, url: str, boot_id: str) -> Entry:
         engine_url=service.engine.url,
         version=service.run.version,
         load=Load(
-            open=sum(session.state is SessionState.OPEN for session in live),
+            open=sum(counts[mode, SessionState.OPEN] for mode in SessionMode),
             waiting=service.sessions.admission.waiting,
             calls=len(service.calls),
         ),

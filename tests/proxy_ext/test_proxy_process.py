@@ -85,5 +85,5 @@ def test_an_engine_that_is_not_there(tiny_model_dir: Path, tmp_path: Path) -> No
     ended = run(write_config(tmp_path, tiny_model_dir), "--port", "0")
     assert ended.returncode == 1
     assert "the engine at http://127.0.0.1:1 cannot be used" in ended.stderr
-    assert "engine.url" in ended.stderr
+    assert "engine.urls" in ended.stderr
     assert "Traceback" not in ended.stderr
