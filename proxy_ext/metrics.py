@@ -97,6 +97,16 @@ PAUSES = Metric(
 PAUSE_SECONDS = Metric(
     "any_agent_update_pause_seconds_total", "counter", "Seconds in all of these pauses."
 )
+ENGINE_UP = Metric(
+    "any_agent_engine_up", "gauge", "1 while the rank's engine serves, 0 while calls wait for it."
+)
+RESUBMISSIONS = Metric(
+    "any_agent_resubmissions_total",
+    "counter",
+    "Calls sent to the engine again with their partial answer, after a weight update or after the "
+    "engine's death.",
+    ("reason",),
+)
 JOURNAL_WRITES = Metric(
     "any_agent_journal_writes_total",
     "counter",
@@ -125,6 +135,8 @@ def _read(service: Service) -> Iterable[Reading]:
     yield VERSION, service.run.version
     yield PAUSES, service.run.pauses.count
     yield PAUSE_SECONDS, service.run.pauses.seconds
+    yield ENGINE_UP, not service.engine.away
+    yield RESUBMISSIONS, _by_one(service.engine.resubmitted, ("update", "death"))
     yield JOURNAL_WRITES, service.journal.stats.writes
     yield JOURNAL_COMMIT_SECONDS, service.journal.stats.commit_seconds
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -71,6 +72,8 @@ class SGLangEngine:
             json_serialize=lambda data: orjson.dumps(data).decode(),
         )
         self._aborts: set[asyncio.Task[None]] = set()
+        self.resubmitted: Counter[str] = Counter()
+        """Calls that were sent again with what they had, by why: `update` or `death`."""
 
     @property
     def version(self) -> int:
@@ -143,6 +146,7 @@ class SGLangEngine:
             part = _rest_of(request, done, attempt)
             seam = SeamMatcher(done, request.gconfig.stop, self._decode)
             cut = GenerationChunk([], [], [])
+            why = "update"
             try:
                 async with aclosing(self._attempt(part, stream=stream)) as chunks:
                     async for raw in chunks:
@@ -160,6 +164,7 @@ class SGLangEngine:
                         "the engine aborted the request; try again", retry_after=2
                     )
             except EngineUnavailable as error:
+                why = "death"
                 fruitless = 0 if len(done) > before else fruitless + 1
                 if fruitless > _MAX_FRUITLESS or not await self._has_died(error):
                     raise
@@ -169,6 +174,7 @@ class SGLangEngine:
             if cut.output_ids:
                 yield cut
             attempt += 1
+            self.resubmitted[why] += 1
 
     async def _ready(self) -> None:
         """Wait until no update goes on and the engine serves."""

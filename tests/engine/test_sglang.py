@@ -110,6 +110,7 @@ async def test_two_updates(client: SGLangEngine, scripted: ScriptedEngine, strea
     await update_at(client, scripted, 3, 2, work)
     _, _, versions = joined(await work)
     assert versions == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
+    assert client.resubmitted == {"update": 2}
 
 
 @BOTH

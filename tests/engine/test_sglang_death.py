@@ -68,6 +68,7 @@ async def test_a_death_is_survived_with_what_was_received(
     # Nobody asks a dead engine to abort.
     assert scripted.aborted == []
     assert client.version == 3
+    assert client.resubmitted == {"death": 1}
 
 
 @BOTH

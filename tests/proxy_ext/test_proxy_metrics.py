@@ -206,13 +206,14 @@ async def test_slots_and_refused_opens(start: Start) -> None:
     assert now("any_agent_opens_refused_total", code="run_finished") == 1
 
 
-async def test_weight_updates(proxy: Proxy) -> None:
+async def test_weight_updates(proxy: Proxy, engine: ScriptedEngine) -> None:
     assert (await scrape(proxy))("any_agent_update_pauses_total") == 0
     for version in (3, 4):
         await proxy.client.pause(ttl=60)
         await proxy.client.pause(ttl=60)  # repeated, as after a lost answer
         during = (await scrape(proxy))("any_agent_update_pause_seconds_total")
         assert during > 0
+        engine.weight_version = str(version)
         await proxy.client.publish_version(version=version, path="w", step=version)
         await proxy.client.resume()
     now = await scrape(proxy)
@@ -221,6 +222,26 @@ async def test_weight_updates(proxy: Proxy) -> None:
     after = now("any_agent_update_pause_seconds_total")
     assert after >= during
     assert (await scrape(proxy))("any_agent_update_pause_seconds_total") == after
+
+
+async def test_an_engine_that_dies(proxy: Proxy, engine: ScriptedEngine) -> None:
+    key = (await proxy.open())["api_key"]
+    assert (await scrape(proxy))("any_agent_engine_up") == 1
+    engine.hold(2)
+    call = asyncio.create_task(proxy.stream(key))
+    await until(lambda: engine.requests)
+    await engine.die()
+
+    async def away() -> bool:
+        return (await scrape(proxy))("any_agent_engine_up") == 0
+
+    await until(away)
+    await engine.revive()
+    await call
+    now = await scrape(proxy)
+    assert now("any_agent_engine_up") == 1
+    assert now("any_agent_resubmissions_total", reason="death") == 1
+    assert now("any_agent_resubmissions_total", reason="update") == 0
 
 
 async def test_answers_that_reached_nobody(proxy: Proxy, engine: ScriptedEngine) -> None:
