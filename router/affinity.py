@@ -6,8 +6,7 @@ Nothing is looked up and nothing is kept, so a router that restarts, or a second
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qsl
 
 from multidict import CIMultiDictProxy
 
@@ -36,16 +35,6 @@ def _weight(rank: int, name: str) -> bytes:
     return hashlib.blake2b(f"{rank}:{name}".encode("utf-8", "replace"), digest_size=8).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What a request's path, key and header say."""
-
-    rank: int | None
-    """Where its session lives; None if it names none, or one whose form tells no rank."""
-    prefixed: bool = False
-    """The path begins with a session: what follows is a route, whatever it is called."""
-
-
 class Affinity:
     """The rules of one service: its secret, and how many ranks it has."""
 
@@ -53,29 +42,29 @@ class Affinity:
         self._signer = signer
         self.ranks = ranks
 
-    def place(self, path: str, query: str, headers: CIMultiDictProxy[str]) -> Place:
-        """Path prefix, else key, else header, else query, else a session in the path.
+    def place(
+        self, path: str, query: str, headers: CIMultiDictProxy[str]
+    ) -> tuple[int | None, bool]:
+        """The rank of the session that a request names, and whether it names one at all.
 
+        Path prefix, else key, else header, else query, else a session in the path. The rank is
+        None, too, for an id whose form tells none: whichever rank is asked, it says so.
         Unauthenticated for a key that is none of ours, NotFound (`unknown_rank`) for one of a rank
         that this service does not have, SessionMismatch for two that live on different ranks.
         """
-        if "%" in path:
-            path = unquote(path)
         named = [value for value in headers.getall(SESSION_HEADER, ()) if value]
         if "session_id" in query:
             named += [value for key, value in parse_qsl(query) if key == "session_id"]
         prefix = session_prefix(path)
         if prefix is not None:
             # Behind a prefix other bearers ("DUMMY") mean nothing.
-            return Place(self._one_of([prefix, *named]), prefixed=True)
+            return self._one_of([prefix, *named]), True
         bearer = bearer_of(headers.getall("Authorization", ()), headers.getall("X-Api-Key", ()))
         if bearer.startswith(SESSION_KEY_PREFIX):
-            if not named:
-                return Place(self.rank_of(bearer))
-            named.insert(0, bearer)
+            named.append(bearer)
         if path.startswith(SESSIONS_PATH):
             named.append(path[len(SESSIONS_PATH) :].partition("/")[0])
-        return Place(self._one_of(named))
+        return self._one_of(named), bool(named)
 
     def rank_of(self, name: str) -> int | None:
         """The rank of a session key or id; None for what is no id. Errors as for `place`."""
@@ -116,6 +105,8 @@ class Affinity:
         return rank
 
     def _one_of(self, names: list[str]) -> int | None:
+        if len(names) == 1:
+            return self.rank_of(names[0])
         ranks = {rank for name in names if (rank := self.rank_of(name)) is not None}
         if len(ranks) > 1:
             raise SessionMismatch(

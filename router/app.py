@@ -10,66 +10,92 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
+from urllib.parse import unquote
 
-import orjson
 from aiohttp import web
 
 from any_agent.config import Config
-from any_agent.errors import AnyAgentError, InvalidRequest, PayloadTooLarge
+from any_agent.errors import AnyAgentError, InvalidRequest, PayloadTooLarge, ServiceUnavailable
 from any_agent.keys import KeySigner
 from any_agent.loopback import require_local
 from any_agent.registry import HEARTBEAT, Entry, Registry, publish
 from any_agent.rundir import RunDir
 from router.affinity import Affinity
-from router.forward import Body, Forwarder
+from router.body import Body, json_object
+from router.fanout import FanOut, Handler
+from router.forward import Forwarder
 from router.health import Ranks
-from router.upstream import open_upstream
+from router.leasing import Leasing
+from router.opens import MAX_BYTES, START, Opens
+from router.reply import Replies
+from router.upstream import Upstream, open_upstream
 
 log = logging.getLogger(__name__)
 
 _MAX_HEADER_BYTES = 32_768
 _KEEPALIVE = 75.0
-_STOP_SECONDS = 3.0
+"""Seconds until a connection is closed that sends no request, or does not finish its headers."""
+_STOP_SECONDS = 1.5
+"""aiohttp waits for requests under way once, cancels them, and waits once more."""
 
 
 class Router:
     """The handler of every request."""
 
-    def __init__(
-        self, config: Config, affinity: Affinity, ranks: Ranks, forwarder: Forwarder
-    ) -> None:
-        self._affinity = affinity
-        self._ranks = ranks
-        self._forwarder = forwarder
-        self._open_mode = config.server.admin_key is None
-        self._max_body = config.server.max_body_bytes
-        self._client_timeout = config.server.client_timeout
+    def __init__(self, config: Config, signer: KeySigner, upstream: Upstream, ranks: Ranks) -> None:
+        server = config.server
+        self._open_mode = server.admin_key is None
+        self._max_body = server.max_body_bytes
+        self._client_timeout = server.client_timeout
+        self._affinity = affinity = Affinity(signer, server.ranks)
+        self.ranks = ranks
+        self.replies = replies = Replies(timeout=server.client_timeout)
+        self.forwarder = forwarder = Forwarder(upstream, ranks, replies)
+        opens = Opens(affinity, ranks, forwarder, replies)
+        self._own: dict[tuple[str, str], Handler] = {
+            ("GET", START): opens.open,
+            ("POST", START): opens.open,
+            **FanOut(ranks, forwarder, replies).routes,
+            **Leasing(affinity, ranks, forwarder, replies).routes,
+            **{(m, "/healthz"): self._healthz for m in ("GET", "HEAD")},
+            **{(m, "/readyz"): self._readyz for m in ("GET", "HEAD")},
+        }
+        """What is not simply passed on, unless the request belongs to one session."""
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             return await self._handle(request)
         except AnyAgentError as error:
-            if request.writer.output_size:
-                raise
-            return await self._error(request, error)
+            return await self.replies.error(request, error)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self._check(request)
-        path, _, query = request.raw_path.partition("?")
         body = Body(request, limit=self._max_body, timeout=self._client_timeout)
-        place = self._affinity.place(path, query, request.headers)
-        if place.rank is None and not place.prefixed and request.method == "GET":
-            if path == "/healthz":
-                return await self._json(request, {"status": "ok", "ranks": self._states()})
-            if path == "/readyz":
-                ready = bool(self._ranks.live)
-                return await self._json(request, {"ready": ready}, status=200 if ready else 503)
-        return await self._forwarder.pass_on(request, place.rank, body)
+        path, _, query = request.raw_path.partition("?")
+        if "%" in path:
+            path = unquote(path)
+        rank, named = self._affinity.place(path, query, request.headers)
+        if not named:
+            own = self._own.get((request.method, path))
+            if own is not None:
+                return await own(request, body)
+            if request.method == "POST" and path.startswith("/rl/v1/"):
+                return await self._by_body(request, body)
+        return await self.forwarder.pass_on(request, rank, body)
+
+    async def _by_body(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
+        """To the rank of the `session_id` in the body."""
+        content = await body.whole(MAX_BYTES)
+        name = (json_object(content) or {}).get("session_id")
+        rank = self._affinity.rank_of(name) if isinstance(name, str) else None
+        return await self.forwarder.pass_on(request, rank, body, content=content)
 
     def _check(self, request: web.BaseRequest) -> None:
         if sum(len(k) + len(v) for k, v in request.raw_headers) > _MAX_HEADER_BYTES:
             raise PayloadTooLarge("the request's headers are too large")
-        if not request.raw_path.startswith("/") or not request.raw_path.isascii():
+        path = request.raw_path
+        # An absolute one would name another host.
+        if not path.startswith("/") or not path.isascii():
             raise InvalidRequest("the request's path must begin with / and be percent-encoded")
         if self._open_mode:
             headers = request.headers
@@ -79,33 +105,23 @@ class Router:
                 fetch_sites=headers.getall("Sec-Fetch-Site", ()),
             )
 
-    def _states(self) -> dict[str, Any]:
-        out = {}
-        for rank in range(self._ranks.count):
-            entry = self._ranks.entry(rank)
-            out[str(rank)] = {
-                "state": "ready" if self._ranks.url(rank) else "away",
-                "version": entry.version if entry else None,
-                "load": entry.load.model_dump() if entry else None,
-            }
-        return out
+    async def _healthz(self, request: web.BaseRequest, _: Body) -> web.StreamResponse:
+        """The process lives; which ranks it sees."""
+        ranks = {str(rank): self._state(rank) for rank in range(self.ranks.count)}
+        return await self.replies.json(request, {"status": "ok", "ranks": ranks})
 
-    async def _json(
-        self, request: web.BaseRequest, data: Any, *, status: int = 200, **headers: str
-    ) -> web.StreamResponse:
-        body = orjson.dumps(data)
-        response = web.Response(
-            status=status,
-            headers={
-                "Content-Type": "application/json",
-                "Content-Length": str(len(body)),
-                **headers,
-            },
-        )
-        return await self._forwarder.answer(request, response, body)
+    def _state(self, rank: int) -> dict[str, Any]:
+        entry = self.ranks.entry(rank)
+        state = "ready" if self.ranks.url(rank) else "away"
+        if entry is None:
+            return {"state": state}
+        return {"state": state, "version": entry.version, "load": entry.load.model_dump()}
 
-    async def _error(self, request: web.BaseRequest, error: AnyAgentError) -> web.StreamResponse:
-        return await self._json(request, error.body(), status=error.status, **error.headers())
+    async def _readyz(self, request: web.BaseRequest, _: Body) -> web.StreamResponse:
+        """Some rank can be reached; 503 otherwise."""
+        if not self.ranks.live:
+            raise ServiceUnavailable("no rank of the service is up", retry_after=2)
+        return await self.replies.json(request, {"status": "ready", "ranks": self.ranks.live})
 
 
 class _Connection(web.RequestHandler):
@@ -116,6 +132,27 @@ class _Connection(web.RequestHandler):
         # Writing pauses as soon as the client takes no more, so that this is felt, and nothing
         # piles up here.
         cast(asyncio.WriteTransport, transport).set_write_buffer_limits(high=0)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What is no HTTP (400), or a fault of ours. The bytes are not logged: they hold keys."""
+        if status < 500:
+            error: AnyAgentError = InvalidRequest(
+                "the request is not valid HTTP, or one of its headers is too long"
+            )
+        else:
+            log.error("a request failed", exc_info=exc)
+            error = AnyAgentError("the router failed; its log says why")
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun")
+        response = web.json_response(error.body(), status=status, headers=error.headers())
+        response.force_close()
+        return response
 
 
 class _Server(web.Server):
@@ -132,12 +169,11 @@ async def running_router(
     run_dir.create()
     server = config.server
     ranks = Ranks(Registry(run_dir.registry), server.ranks, wait=server.rank_wait)
-    affinity = Affinity(KeySigner(run_dir.signing_secret()), server.ranks)
+    signer = KeySigner(run_dir.signing_secret())
     async with AsyncExitStack() as stack:
         upstream = await stack.enter_async_context(open_upstream())
         await stack.enter_async_context(ranks.watched())
-        forwarder = Forwarder(upstream, ranks, client_timeout=server.client_timeout)
-        router = Router(config, affinity, ranks, forwarder)
+        router = Router(config, signer, upstream, ranks)
         low_level = _Server(
             router.handle,
             # A client that leaves ends what was begun for it.

@@ -1,0 +1,173 @@
+"""Routes that name sessions of several ranks in one body, and the poll for whatever is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from any_agent.errors import InvalidRequest, ReplyLost, ServiceUnavailable
+from router import merge
+from router.affinity import Affinity
+from router.body import Body, json_object, seconds
+from router.fanout import Handler
+from router.forward import Forwarder
+from router.health import Ranks
+from router.reply import Replies
+from router.upstream import Answer
+
+_SLICE = 1.0
+"""Seconds for which one rank is polled before the others are looked at again."""
+_LONGEST = 300.0
+"""Seconds: of a poll, as the ranks have it."""
+
+
+class Leasing:
+    """Each session's part of a request goes to its rank, which is waited for if it restarts.
+
+    What one rank could not do is the answer, although the others did theirs: all of these may be
+    asked for again.
+    """
+
+    def __init__(
+        self, affinity: Affinity, ranks: Ranks, forwarder: Forwarder, replies: Replies
+    ) -> None:
+        self._affinity = affinity
+        self._ranks = ranks
+        self._forwarder = forwarder
+        self._replies = replies
+        self._turn = 0
+        self.routes: dict[tuple[str, str], Handler] = {
+            ("POST", "/rl/v1/ack"): self.ack,
+            ("POST", "/rl/v1/export_trajectories"): self.export,
+            ("POST", "/rl/v1/lease"): self.lease,
+        }
+
+    async def ack(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
+        """The acks of all ranks, counted together."""
+        content = await body.whole()
+        data = json_object(content) or {}
+        trained = merge.split(data.get("trained", []), self._rank_of)
+        rejected = merge.split(data.get("rejected", []), self._rank_of_rejection)
+        if trained is None or rejected is None or not (trained or rejected):
+            return await self._forwarder.pass_on(request, None, body, content=content)
+        ranks = sorted({*trained, *rejected})
+        parts = {
+            rank: data | {"trained": trained.get(rank, []), "rejected": rejected.get(rank, [])}
+            for rank in ranks
+        }
+        answers = await self._each(request, parts)
+        refusal = next((answer for answer in answers if answer.status != 200), None)
+        if refusal is not None:
+            return await self._as_is(request, refusal)
+        total = sum(orjson.loads(answer.body)["acked"] for answer in answers)
+        return await self._replies.json(request, {"acked": total})
+
+    async def export(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
+        """The trajectories of all ranks, in the order asked for."""
+        content = await body.whole()
+        data = json_object(content) or {}
+        ids = data.get("session_ids")
+        by_rank = merge.split(ids, self._rank_of)
+        if not by_rank or len(by_rank) == 1:
+            rank = next(iter(by_rank)) if by_rank else None
+            return await self._forwarder.pass_on(request, rank, body, content=content)
+        parts = {rank: data | {"session_ids": part} for rank, part in sorted(by_rank.items())}
+        answers = await self._each(request, parts)
+        refusal = next((answer for answer in answers if answer.status != 200), None)
+        if refusal is not None:
+            return await self._as_is(request, refusal)
+        said = [orjson.loads(answer.body) for answer in answers]
+        rows = {id: row for one in said for id, row in one["trajectories"].items()}
+        ordered = {id: rows[id] for id in dict.fromkeys(ids or ()) if id in rows}
+        return await self._replies.json(request, said[0] | {"trajectories": ordered})
+
+    async def lease(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
+        """Sessions by name from their rank, or whatever is ready at any of them."""
+        content = await body.whole()
+        data = json_object(content)
+        wait = seconds((data or {}).get("wait", 30.0))
+        if data is None or wait is None:
+            return await self._forwarder.pass_on(request, None, body, content=content)
+        if data.get("session_ids") is not None:
+            by_rank = merge.split(data["session_ids"], self._rank_of) or {}
+            if len(by_rank) > 1:
+                raise InvalidRequest(
+                    f"these sessions live on the ranks {', '.join(map(str, sorted(by_rank)))}; "
+                    "lease those of one rank at a time",
+                    param="session_ids",
+                )
+            rank = next(iter(by_rank), None)
+            return await self._forwarder.pass_on(request, rank, body, content=content)
+        answer = await self._poll(request, data, min(wait, _LONGEST))
+        return await self._as_is(request, answer)
+
+    async def _poll(self, request: web.BaseRequest, data: dict[str, Any], wait: float) -> Answer:
+        """The first answer that is more than "nothing yet".
+
+        One rank is asked at a time: of two polls at once the slower one would have to be abandoned,
+        and what it was just being handed would be leased to nobody. So one of them waits for a
+        moment, then all are looked at again.
+        """
+        deadline = time.monotonic() + wait
+        while True:
+            live = await self._ranks.reach_any(time.monotonic() + self._ranks.wait)
+            self._turn += 1
+            quiet: Answer | None = None
+            for k in range(len(live)):
+                answer = await self._ready(request, data, live[(self._turn + k) % len(live)], 0.0)
+                if answer is not None and answer.status != 204:
+                    return answer
+                quiet = quiet or answer
+            if quiet is None:
+                # All of them went away.
+                continue
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return quiet
+            answer = await self._ready(request, data, quiet.rank, min(_SLICE, remaining))
+            if answer is not None and answer.status != 204:
+                return answer
+
+    async def _ready(
+        self, request: web.BaseRequest, data: dict[str, Any], rank: int, wait: float
+    ) -> Answer | None:
+        """What is ready at a rank; None if it is away."""
+        content = orjson.dumps(data | {"wait": round(wait, 3)})
+        try:
+            return await self._forwarder.ask(request, rank, content=content)
+        except ServiceUnavailable:
+            return None
+        except ReplyLost:
+            # What it had leased, it hands out again.
+            self._ranks.failed(rank)
+            return None
+
+    async def _each(
+        self, request: web.BaseRequest, parts: dict[int, dict[str, Any]]
+    ) -> list[Answer]:
+        """Every rank's answer to its part."""
+        deadline = time.monotonic() + self._ranks.wait
+        asked = [
+            asyncio.ensure_future(
+                self._forwarder.ask(request, rank, content=orjson.dumps(part), deadline=deadline)
+            )
+            for rank, part in parts.items()
+        ]
+        try:
+            return await asyncio.gather(*asked)
+        finally:
+            for task in asked:
+                task.cancel()
+
+    def _rank_of(self, session_id: Any) -> int | None:
+        return self._affinity.rank_of(session_id) if isinstance(session_id, str) else None
+
+    def _rank_of_rejection(self, item: Any) -> int | None:
+        return self._rank_of(item.get("session_id")) if isinstance(item, dict) else None
+
+    async def _as_is(self, request: web.BaseRequest, answer: Answer) -> web.StreamResponse:
+        return await self._replies.whole(request, answer.status, answer.headers, answer.body)

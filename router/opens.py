@@ -1,0 +1,138 @@
+"""Where a session is opened: at its group's home, at its key's rank, else where a slot is free."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+import orjson
+from aiohttp import web
+
+from any_agent.errors import ServiceUnavailable
+from router.affinity import Affinity
+from router.body import Body, json_object, seconds
+from router.forward import Forwarder
+from router.health import Ranks
+from router.reply import Replies
+from router.upstream import Answer
+
+START = "/rl/v1/start_session"
+MAX_BYTES = 1 << 20
+"""Of the bodies of `/rl` routes that are read here."""
+
+
+class _Open:
+    """One `start_session`, whose `wait` can be written anew."""
+
+    def __init__(self, request: web.BaseRequest, content: bytes) -> None:
+        self.content = content
+        self.path, _, query = request.raw_path.partition("?")
+        self._in_query = request.method == "GET"
+        self.fields: dict[str, Any] | None
+        if self._in_query:
+            self.fields = dict(parse_qsl(query, keep_blank_values=True))
+        else:
+            self.fields = json_object(content)
+
+    def text(self, name: str) -> str | None:
+        """A field that is a non-empty text."""
+        value = (self.fields or {}).get(name)
+        return value if isinstance(value, str) and value else None
+
+    def waiting(self, wait: float) -> tuple[bytes, str | None]:
+        """The body and the target of the same open with another `wait`."""
+        fields = {**(self.fields or {}), "wait": wait}
+        if self._in_query:
+            return self.content, f"{self.path}?{urlencode(fields)}"
+        return orjson.dumps(fields), None
+
+
+class Opens:
+    """Opens sessions for agents."""
+
+    def __init__(
+        self, affinity: Affinity, ranks: Ranks, forwarder: Forwarder, replies: Replies
+    ) -> None:
+        self._affinity = affinity
+        self._ranks = ranks
+        self._forwarder = forwarder
+        self._replies = replies
+        self._turns: Counter[str] = Counter()
+        self._queued: Counter[int] = Counter()
+        """Opens that wait for a slot at a rank, as far as they came through here."""
+
+    async def open(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
+        """Answer as the rank does that opened it, or as the last one that could not."""
+        one = _Open(request, await body.whole(MAX_BYTES))
+        if one.fields is None:
+            return await self._forwarder.pass_on(request, None, body, content=one.content)
+        train = one.text("mode") != "eval"
+        home = self._affinity.home(
+            api_key=one.text("api_key"),
+            group_id=one.text("group_id") if train else None,
+            task_id=one.text("task_id") if train else None,
+        )
+        if home is not None:
+            return await self._forwarder.pass_on(request, home, body, content=one.content)
+        answer = await self._anywhere(request, one, "train" if train else "eval")
+        return await self._replies.whole(request, answer.status, answer.headers, answer.body)
+
+    async def _anywhere(self, request: web.BaseRequest, one: _Open, mode: str) -> Answer:
+        """Each rank in turn; if none has a slot, one of them for as long as the caller waits."""
+        wait = seconds((one.fields or {}).get("wait"))
+        if wait is None:
+            # Not a number: any rank says so.
+            wait = 0.0
+        deadline = time.monotonic() + wait
+        give_up = time.monotonic() + self._ranks.wait
+        first, first_target = (one.content, None) if not wait else one.waiting(0)
+        self._turns[mode] += 1
+        turn = self._turns[mode]
+        while True:
+            live = await self._ranks.reach_any(give_up)
+            order = [live[(turn + k) % len(live)] for k in range(len(live))]
+            refusal: Answer | None = None
+            for rank in order:
+                answer = await self._ask(request, rank, first, first_target)
+                if answer is not None and answer.status not in (429, 503):
+                    return answer
+                refusal = answer or refusal
+            if refusal is None:
+                # All of them went away; wait for one.
+                continue
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or refusal.status != 429:
+                return refusal
+            answer = await self._queue(request, one, self._shortest(order), remaining)
+            if answer is not None:
+                return answer
+
+    async def _queue(
+        self, request: web.BaseRequest, one: _Open, rank: int, wait: float
+    ) -> Answer | None:
+        content, target = one.waiting(round(wait, 3))
+        self._queued[rank] += 1
+        try:
+            return await self._ask(request, rank, content, target)
+        finally:
+            self._queued[rank] -= 1
+
+    def _shortest(self, order: list[int]) -> int:
+        """The rank where the fewest wait. What it said of itself is up to a second old."""
+
+        def waiting(rank: int) -> int:
+            entry = self._ranks.entry(rank)
+            return max(self._queued[rank], entry.load.waiting if entry else 0)
+
+        return min(order, key=waiting)
+
+    async def _ask(
+        self, request: web.BaseRequest, rank: int, content: bytes, target: str | None
+    ) -> Answer | None:
+        """A rank's answer; None if it is away."""
+        try:
+            return await self._forwarder.ask(request, rank, content=content or None, target=target)
+        except ServiceUnavailable:
+            return None
