@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 from any_agent.config import Config
@@ -56,20 +57,33 @@ class RunState:
         self.state = "training" if training else "serving"
         self.step = 0
         self.checkpoint: str | None = None
-        self.version = 0
+        self._highest = 0
+        self._published: int | None = None
+
+    @property
+    def version(self) -> int:
+        """What the engine samples with, also after a restart; between publish and resume, what it
+        will sample with."""
+        return self._engine.version if self._published is None else self._published
 
     async def recover(self) -> None:
         """Load what the journal holds; the version is the engine's own.
 
-        An engine that an earlier process paused goes on: its trainer may be gone, too.
+        An engine that an earlier process paused goes on: its trainer may be gone, too. If that is
+        in the middle of an update, no token is the less exact: an engine that is not paused loads
+        weights between two requests.
         """
         saved: dict[str, Any] = await self._journal.meta("run") or {}
         if saved.get("state") == "finished":
             self.state = "finished"
         self.step = saved.get("step", 0)
         self.checkpoint = saved.get("checkpoint")
-        self.version = self._engine.version
-        await self._engine.resume(self.version)
+        self._highest = self._engine.version
+        await self._engine.resume(self._engine.version)
+
+    def close(self) -> None:
+        """Leave the engine as it is: a pause is the next process's matter."""
+        self._watch(None)
 
     @property
     def info(self) -> RunInfo:
@@ -108,42 +122,52 @@ class RunState:
 
     async def pause(self, ttl: float) -> None:
         """Stop sampling for a weight update; goes on by itself after ``ttl`` seconds."""
-        self._watch(ttl)
+        self._watch(self._resume_after(ttl))
         self.pauses.begin()
         await self._engine.pause()
 
     async def publish(self, body: PublishedVersion) -> None:
         """The engine has these weights now; used from `resume` on. Versions only grow."""
-        if body.version < self.version:
+        highest = max(self._highest, self.version)
+        if body.version < highest:
             raise Conflict(
-                f"version {body.version} is below {self.version}; versions only grow",
+                f"version {body.version} is below {highest}; versions only grow",
                 code="version_reused",
             )
-        self.version, self.step = body.version, body.step
+        self._highest = self._published = body.version
+        self.step = body.step
 
     async def resume(self) -> None:
-        await self._engine.resume(self.version)
-        self.pauses.end()
-        # Only now: had that failed, the watchdog must still end the pause.
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-            self._watchdog = None
+        """Sample again. If the engine is away, EngineUnavailable; it goes on when it is back."""
+        try:
+            await self._resume_now()
+        except AnyAgentError:
+            self._watch(self._resume_until_done())
+            raise
+        self._watch(None)
 
-    def _watch(self, ttl: float) -> None:
+    async def _resume_now(self) -> None:
+        # It may have died in the pause and come back with other weights: ask it.
+        await self._engine.info()
+        await self._engine.resume(self._engine.version)
+        self._published = None
+        self.pauses.end()
+
+    def _watch(self, work: Coroutine[Any, Any, None] | None) -> None:
+        """Replace what is to end the pause."""
         if self._watchdog is not None:
             self._watchdog.cancel()
-        self._watchdog = asyncio.create_task(self._resume_after(ttl))
+        self._watchdog = asyncio.create_task(work) if work is not None else None
 
     async def _resume_after(self, ttl: float) -> None:
         await asyncio.sleep(ttl)
         log.warning("a weight update was not ended within %g s; the engine goes on", ttl)
+        await self._resume_until_done()
+
+    async def _resume_until_done(self) -> None:
         while True:
             try:
-                # The trainer may have died before or after it loaded the weights: ask the engine.
-                await self._engine.info()
-                self.version = max(self.version, self._engine.version)
-                await self._engine.resume(self.version)
-                self.pauses.end()
+                await self._resume_now()
                 return
             except AnyAgentError as error:
                 log.error("could not resume the engine, trying again: %s", error.message)

@@ -81,6 +81,7 @@ async def open_service(
     )
     journal = SQLiteJournal(run_dir.journal(rank))
     try:
+        await engine.wait_until_up()
         known = await engine.context_length()
         context = min(config.engine.context_length or known, known)
         signer = KeySigner(run_dir.signing_secret())
@@ -123,6 +124,7 @@ async def open_service(
             yield service
         finally:
             sweeper.cancel()
+            run.close()
             await service.calls.close()
     finally:
         await engine.close()

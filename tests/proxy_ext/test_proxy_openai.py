@@ -121,10 +121,10 @@ async def test_an_engine_that_is_away_is_tried_again(
     assert len(await proxy.recorded(session.id)) == 1
 
 
-async def test_an_engine_that_dies_mid_stream_raises(
+async def test_an_engine_that_fails_mid_stream_raises(
     sdk: openai.AsyncOpenAI, engine: ScriptedEngine
 ) -> None:
-    engine.fail("die", after=3)
+    engine.fail("error_event", after=3)
     stream = await sdk.chat.completions.create(
         model=MODEL, messages=HELLO, stream=True, max_tokens=8
     )
