@@ -138,9 +138,9 @@ class RLClient:
         return await self._call(Capacity, "GET", "/capacity", repeatable=True)
 
     async def set_capacity(
-        self, *, limit: int, ttl: float, owner: str, held: list[str]
+        self, *, limit: int, ttl: float, owner: str, held: list[str], number: int = 0
     ) -> Capacity:
-        body = SetCapacity(limit=limit, ttl=ttl, owner=owner, held=held)
+        body = SetCapacity(limit=limit, ttl=ttl, owner=owner, held=held, number=number)
         return await self._call(Capacity, "PUT", "/capacity", body, repeatable=True)
 
     async def lease(self, *, owner: str, wait: float, max_groups: int = 1) -> bytes | None:
@@ -148,6 +148,14 @@ class RLClient:
         body = Lease(owner=owner, wait=wait, max_groups=max_groups)
         response = await self._send("POST", "/lease", body, slack=wait)
         return response.content if response.status_code == 200 else None
+
+    async def replay(self, *, owner: str, session_ids: list[str]) -> bytes:
+        """Lease just these sessions, also those that were trained on; packed as by `lease`.
+
+        Raises Conflict naming those that cannot be had.
+        """
+        body = Lease(owner=owner, wait=0, session_ids=session_ids, replay=True)
+        return (await self._send("POST", "/lease", body, repeatable=True)).content
 
     async def ack(self, *, owner: str, trained: list[str], rejected: list[Rejection]) -> int:
         """End leases, all or none; Conflict if one of them was lost."""

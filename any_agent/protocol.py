@@ -129,7 +129,10 @@ class SetCapacity(_Body):
     owner: str = Field(max_length=64)
     """The trainer's incarnation; leases of an earlier one are taken back."""
     held: list[str] = Field(default_factory=list)
-    """Sessions whose leases are renewed. A lease whose answer was lost is not among them."""
+    """Sessions whose leases are renewed. A lease whose answer was lost is not among them, and is
+    soon handed out again."""
+    number: int = Field(0, ge=0)
+    """Counts the owner's messages: one that arrives after a later one changes nothing."""
 
 
 class Capacity(BaseModel):
@@ -143,16 +146,19 @@ class Capacity(BaseModel):
     buffered: int
     """Finalized or leased, neither trained nor rejected."""
     limit: int
+    queue: list[int] = Field(default_factory=list)
+    """Slots that each open (a group: all of it) waits for, in their order; the first ones. Then
+    what was refused a moment ago and will be asked for again."""
 
 
 class Lease(_Body):
     owner: str = Field(max_length=64)
     wait: float = Field(30.0, ge=0, le=300)
-    max_groups: int = Field(1, ge=1, le=1024)
+    max_groups: int = Field(default=1, ge=1, le=1024)
     session_ids: list[str] | None = None
     """Lease just these sessions, whatever their group."""
     replay: bool = False
-    """With `session_ids`: also those that were trained on, for a resume from before that step."""
+    """With `session_ids`: also those that a step took already, for a resume from before it."""
 
 
 class Rejection(_Body):

@@ -9,8 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from itertools import islice
 
 from any_agent.errors import AnyAgentError, TooManyRequests
+
+_SHOWN = 64
+"""Places of the queue that the trainer is told of."""
+_RECALL = 3.0
+"""Seconds within which a refused client asks again: those of its 429, and some."""
 
 
 class Ticket:
@@ -45,6 +51,7 @@ class Admission:
         self._lapses = 0.0
         self._max_waiting = max_waiting
         self._queue: deque[Ticket] = deque()
+        self._refused: dict[str, tuple[int, float]] = {}
         self._closed: AnyAgentError | None = None
 
     @property
@@ -56,6 +63,27 @@ class Admission:
     def waiting(self) -> int:
         """Slots that opens wait for."""
         return sum(ticket.slots for ticket in self._queue)
+
+    @property
+    def queue(self) -> list[int]:
+        """The slots that are asked for: by opens that wait, then by those lately refused."""
+        now = time.monotonic()
+        self._refused = {key: ask for key, ask in self._refused.items() if ask[1] > now}
+        waiting = [ticket.slots for ticket in islice(self._queue, _SHOWN)]
+        return [*waiting, *(slots for slots, _ in self._refused.values())]
+
+    def remember(self, key: str, slots: int) -> None:
+        """Somebody who did not wait was refused.
+
+        Nobody would know of it otherwise: where free slots are shared with other ranks, there
+        might never be enough of them here at the moment of asking.
+        """
+        if len(self._refused) < _SHOWN or key in self._refused:
+            self._refused[key] = (slots, time.monotonic() + _RECALL)
+
+    def forget(self, key: str) -> None:
+        """It was served now."""
+        self._refused.pop(key, None)
 
     def set_limit(self, limit: int, ttl: float) -> None:
         """Set the cap for ``ttl`` seconds."""

@@ -18,6 +18,9 @@ from proxy_ext.sessions import Sessions
 
 log = logging.getLogger(__name__)
 
+_UNHEARD_OF = 15.0
+"""Seconds within which a trainer says that it has what it leased; else the answer was lost."""
+
 
 class Leases:
     """Leases of one rank's sessions."""
@@ -26,19 +29,29 @@ class Leases:
         self._sessions = sessions
         self._ttl = ttl
         self._lock = asyncio.Lock()
+        self._heard: tuple[str, int] = ("", 0)
+        """The trainer that set the cap last, and the number of its message."""
 
     async def set_capacity(self, body: SetCapacity) -> Capacity:
-        """Set the cap, renew the leases held, take back those of earlier trainers."""
+        """Set the cap, renew the leases held, take back those that their holder does not know of:
+        an earlier trainer's, and those whose answer was lost."""
+        owner, number = self._heard
+        if body.owner == owner and body.number < number:
+            return self.capacity()
+        self._heard = (body.owner, body.number)
         stale = []
         held = set(body.held)
+        now = time.monotonic()
         for session in self._leased():
             if session.row.owner == body.owner:
                 if session.id in held:
-                    session.lease_expires = time.monotonic() + self._ttl
+                    session.lease_expires = now + self._ttl
+                elif session.lease_began + _UNHEARD_OF < now:
+                    stale.append(session)
             elif session.row.owner != EXPORT_OWNER:
                 stale.append(session)
         if stale:
-            log.info("taking back %d sessions leased by an earlier trainer", len(stale))
+            log.info("taking back %d sessions that their trainer does not hold", len(stale))
             await self._give_back(stale)
         self._sessions.admission.set_limit(body.limit, body.ttl)
         return self.capacity()
@@ -54,6 +67,7 @@ class Leases:
             running=running,
             buffered=len(live) - running,
             limit=admission.limit,
+            queue=admission.queue,
         )
 
     async def lease(self, body: Lease) -> list[Trajectory]:
@@ -160,7 +174,8 @@ class Leases:
         fresh = [s for s in chosen if s.state is SessionState.FINALIZED]
         for session in chosen:
             # Before they are leased: a sweep must not take new leases for ones that ran out.
-            session.lease_expires = time.monotonic() + self._ttl
+            session.lease_began = time.monotonic()
+            session.lease_expires = session.lease_began + self._ttl
         change = self._sessions.set_states(fresh, SessionState.LEASED, owner=owner)
         # Shielded: a poller that leaves now must not leave the journal ahead of the memory.
         write = asyncio.ensure_future(change)

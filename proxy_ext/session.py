@@ -49,6 +49,8 @@ class Session:
     tree: InteractionTree = field(default_factory=InteractionTree)
     calls: set[Call] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lease_began: float = 0.0
+    """Monotonic, as all times here."""
     lease_expires: float = 0.0
     closing: bool = False
     """It is being ended: new calls are refused and recordings of running ones are awaited."""

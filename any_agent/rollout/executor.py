@@ -13,27 +13,31 @@ from typing import Any, TypeVar
 
 from any_agent.client import RLClient
 from any_agent.config import RolloutConfig
-from any_agent.errors import AnyAgentError, Conflict
+from any_agent.errors import AnyAgentError
 from any_agent.protocol import Capacity, Rejection
+from any_agent.record import unpack_trajectories
+from any_agent.rollout.acks import Acks
+from any_agent.rollout.capacity import CapacityKeeper
 from any_agent.rollout.ranks import Ranks
-from any_agent.rollout.staleness import free_slots
+from any_agent.types import Trajectory
 from any_agent.workflow import Episode, RolloutWorkflow
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_CAPACITY_TTL = 15.0
-_CAPACITY_EVERY = 1.0
-_POLLS = 4
+_POLLS = 2
+"""Long polls per rank."""
 _ACK_PATIENCE = 60.0
-_ACK_EVERY = 0.25
+_REPLAYED_AT_ONCE = 64
 
 
 class RolloutExecutor:
-    """Runs a workflow on an event loop of its own thread; the trainer calls it from another.
+    """Runs a workflow per rank on an event loop of its own thread; the trainer calls it from
+    another one.
 
-    ``reject`` looks at an episode and says why it is not worth training on, or None: such
-    episodes are rejected at once and their slots refilled.
+    It renews the leases of what it holds from ``start`` on, and admits sessions and takes
+    episodes from ``begin`` on. ``reject`` looks at an episode and says why it is not worth
+    training on, or None: such episodes are rejected at once and their slots refilled.
     """
 
     def __init__(
@@ -52,20 +56,26 @@ class RolloutExecutor:
         self._reject = reject
         self._buffer: deque[Episode] = deque()
         self._held: set[str] = set()
+        """Leased and not yet acknowledged; changed on the loop's thread alone."""
         self._arrived = threading.Condition()
         self._failure: BaseException | None = None
         self._interrupted = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._tasks: list[asyncio.Task[None]] = []
-        self.capacity: Capacity | None = None
-        """What the service last answered."""
+        self._ranks: Ranks
+        self._keeper: CapacityKeeper
+        self._acks: Acks
         self.rejected: Counter[str] = Counter()
         """Sessions rejected before training, by reason."""
 
     def start(self) -> None:
         self._thread.start()
         self.call(self._start())
+
+    def begin(self) -> None:
+        """Admit sessions, and take the episodes that come of them."""
+        self.call(self._begin())
 
     def stop(self) -> None:
         """End the polls; what is leased and not acknowledged is handed out again later."""
@@ -83,8 +93,17 @@ class RolloutExecutor:
         """For use in coroutines given to :meth:`call`."""
         return self._ranks
 
+    @property
+    def capacity(self) -> Capacity | None:
+        """What the ranks answered last, as one."""
+        return self._keeper.now
+
     def prepare_batch(self, timeout: float | None = None) -> list[Episode]:
         """Wait until ``batch_size`` sessions have come; the oldest episodes with as many.
+
+        With ``rollout.deterministic`` sorted by the ids of groups and sessions. With eta 0 the
+        batch is then the same whenever the agents are: no more than ``batch_size`` sessions are
+        admitted until the next weights, so a batch is all of them, in whatever order they came.
 
         Raises TimeoutError after ``timeout`` seconds, InterruptedError once :meth:`interrupt` was
         called, or what a poll failed with.
@@ -110,18 +129,29 @@ class RolloutExecutor:
         with self._arrived:
             self._arrived.notify_all()
 
+    def ack(self, trained: list[str], rejected: list[Rejection]) -> None:
+        """Tell each rank what became of its sessions of a batch.
+
+        A rank that is away is told when it is back; until then they are held.
+        """
+        send = self._acks.send(trained, rejected, patience=_ACK_PATIENCE)
+        self.call(send, timeout=2 * _ACK_PATIENCE)
+
+    def replay(self, session_ids: list[str], timeout: float) -> dict[str, Trajectory]:
+        """Lease just these sessions again, also those that were trained on; by their ids.
+
+        Raises Conflict or NotFound if one cannot be had.
+        """
+        return self.call(self._replay(session_ids), timeout=timeout)
+
+    # ------------------------------------------------------------------------------------------
+
     def _shortfall(self, count: int) -> str:
         said = f"{count} of {self._config.batch_size} sessions came"
         if self.rejected:
             rejected = ", ".join(f"{n} {reason}" for reason, n in self.rejected.items())
             said += f"; rejected so far: {rejected}"
         return said
-
-    def ack(self, trained: list[str], rejected: list[Rejection]) -> None:
-        """Tell the service what became of a batch."""
-        self.call(self._ack(trained, rejected), timeout=_ACK_PATIENCE + 300)
-
-    # ------------------------------------------------------------------------------------------
 
     def _take(self) -> list[Episode]:
         batch: list[Episode] = []
@@ -130,18 +160,37 @@ class RolloutExecutor:
             episode = self._buffer.popleft()
             batch.append(episode)
             count += len(episode)
+        if self._config.deterministic:
+            for episode in batch:
+                episode.sort(key=lambda trajectory: trajectory.session_id)
+            batch.sort(key=lambda episode: (episode[0].group_id, episode[0].session_id))
         return batch
 
     async def _start(self) -> None:
         self._ranks = self._make_ranks()
-        self._changed = asyncio.Event()
-        workflows = [self._make_workflow(client, self._owner) for client in self._ranks.clients]
-        jobs = [self._keep_capacity()]
-        jobs += [self._poll(workflow) for workflow in workflows for _ in range(_POLLS)]
-        for job in jobs:
-            task = asyncio.create_task(job)
-            task.add_done_callback(self._ended)
-            self._tasks.append(task)
+        self._keeper = CapacityKeeper(
+            self._ranks,
+            self._config,
+            owner=self._owner,
+            held=lambda rank: sorted(id for id in self._held if self._ranks.home(id) == rank),
+        )
+        self._acks = Acks(self._ranks, owner=self._owner, settled=self._settled)
+        self._run(self._keeper.run())
+        for rank in range(len(self._ranks)):
+            self._run(self._acks.run(rank))
+
+    async def _begin(self) -> None:
+        self._keeper.open = True
+        self._keeper.changed.set()
+        for client in self._ranks.clients:
+            workflow = self._make_workflow(client, self._owner)
+            for _ in range(_POLLS):
+                self._run(self._poll(workflow))
+
+    def _run(self, job: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(job)
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
 
     async def _stop(self) -> None:
         for task in self._tasks:
@@ -155,40 +204,6 @@ class RolloutExecutor:
                 self._failure = task.exception()
                 self._arrived.notify_all()
 
-    async def _keep_capacity(self) -> None:
-        """Tell the ranks how many sessions are wanted: when something changed, and regularly."""
-        limits = [0] * len(self._ranks)
-        while True:
-            self._changed.clear()
-            try:
-                now = await self._set_limits(limits)
-                self.capacity = total = _sum(now)
-                share, more = divmod(free_slots(total, self._config), len(now))
-                wanted = [c.admitted + share + (rank < more) for rank, c in enumerate(now)]
-                if wanted != limits:
-                    await self._set_limits([*map(min, limits, wanted)])
-                    await self._set_limits(wanted)
-                    limits = wanted
-            except AnyAgentError as error:
-                if not error.retryable:
-                    raise
-                log.warning("could not set the capacity: %s; trying again", error.message)
-            try:
-                async with asyncio.timeout(_CAPACITY_EVERY):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
-
-    async def _set_limits(self, limits: list[int]) -> list[Capacity]:
-        return await self._ranks.all(
-            lambda rank: self._ranks.clients[rank].set_capacity(
-                limit=limits[rank],
-                ttl=_CAPACITY_TTL,
-                owner=self._owner,
-                held=sorted(id for id in self._held if self._ranks.home(id) == rank),
-            )
-        )
-
     async def _poll(self, workflow: RolloutWorkflow) -> None:
         while True:
             try:
@@ -199,8 +214,10 @@ class RolloutExecutor:
                 log.warning("no episode: %s; trying again", error.message)
                 await asyncio.sleep(1.0)
                 continue
-            if episode:
-                await self._receive(episode)
+            # What is held already was handed out twice: its lease had run out, or seemed to.
+            fresh = [t for t in episode or () if t.session_id not in self._held]
+            if fresh:
+                await self._receive(fresh)
 
     async def _receive(self, episode: Episode) -> None:
         ids = [trajectory.session_id for trajectory in episode]
@@ -217,54 +234,25 @@ class RolloutExecutor:
                 self._arrived.notify_all()
         else:
             self.rejected[reason] += len(ids)
-            await self._ack([], [Rejection(session_id=id, reason=reason) for id in ids])
-        self._changed.set()
+            rejected = [Rejection(session_id=id, reason=reason) for id in ids]
+            await self._acks.send([], rejected, patience=_ACK_PATIENCE)
+        self._keeper.changed.set()
 
-    async def _ack(self, trained: list[str], rejected: list[Rejection]) -> None:
-        """Each rank is told of its own sessions, all ranks at once."""
-        home = self._ranks.home
-        await self._ranks.all(
-            lambda rank: self._ack_rank(
-                self._ranks.clients[rank],
-                [id for id in trained if home(id) == rank],
-                [r for r in rejected if home(r.session_id) == rank],
-            )
-        )
-        self._held.difference_update(trained, (r.session_id for r in rejected))
-        self._changed.set()
+    async def _replay(self, session_ids: list[str]) -> dict[str, Trajectory]:
+        async def lease(rank: int) -> list[Trajectory]:
+            mine = [id for id in session_ids if self._ranks.home(id) == rank]
+            out: list[Trajectory] = []
+            for k in range(0, len(mine), _REPLAYED_AT_ONCE):
+                packed = await self._ranks.clients[rank].replay(
+                    owner=self._owner, session_ids=mine[k : k + _REPLAYED_AT_ONCE]
+                )
+                out += unpack_trajectories(packed)
+            return out
 
-    async def _ack_rank(
-        self, client: RLClient, trained: list[str], rejected: list[Rejection]
-    ) -> None:
-        if not trained and not rejected:
-            return
-        try:
-            await self._ack_all(client, trained, rejected)
-        except Conflict:
-            # The lease of some was lost meanwhile (another trainer, a very long step); the others
-            # must not wait for their time-out.
-            for one in [*(([id], []) for id in trained), *(([], [r]) for r in rejected)]:
-                try:
-                    await self._ack_all(client, *one)
-                except Conflict as error:
-                    log.error("a session may be handed out again: %s", error.message)
+        self._held.update(session_ids)
+        leased = await self._ranks.all(lease)
+        return {t.session_id: t for trajectories in leased for t in trajectories}
 
-    async def _ack_all(
-        self, client: RLClient, trained: list[str], rejected: list[Rejection]
-    ) -> None:
-        """All or none. An ack may be repeated, so a store full for a moment ends no run."""
-        deadline = time.monotonic() + _ACK_PATIENCE
-        while True:
-            try:
-                await client.ack(owner=self._owner, trained=trained, rejected=rejected)
-                return
-            except AnyAgentError as error:
-                if not error.retryable or time.monotonic() > deadline:
-                    raise
-                log.warning("could not acknowledge: %s; trying again", error.message)
-            await asyncio.sleep(_ACK_EVERY)
-
-
-def _sum(ranks: list[Capacity]) -> Capacity:
-    totals = {name: sum(getattr(c, name) for c in ranks) for name in Capacity.model_fields}
-    return Capacity(**totals)
+    def _settled(self, session_ids: list[str]) -> None:
+        self._held.difference_update(session_ids)
+        self._keeper.changed.set()

@@ -15,9 +15,13 @@ def free_slots(now: Capacity, config: RolloutConfig) -> int:
     """
     running = now.running + now.reserved
     ahead = (config.eta + 1) * config.batch_size
-    free = min(config.max_concurrent - running, ahead - (running + now.buffered))
-    if running == 0 and now.buffered < config.batch_size:
-        # Groups that closed with fewer members can leave less room than the next group needs,
-        # and then neither a batch nor a group would ever be complete.
-        free = max(free, min(now.waiting, config.batch_size))
-    return max(0, free)
+    return max(0, min(config.max_concurrent - running, ahead - (running + now.buffered)))
+
+
+def stalled(now: Capacity, config: RolloutConfig) -> bool:
+    """Whether no batch is complete, and nothing is under way that could complete one.
+
+    Groups that closed with fewer members can leave less room than the next group needs: then the
+    next one must be admitted all the same, or nothing would ever move again.
+    """
+    return now.running + now.reserved == 0 and now.buffered < config.batch_size

@@ -2,70 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
+from rollout_lab import Scripted, Service, until
 
-from any_agent.client import RLClient
 from any_agent.config import RolloutConfig
 from any_agent.errors import (
-    AnyAgentError,
     Conflict,
     EngineUnavailable,
     ServiceUnavailable,
     StoreUnavailable,
     Unauthenticated,
 )
-from any_agent.protocol import Capacity, Rejection
+from any_agent.protocol import Rejection
 from any_agent.rollout import Ranks, RolloutExecutor
 from any_agent.types import Trajectory
-from any_agent.workflow import Episode, RolloutWorkflow
+from any_agent.workflow import Episode
 
 CONFIG = RolloutConfig(batch_size=4, max_concurrent=8, eta=1)
 
 
 def episode(name: str, size: int = 2) -> Episode:
     return [Trajectory(f"{name}-{k}", name, []) for k in range(size)]
-
-
-class Service(RLClient):
-    """Remembers what it was told; ``failures`` are raised by the next calls of a kind."""
-
-    def __init__(self) -> None:
-        self.limits: list[int] = []
-        self.held: list[list[str]] = []
-        self.acks: list[tuple[list[str], list[str]]] = []
-        self.failures: dict[str, list[AnyAgentError]] = {}
-        self.lost: set[str] = set()
-        self.state = {"admitted": 0, "reserved": 0, "waiting": 0, "running": 0, "buffered": 0}
-        self.closed = False
-
-    def _maybe_fail(self, kind: str) -> None:
-        if self.failures.get(kind):
-            raise self.failures[kind].pop(0)
-
-    async def set_capacity(
-        self, *, limit: int, ttl: float, owner: str, held: list[str]
-    ) -> Capacity:
-        self._maybe_fail("capacity")
-        assert owner == "me"
-        self.limits.append(limit)
-        self.held.append(held)
-        return Capacity(**self.state, limit=limit)
-
-    async def ack(self, *, owner: str, trained: list[str], rejected: list[Rejection]) -> int:
-        self._maybe_fail("ack")
-        if self.lost & {*trained, *(r.session_id for r in rejected)}:
-            raise Conflict("a lease was lost")
-        self.acks.append((trained, [r.session_id for r in rejected]))
-        return len(trained) + len(rejected)
-
-    async def close(self) -> None:
-        self.closed = True
 
 
 class OneRank:
@@ -86,29 +46,6 @@ class OneRank:
         await self.clients[0].close()
 
 
-class Scripted(RolloutWorkflow):
-    """Episodes (or errors) from a queue that any thread may fill."""
-
-    def __init__(self) -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self._queue: asyncio.Queue[Episode | AnyAgentError | None] = asyncio.Queue()
-        self.started = threading.Event()
-
-    def give(self, *items: Episode | AnyAgentError | None) -> None:
-        assert self.started.wait(5)
-        assert self.loop is not None
-        for item in items:
-            self.loop.call_soon_threadsafe(self._queue.put_nowait, item)
-
-    async def arun_episode(self, engine: Any, data: Any) -> Episode | None:
-        self.loop = asyncio.get_running_loop()
-        self.started.set()
-        item = await self._queue.get()
-        if isinstance(item, AnyAgentError):
-            raise item
-        return item
-
-
 class Lab:
     def __init__(self, reject: Callable[[Episode], str | None] = lambda _: None) -> None:
         self.service, self.workflow = Service(), Scripted()
@@ -120,13 +57,7 @@ class Lab:
             reject=reject,
         )
         self.executor.start()
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
+        self.executor.begin()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 
 from any_agent.config import RolloutConfig
 from any_agent.protocol import Capacity
-from any_agent.rollout import free_slots
+from any_agent.rollout.staleness import free_slots, stalled
 
 CONFIG = RolloutConfig(batch_size=8, max_concurrent=16, eta=2)
 
@@ -35,7 +35,7 @@ def capacity(running: int = 0, buffered: int = 0, reserved: int = 0, waiting: in
         (capacity(buffered=24), 0),
         (capacity(buffered=30), 0),
         (capacity(running=1, buffered=40), 0),
-        # Waiting opens change nothing while a batch can still be completed.
+        # Waiting opens change nothing.
         (capacity(running=16, waiting=50), 0),
         (capacity(buffered=24, waiting=50), 0),
     ],
@@ -51,22 +51,17 @@ def test_eta_zero_admits_one_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("buffered", "waiting", "free"),
+    ("fields", "still"),
     [
         # 3 of 4 buffered, room for 1, and the next group needs 2: nothing would ever move.
-        (3, 2, 2),
-        (3, 0, 1),
-        (2, 2, 2),
-        (3, 50, 4),
-        (4, 2, 0),
+        ({"buffered": 3}, True),
+        ({}, True),
+        # A batch is complete, or something is under way that may complete it.
+        ({"buffered": 4}, False),
+        ({"buffered": 3, "running": 1}, False),
+        ({"buffered": 3, "reserved": 1}, False),
     ],
 )
-def test_a_batch_that_could_never_be_completed(buffered: int, waiting: int, free: int) -> None:
+def test_a_batch_that_could_never_be_completed(fields: dict[str, int], still: bool) -> None:
     config = RolloutConfig(batch_size=4, max_concurrent=4, eta=0)
-    assert free_slots(capacity(buffered=buffered, waiting=waiting), config) == free
-
-
-def test_no_stall_rule_while_sessions_run() -> None:
-    config = RolloutConfig(batch_size=4, max_concurrent=4, eta=0)
-    assert free_slots(capacity(running=1, buffered=3, waiting=2), config) == 0
-    assert free_slots(capacity(reserved=1, buffered=3, waiting=2), config) == 0
+    assert stalled(capacity(**fields), config) is still

@@ -1,0 +1,109 @@
+"""Acknowledging sessions to the ranks that they live on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from any_agent.client import RLClient
+from any_agent.errors import AnyAgentError, Conflict, NotFound
+from any_agent.protocol import Rejection
+from any_agent.rollout.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+_AGAIN_AFTER = (0.25, 5.0)
+"""Seconds until the next try; doubled up to the second."""
+
+
+@dataclass(slots=True, eq=False)
+class _Ack:
+    """What one rank is to be told of one batch."""
+
+    trained: list[str]
+    rejected: list[Rejection]
+    done: asyncio.Future[None]
+
+
+class Acks:
+    """Tells each rank what became of its sessions, and goes on until it knows.
+
+    A rank that is away for long holds up neither the others nor the caller; what it was not told
+    yet stays its buffered sessions, so there is never more of it than that.
+    """
+
+    def __init__(self, ranks: Ranks, *, owner: str, settled: Callable[[list[str]], None]) -> None:
+        """``settled`` hears of the sessions that a rank has let go of."""
+        self._ranks = ranks
+        self._owner = owner
+        self._settled = settled
+        self._todo: list[deque[_Ack]] = [deque() for _ in range(len(ranks))]
+        self._more = [asyncio.Event() for _ in range(len(ranks))]
+
+    async def send(
+        self, trained: Sequence[str], rejected: Sequence[Rejection], *, patience: float
+    ) -> None:
+        """Return when every rank knows; after ``patience`` seconds even if one does not yet."""
+        home = self._ranks.home
+        sent = []
+        for rank in range(len(self._ranks)):
+            mine = [id for id in trained if home(id) == rank]
+            refused = [r for r in rejected if home(r.session_id) == rank]
+            if mine or refused:
+                ack = _Ack(mine, refused, asyncio.get_running_loop().create_future())
+                self._todo[rank].append(ack)
+                self._more[rank].set()
+                sent.append(ack.done)
+        if sent:
+            _, late = await asyncio.wait(sent, timeout=patience)
+            if late:
+                log.warning(
+                    "%d ranks could not be told in %g s what became of their sessions; they "
+                    "will be, once they answer",
+                    len(late),
+                    patience,
+                )
+
+    async def run(self, rank: int) -> None:
+        """One rank's messages in order, until cancelled."""
+        todo = self._todo[rank]
+        while True:
+            self._more[rank].clear()
+            while todo:
+                ack = todo[0]
+                await self._send(self._ranks.clients[rank], ack.trained, ack.rejected)
+                todo.popleft()
+                self._settled([*ack.trained, *(r.session_id for r in ack.rejected)])
+                ack.done.set_result(None)
+            await self._more[rank].wait()
+
+    async def _send(self, client: RLClient, trained: list[str], rejected: list[Rejection]) -> None:
+        try:
+            await self._repeat(client, trained, rejected)
+        except (Conflict, NotFound):
+            # The lease of some was lost meanwhile (another trainer, a very long step); the others
+            # must not wait for their time-out.
+            for one in [*(([id], []) for id in trained), *(([], [r]) for r in rejected)]:
+                try:
+                    await self._repeat(client, *one)
+                except (Conflict, NotFound) as error:
+                    log.error("a session may be handed out again: %s", error.message)
+
+    async def _repeat(
+        self, client: RLClient, trained: list[str], rejected: list[Rejection]
+    ) -> None:
+        """All or none. Repeating an ack changes nothing, so a full store, say, ends no run."""
+        pause, longest = _AGAIN_AFTER
+        while True:
+            try:
+                await client.ack(owner=self._owner, trained=trained, rejected=rejected)
+                return
+            except AnyAgentError as error:
+                if not error.retryable:
+                    raise
+                log.warning("could not acknowledge: %s; trying again", error.message)
+            await asyncio.sleep(pause)
+            pause = min(longest, 2 * pause)

@@ -1,0 +1,80 @@
+"""A scripted rank, a scripted workflow, and patience for what happens on another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from any_agent.client import RLClient
+from any_agent.errors import AnyAgentError, Conflict
+from any_agent.protocol import Capacity, Rejection
+from any_agent.workflow import Episode, RolloutWorkflow
+
+
+class Service(RLClient):
+    """Remembers what it was told; ``failures`` are raised by the next calls of a kind."""
+
+    def __init__(self) -> None:
+        self.limits: list[int] = []
+        self.held: list[list[str]] = []
+        self.acks: list[tuple[list[str], list[str]]] = []
+        self.failures: dict[str, list[AnyAgentError]] = {}
+        self.lost: set[str] = set()
+        self.state = {"admitted": 0, "reserved": 0, "waiting": 0, "running": 0, "buffered": 0}
+        self.closed = False
+
+    def _maybe_fail(self, kind: str) -> None:
+        if self.failures.get(kind):
+            raise self.failures[kind].pop(0)
+
+    async def set_capacity(
+        self, *, limit: int, ttl: float, owner: str, held: list[str], number: int = 0
+    ) -> Capacity:
+        self._maybe_fail("capacity")
+        assert owner == "me"
+        self.limits.append(limit)
+        self.held.append(held)
+        return Capacity(**self.state, limit=limit)
+
+    async def ack(self, *, owner: str, trained: list[str], rejected: list[Rejection]) -> int:
+        self._maybe_fail("ack")
+        if self.lost & {*trained, *(r.session_id for r in rejected)}:
+            raise Conflict("a lease was lost")
+        self.acks.append((trained, [r.session_id for r in rejected]))
+        return len(trained) + len(rejected)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Scripted(RolloutWorkflow):
+    """Episodes (or errors) from a queue that any thread may fill."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._queue: asyncio.Queue[Episode | AnyAgentError | None] = asyncio.Queue()
+        self.started = threading.Event()
+
+    def give(self, *items: Episode | AnyAgentError | None) -> None:
+        assert self.started.wait(5)
+        assert self.loop is not None
+        for item in items:
+            self.loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+    async def arun_episode(self, engine: Any, data: Any) -> Episode | None:
+        self.loop = asyncio.get_running_loop()
+        self.started.set()
+        item = await self._queue.get()
+        if isinstance(item, AnyAgentError):
+            raise item
+        return item
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)

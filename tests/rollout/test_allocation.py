@@ -1,0 +1,158 @@
+"""Free slots divided among ranks: never too many, whole groups, nobody starved."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from any_agent.config import RolloutConfig
+from any_agent.protocol import Capacity
+from any_agent.rollout.allocation import RankView, divide, total
+from any_agent.rollout.staleness import free_slots, stalled
+
+CONFIG = RolloutConfig(batch_size=8, max_concurrent=16, eta=1)
+
+
+def view(
+    *queue: int,
+    running: int = 0,
+    buffered: int = 0,
+    reserved: int = 0,
+    headroom: int = 0,
+    away: bool = False,
+) -> RankView:
+    now = Capacity(
+        admitted=100,
+        reserved=reserved,
+        waiting=sum(queue),
+        running=running,
+        buffered=buffered,
+        limit=100 + headroom,
+        queue=list(queue),
+    )
+    return RankView(now, 100 + headroom, away)
+
+
+def rooms(*views: RankView, turn: int = 0, config: RolloutConfig = CONFIG) -> list[int]:
+    return divide(views, config, turn)[0]
+
+
+def test_without_waiters_all_ranks_get_the_same() -> None:
+    assert rooms(view(), view()) == [8, 8]
+    assert rooms(view(running=1), view(buffered=4), view()) == [4, 4, 3]
+    # What is left over goes on from the one whose turn it is.
+    assert rooms(view(running=1), view(buffered=4), view(), turn=2) == [4, 3, 4]
+
+
+def test_those_that_wait_come_first_in_turn() -> None:
+    assert rooms(view(4, 4, 4), view(4, 4)) == [8, 8]
+    assert rooms(view(4, 4, 4), view(4)) == [12, 4]
+    assert rooms(view(2), view(), view(2)) == [2 + 4, 4, 2 + 4]
+    assert divide([view(8), view(8), view(8)], CONFIG, 1) == ([0, 8, 8], 0)
+
+
+def test_a_group_that_does_not_fit_yet_keeps_its_turn() -> None:
+    """Else the single sessions of the other rank would take each slot that becomes free."""
+    views = [view(4), view(1, 1, 1, buffered=13)]
+    assert divide(views, CONFIG, 0) == ([0, 0], 0)
+    assert divide(views, CONFIG, 1) == ([0, 1], 0)
+    assert divide([views[0], view(1, 1, 1, buffered=12)], CONFIG, 0) == ([4, 0], 1)
+
+
+def test_a_rank_that_is_away_keeps_what_it_may_have() -> None:
+    away = view(8, running=2, headroom=5, away=True)
+    assert rooms(away, view()) == [0, 9]
+    assert rooms(away, view(8)) == [0, 9]
+    assert total([away, view(reserved=1)]).reserved == 6
+    # Head-room of the others can be taken back, so it is there to be divided.
+    assert rooms(view(headroom=5), view(4)) == [6, 10]
+
+
+def test_where_everything_stands_still_one_group_is_let_in() -> None:
+    config = RolloutConfig(batch_size=4, max_concurrent=4, eta=0)
+    assert rooms(view(2, 2), view(2, buffered=3), config=config) == [2, 0]
+    assert rooms(view(2, 2), view(2, buffered=3), turn=1, config=config) == [0, 2]
+    # One that fits is better than one that does not.
+    assert rooms(view(2), view(1, buffered=3), config=config) == [0, 1]
+    assert rooms(view(2, running=1), view(buffered=3), config=config) == [0, 0]
+    assert rooms(view(2), view(buffered=4), config=config) == [0, 0]
+    # The rank that is away may be running some.
+    assert rooms(view(2), view(buffered=3, headroom=1, away=True), config=config) == [0, 0]
+
+
+SLOTS = st.integers(0, 20)
+VIEWS = st.lists(
+    st.builds(
+        lambda queue, **fields: view(*queue, **fields),
+        st.lists(st.integers(1, 8), max_size=5),
+        running=SLOTS,
+        buffered=SLOTS,
+        reserved=SLOTS,
+        headroom=SLOTS,
+        away=st.booleans(),
+    ),
+    min_size=1,
+    max_size=5,
+)
+CONFIGS = st.builds(
+    RolloutConfig,
+    batch_size=st.integers(8, 32),
+    max_concurrent=st.integers(8, 64),
+    eta=st.integers(0, 3),
+)
+
+
+@given(VIEWS, CONFIGS, st.integers(0, 4))
+def test_never_more_than_is_free(views: list[RankView], config: RolloutConfig, turn: int) -> None:
+    turn %= len(views)
+    given_, next_turn = divide(views, config, turn)
+    now = total(views)
+    free = free_slots(now, config)
+    assert all(room >= 0 for room in given_)
+    assert all(room == 0 for room, v in zip(given_, views, strict=True) if v.away)
+    assert 0 <= next_turn < len(views)
+    if stalled(now, config) and sum(given_) > free:
+        # One group, of one rank.
+        (slots,) = [room for room in given_ if room]
+        assert any(slots == v.now.queue[0] for v in views if v.now.queue and not v.away)
+    else:
+        assert sum(given_) <= free
+
+
+@given(VIEWS, CONFIGS, st.integers(0, 4))
+def test_waiting_opens_come_first(views: list[RankView], config: RolloutConfig, turn: int) -> None:
+    """What a rank gets beyond its queue is what nobody waits for."""
+    turn %= len(views)
+    given_, _ = divide(views, config, turn)
+    pairs = list(zip(given_, views, strict=True))
+    unserved = [v for room, v in pairs if not v.away and room < sum(v.now.queue)]
+    if unserved:
+        for room, v in pairs:
+            assert room in [sum(v.now.queue[:k]) for k in range(len(v.now.queue) + 1)]
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 8), max_size=8), min_size=2, max_size=4),
+    st.integers(0, 3),
+    st.randoms(use_true_random=False),
+)
+def test_every_group_is_let_in_sooner_or_later(queues: list[list[int]], eta: int, random) -> None:  # type: ignore[no-untyped-def]
+    """Sessions end one by one; and every rank never runs out of single sessions that wait, too."""
+    config = RolloutConfig(batch_size=8, max_concurrent=8, eta=eta)
+    waiting = [[*queue, *[1] * 200] for queue in queues]
+    running = [0] * len(queues)
+    turn = 0
+    for _ in range(400):
+        views = [view(*w[:64], running=r) for w, r in zip(waiting, running, strict=True)]
+        given_, turn = divide(views, config, turn)
+        for rank, room in enumerate(given_):
+            while waiting[rank] and waiting[rank][0] <= room:
+                room -= waiting[rank][0]
+                running[rank] += waiting[rank].pop(0)
+        assert sum(running) <= 8
+        if all(len(w) <= 200 for w in waiting):
+            return
+        busy = [rank for rank, number in enumerate(running) if number]
+        running[random.choice(busy)] -= 1
+    pytest.fail("a group is still waiting")
