@@ -1,17 +1,275 @@
-"""One machine's parts: addresses, the model's path, and an end that nothing interrupts."""
+"""One machine's parts: which, in which order, with what; what becomes of them; and the end."""
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
-from any_agent.errors import ConfigError
+from any_agent.errors import ConfigError, StartupError
+from any_agent.launcher import Node
 from any_agent.launcher.node import check_model
+from any_agent.launcher.process import Process
+from any_agent.launcher.trial import Weights, trial_dir
+from any_agent.ports import listen
+from any_agent.registry import Entry, publish
+from tests.launcher.standins import Lab, checked_until, flag, kill_and_wait
+
+ENGINES, RANKS = ["engine-0", "engine-1"], ["rank-0", "rank-1"]
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    monkeypatch.chdir(tmp_path)
+    for name in [n for n in os.environ if n.startswith("ANY_AGENT_")]:
+        monkeypatch.delenv(name)
+    return Lab(tmp_path)
+
+
+def test_parts_start_in_order_each_with_what_it_needs(lab: Lab) -> None:
+    with lab.node("server.admin_key=a-secret-key") as node:
+        assert list(node.parts) == [*ENGINES, *RANKS, "router", "trainer"]
+        checked_until(node, lambda: len(lab.events("starts")) == 6)
+        starts = lab.names("starts")
+        assert starts[:2] == ["engine", "engine"]
+        assert sorted(starts[2:4]) == RANKS
+        assert starts[4:] == ["router", "trainer"]
+        events = {name: lab.start_of(node, name) for name in node.parts}
+        settings = str(node.dir.path / "resolved.yaml")
+        for rank, (engine, proxy) in enumerate(zip(ENGINES, RANKS, strict=True)):
+            e, p = events[engine], events[proxy]
+            assert flag(e, "--host") == flag(p, "--host") == "127.0.0.1"
+            assert (flag(e, "--model-path"), flag(e, "--weight-version")) == (
+                str(lab.home / "model"),
+                "0",
+            )
+            assert flag(p, "--engine-url") == f"http://127.0.0.1:{flag(e, '--port')}"
+            assert (flag(p, "--rank"), flag(p, "--public-url")) == (str(rank), node.url)
+            assert (flag(p, "--config"), flag(p, "--engine-wait")) == (settings, "0")
+            assert "--training" in p["argv"]
+            assert e["variables"] == []
+            assert p["variables"] == ["ANY_AGENT_SERVER__ADMIN_KEY"]
+        router, trainer = events["router"], events["trainer"]
+        assert f"http://127.0.0.1:{flag(router, '--port')}" == node.url
+        assert flag(router, "--public-url") == node.url
+        assert trainer["argv"] == ["--config", settings]
+        assert router["variables"] == trainer["variables"] == ["ANY_AGENT_SERVER__ADMIN_KEY"]
+        assert "a-secret-key" not in Path(settings).read_text() + str(events)
+        assert sorted(p.name for p in node.dir.logs.iterdir()) == sorted(
+            f"{name}.log" for name in node.parts
+        )
+    told = [(line.split("  ")[0].strip(), line.split("  ")[-1].strip()) for line in lab.said]
+    assert told[:2] == [
+        ("run", str(node.dir.path)),
+        ("model", f"{lab.home / 'model'}, version 0"),
+    ]
+    assert [name for name, _ in sorted(told[2:4])] == ["engine 0", "engine 1"]
+    assert all(words.startswith("ready at http://127.0.0.1:") for _, words in told[2:4])
+    assert sorted(told[4:6]) == [("rank 0", "ready"), ("rank 1", "ready")]
+    assert told[6:] == [("router", f"ready at {node.url}"), ("trainer", "started")]
+
+
+def test_parts_end_in_the_order_that_keeps_most(lab: Lab) -> None:
+    with lab.node() as node:
+        processes = [psutil.Process(part.pid) for part in node.parts.values()]
+        checked_until(node, lambda: len(lab.events("starts")) == 6)
+    ended = lab.names("ends")
+    assert ended[:2] == ["trainer", "router"]
+    assert sorted(ended[2:4]) == RANKS
+    assert ended[4:] == ["engine", "engine"]
+    assert not [p for p in processes if p.is_running()]
+
+
+@pytest.mark.parametrize("name", ["engine-1", "rank-0", "router", "trainer"])
+def test_a_killed_part_comes_back_in_its_place_and_the_others_never_notice(
+    lab: Lab, name: str
+) -> None:
+    with lab.node() as node:
+        before = {part.name: part.pid for part in node.parts.values()}
+        checked_until(node, lambda: len(lab.events("starts")) == 6)
+        first = lab.start_of(node, name)
+        for _ in range(2):
+            kill_and_wait(node, name)
+            checked_until(node, lambda: len(lab.names("starts")) == 6 + node.parts[name].restarts)
+            again = lab.start_of(node, name)
+            if name != "trainer":
+                assert flag(again, "--port") == flag(first, "--port")
+            if name == "rank-0":
+                # Both may have been killed: it waits for its engine.
+                assert flag(again, "--engine-wait") == f"{node.config.engine.update_wait:g}"
+        after = {part.name: part.pid for part in node.parts.values()}
+    assert {n for n in before if before[n] != after[n]} == {name}
+    label = name.replace("-", " ")
+    verb = "started" if name == "trainer" else "ready"
+    assert lab.said[-4:] == 2 * [
+        f"{label:<9} ended by SIGKILL; starting it again",
+        f"{label:<9} {verb} again",
+    ]
+
+
+def test_an_engine_that_comes_back_gets_the_newest_weights(lab: Lab) -> None:
+    with lab.node() as node:
+        for name in ("v00000009", "v00000010", ".partial-v00000011"):
+            (node.dir.weights / name).mkdir()
+        kill_and_wait(node, "engine-0")
+        start = lab.start_of(node, "engine-0")
+        assert flag(start, "--weight-version") == "10"
+        assert flag(start, "--model-path") == str(node.dir.weights / "v00000010")
+
+
+def test_without_training_the_given_weights_are_served_for_good(lab: Lab, tmp_path: Path) -> None:
+    weights = Weights(tmp_path / "checkpoint", 5)
+    with lab.node(train=False, weights=weights) as node:
+        assert list(node.parts) == [*ENGINES, *RANKS, "router"]
+        (node.dir.weights / "v00000010").mkdir()
+        kill_and_wait(node, "engine-0")
+        for engine in ENGINES:
+            start = lab.start_of(node, engine)
+            assert flag(start, "--weight-version") == "5"
+            assert flag(start, "--model-path") == str(tmp_path / "checkpoint")
+        assert "--training" not in lab.start_of(node, "rank-0")["argv"]
+        assert not node.check()
+        # A trial is bound to its settings by training.
+        assert not (node.dir.path / "config.yaml").exists()
+
+
+def test_engines_of_others_are_used_and_left_alone(lab: Lab) -> None:
+    with lab.node("engine.urls=http://one:1,http://two:2") as node:
+        assert list(node.parts) == [*RANKS, "router", "trainer"]
+        found = [flag(lab.start_of(node, rank), "--engine-url") for rank in RANKS]
+    assert found == ["http://one:1", "http://two:2"]
+    assert "engine" not in lab.names("starts")
+
+
+def test_any_number_of_ranks(lab: Lab) -> None:
+    with lab.node("server.ranks=1") as node:
+        assert list(node.parts) == ["engine-0", "rank-0", "router", "trainer"]
+
+
+def test_a_host_of_ipv6(lab: Lab) -> None:
+    try:
+        listen("::1", 0).close()
+    except ConfigError:
+        pytest.skip("this machine has no IPv6 loopback")
+    with lab.node("server.host=::1", "server.ranks=1") as node:
+        start = lab.start_of(node, "router")
+        assert node.url == f"http://[::1]:{flag(start, '--port')}"
+        kill_and_wait(node, "router")
+
+
+def test_a_finished_trainer_is_left_alone(lab: Lab) -> None:
+    with lab.node("server.ranks=1") as node:
+        assert not node.check()
+        checked_until(node, lambda: "trainer" in lab.names("starts"))
+        os.kill(node.parts["trainer"].pid, signal.SIGUSR1)
+        node.watch(until_trained=True)
+        assert node.check()
+        assert (node.parts["trainer"].state, node.parts["trainer"].restarts) == ("ended", 0)
+        # The rest goes on serving.
+        kill_and_wait(node, "rank-0")
+        assert node.check()
+    assert f"trainer   done; checkpoints in {node.dir.checkpoints}" in lab.said
+
+
+@pytest.mark.parametrize(("code", "kind"), [(1, StartupError), (2, ConfigError)])
+@pytest.mark.parametrize("name", ["engine", "rank-1", "router"])
+def test_a_part_that_cannot_start_is_named_and_nothing_is_left(
+    lab: Lab, name: str, code: int, kind: type[Exception]
+) -> None:
+    lab.refuse(name, code)
+    with pytest.raises(kind, match=name.replace("-", " ")) as raised, lab.node() as node:
+        raise AssertionError(f"{node} started")
+    assert f"    these are the last words of {name}\n  log: {lab.home}" in str(raised.value)
+    for event in lab.events("starts"):
+        pid = event["pid"]
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    # Such a start does not bind the trial to its settings.
+    assert not (trial_dir(lab.config()).path / "config.yaml").exists()
+
+
+def test_a_part_that_fails_later_ends_the_service(lab: Lab) -> None:
+    with pytest.raises(ConfigError, match="rank 0 cannot go on") as raised, lab.node() as node:
+        lab.refuse("rank-0", 2)
+        os.kill(node.parts["rank-0"].pid, signal.SIGKILL)
+        node.watch()
+    assert "these are the last words of rank-0" in str(raised.value)
+
+
+def test_a_port_in_use_is_told_before_anything_is_started(lab: Lab) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"), lab.node(f"server.port={port}"):
+            pass
+    assert lab.events("starts") == []
+
+
+def test_two_services_in_one_run_directory(lab: Lab) -> None:
+    with lab.node("server.ranks=1") as node:
+        with pytest.raises(StartupError, match="another service is using"), lab.node():
+            pass
+        # It is refused before it touches anything of the first.
+        assert (node.dir.registry / "rank-0.json").exists()
+        assert not node.check()
+
+
+def test_what_an_earlier_start_registered_is_gone(lab: Lab) -> None:
+    run = trial_dir(lab.config())
+    run.create()
+    for name in ("rank-7", "router"):
+        publish(run.registry, Entry(name=name, boot_id="old", url="http://x", pid=1))
+    with lab.node("server.ranks=1") as node:
+        assert {p.name for p in node.dir.registry.iterdir()} == {"rank-0.json", "router.json"}
+
+
+def test_only_the_process_itself_can_say_that_it_is_ready(lab: Lab) -> None:
+    """By its address it could be its predecessor."""
+    node = Node(lab.config())
+    node.dir.create()
+    process = Process("me", ["x"], lab.home / "log")
+    process._popen = subprocess.Popen([sys.executable, "-c", ""])
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            ready = node._registered("rank-0", url)
+            assert not ready(process)
+            publish(node.dir.registry, Entry(name="rank-0", boot_id="b", url=url, pid=1))
+            assert not ready(process)
+        publish(node.dir.registry, Entry(name="rank-0", boot_id="b", url=url, pid=process.pid))
+        # It has said so, but nobody answers.
+        assert not ready(process)
+    finally:
+        process._popen.wait()
+
+
+def test_a_model_that_is_gone_is_not_needed_for_serving_its_weights(lab: Lab) -> None:
+    """Its tokenizer is where the weights are; while it is there, its folder is the safer one."""
+    weights = Weights(lab.home / "checkpoint", 5)
+    for model, tokenizer in ((lab.home / "model", lab.home / "model"), ("/gone", weights.path)):
+        settings = (f"model.path={model}", "server.ranks=1")
+        with lab.node(*settings, train=False, weights=weights) as node:
+            assert flag(lab.start_of(node, "rank-0"), "--model-path") == str(tokenizer)
+    with pytest.raises(ConfigError, match=r"model\.path=/gone is no"), lab.node(settings[0]):
+        pass
+
+
+def test_the_settings_of_a_start_are_kept(lab: Lab) -> None:
+    with lab.node("server.ranks=1", "train.steps=3", "server.admin_key=a-secret-key") as node:
+        kept = [yaml.safe_load((node.dir.path / n).read_text()) for n in KEPT]
+    assert kept[0] == kept[1]
+    assert kept[0]["train"]["steps"] == 3
+    assert "admin_key" not in kept[0]["server"]
+
+
+KEPT = ("config.yaml", "resolved.yaml")
 
 
 def test_models_that_cannot_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

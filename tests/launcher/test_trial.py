@@ -10,7 +10,13 @@ import yaml
 
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
-from any_agent.launcher.trial import latest_weights, resolve_config, trial_dir
+from any_agent.launcher.trial import (
+    Weights,
+    latest_weights,
+    newest_weights,
+    resolve_config,
+    trial_dir,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +84,33 @@ def test_a_trial_that_was_open_to_others_goes_on(
     assert resolve_config(None, [root]).server.host == "0.0.0.0"
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_another_number_of_ranks_is_refused(root: str, tmp_path: Path, ranks: int) -> None:
+    """Each rank has sessions of its own, and a group's home follows from their number."""
+    start(root, "model.path=/m")
+    path = tmp_path / "my.yaml"
+    path.write_text(f"server: {{ranks: {ranks}}}\n")
+    for file, overrides in ((None, [root, f"server.ranks={ranks}"]), (str(path), [root])):
+        with pytest.raises(ConfigError, match=rf"with 2 ranks, not {ranks}.*server\.ranks=2"):
+            resolve_config(file, overrides)
+    assert resolve_config(None, [root, "trial=other", f"server.ranks={ranks}"]).server.ranks
+
+
+def test_a_folder_of_an_older_layout_is_refused_by_name(root: str) -> None:
+    """Before its settings are read, of which this version may not know all."""
+    config = start(root, "model.path=/m")
+    run = trial_dir(config)
+    (run.path / "config.yaml").write_text("engine: {url: http://old}\n")
+    (run.path / "format").unlink()
+    with pytest.raises(ConfigError, match=r"is of format '1', this version reads 2.*another"):
+        resolve_config(None, [root])
+    (run.path / "format").write_text("3\n")
+    with pytest.raises(ConfigError, match=r"is of format '3', this version reads 2"):
+        resolve_config(None, [root])
+    with pytest.raises(ConfigError, match="is of format"):
+        run.create()
+
+
 # -- weights -----------------------------------------------------------------------------------
 
 FILES = {
@@ -133,3 +166,31 @@ def test_a_broken_checkpoint_is_none(config: Config, checkpoint: Path, file: str
 def test_a_pointer_to_nothing(config: Config, checkpoint: Path, name: str) -> None:
     (checkpoint.parent / "latest").write_text(name)
     assert latest_weights(config) is None
+
+
+def publish(config: Config, *versions: int) -> Path:
+    """What the trainer renames into place; the folder of the last one."""
+    for version in versions:
+        path = trial_dir(config).weights / f"v{version:08d}"
+        path.mkdir(parents=True)
+    return path
+
+
+def test_an_engine_starts_with_what_was_published_last(config: Config, checkpoint: Path) -> None:
+    assert newest_weights(config) == latest_weights(config)
+    newest = publish(config, 8, 9)
+    for name in (".partial-v00000010", ".partial-removed-v00000011", "v12", "other"):
+        (newest.parent / name).mkdir()
+    assert newest_weights(config) == Weights(newest, 9)
+    longest = publish(config, 123_456_789)
+    assert newest_weights(config) == Weights(longest, 123_456_789)
+
+
+def test_a_checkpoint_of_later_weights_wins(config: Config, checkpoint: Path) -> None:
+    publish(config, 4)
+    assert newest_weights(config) == latest_weights(config)
+
+
+def test_published_weights_before_the_first_checkpoint(config: Config) -> None:
+    assert newest_weights(config) is None
+    assert newest_weights(config) == Weights(publish(config, 2), 2)
