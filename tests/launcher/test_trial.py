@@ -193,4 +193,5 @@ def test_a_checkpoint_of_later_weights_wins(config: Config, checkpoint: Path) ->
 
 def test_published_weights_before_the_first_checkpoint(config: Config) -> None:
     assert newest_weights(config) is None
-    assert newest_weights(config) == Weights(publish(config, 2), 2)
+    path = publish(config, 1, 2)
+    assert newest_weights(config) == Weights(path, 2)
