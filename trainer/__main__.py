@@ -26,12 +26,16 @@ def main() -> int:
         import transformers
 
         from trainer.loop import GRPOTrainer
+        from trainer.presence import Presence
 
         transformers.utils.logging.disable_progress_bar()
         trainer = GRPOTrainer(config)
         # After the step under way, so that what was trained is kept.
         signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
-        return 0 if trainer.train() else _STOPPED
+        key = config.server.admin_key
+        admin_key = key.get_secret_value() if key is not None else None
+        with Presence(trainer.dir.registry, trainer.metrics, admin_key=admin_key):
+            return 0 if trainer.train() else _STOPPED
     except AnyAgentError as error:
         logging.getLogger(__name__).error("%s", error.message)
         return 2 if isinstance(error, ConfigError) else 1

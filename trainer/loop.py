@@ -29,6 +29,7 @@ from trainer.checkpoint import (
     save_checkpoint,
 )
 from trainer.loss import LossConfig, preset
+from trainer.metrics import TrainerMetrics
 from trainer.packing import count_trained, micro_batches
 from trainer.policy import Policy, PolicyConfig, StepResult
 from trainer.sync import DiskSync
@@ -65,6 +66,7 @@ class GRPOTrainer:
             owner=f"trainer-{uuid.uuid4().hex[:12]}",
             reject=self._reject,
         )
+        self.metrics = TrainerMetrics(lambda: self._executor.rejected)
         self._loss = _loss_config(config)
         self._versions = Versions(self.dir.state)
         self._consumed: dict[str, None] = {}
@@ -90,6 +92,7 @@ class GRPOTrainer:
         try:
             served = self._executor.call(self._served_version(), timeout=2 * _PATIENCE)
             self._versions.at_least(served)
+            self.metrics.now(step=self.policy.steps, version=self._versions.highest)
             if resumed or self.config.engine.urls:
                 # An engine that somebody else started may hold any weights.
                 self._publish()
@@ -133,6 +136,7 @@ class GRPOTrainer:
             batch.trained,
             [Rejection(session_id=id, reason=why) for id, why in batch.rejected.items()],
         )
+        self.metrics.settled(batch.trained, batch.rejected)
         if result is None:
             log.warning("no step on a batch: %s", dict(Counter(batch.rejected.values())))
             return
@@ -208,6 +212,7 @@ class GRPOTrainer:
             self._sync.update(self._executor.ranks, path, version=version, step=step),
             timeout=self.config.engine.load_timeout + 5 * _PATIENCE,
         )
+        self.metrics.now(step=step, version=version)
         prune(self.dir.weights, self.config.train.keep_weights)
 
     def _load(self) -> bool:
@@ -307,6 +312,7 @@ class GRPOTrainer:
         }
         with open(self.dir.metrics, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        self.metrics.stepped(line)
         log.info(
             "step %d: reward %.3f, %d sessions, %d tokens, staleness %.2f, version %d",
             line["step"],

@@ -1,0 +1,112 @@
+"""The trainer's registry entry, and its metrics over HTTP."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+import trainer.presence as presence_module
+from any_agent.registry import Entry, Registry
+from trainer.metrics import TrainerMetrics
+from trainer.presence import Presence
+
+
+def opened(folder: Path, admin_key: str | None = None) -> Presence:
+    return Presence(folder, TrainerMetrics(dict), admin_key=admin_key)
+
+
+def entry_in(folder: Path) -> Entry | None:
+    registry = Registry(folder)
+    registry.refresh()
+    return registry.get("trainer")
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def get(url: str, **headers: str) -> httpx.Response:
+    return httpx.get(url, headers=headers, trust_env=False, timeout=10)
+
+
+def test_the_entry_lives_as_long_as_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presence_module, "HEARTBEAT", 0.01)
+    metrics = TrainerMetrics(dict)
+    with Presence(tmp_path, metrics, admin_key=None) as presence:
+        until(lambda: entry_in(tmp_path))
+        first = entry_in(tmp_path)
+        assert first is not None
+        assert (first.url, first.pid, first.state) == (presence.url, os.getpid(), "ready")
+        metrics.now(step=4, version=7)
+        until(lambda: (entry_in(tmp_path) or first).version == 7)
+        assert get(f"{presence.url}/metrics").status_code == 200
+    last = entry_in(tmp_path)
+    assert last is not None
+    assert (last.state, last.boot_id) == ("stopping", first.boot_id)
+    with pytest.raises(httpx.ConnectError):
+        get(f"{presence.url}/metrics")
+
+
+def test_a_trainer_that_failed_is_missed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="why"), opened(tmp_path):
+        until(lambda: entry_in(tmp_path))
+        raise ValueError("why")
+    last = entry_in(tmp_path)
+    assert last is not None and last.state == "ready"
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(presence_module, "HEARTBEAT", 0.01)
+    folder = tmp_path / "registry"
+    with opened(folder) as presence:
+        until(lambda: caplog.records)
+        assert get(f"{presence.url}/metrics").status_code == 200
+        folder.mkdir()
+        until(lambda: entry_in(folder))
+    assert len(caplog.records) == 1
+
+
+def test_the_admin_key_guards_the_metrics(tmp_path: Path) -> None:
+    with opened(tmp_path, "the-admin-key") as presence:
+        url = f"{presence.url}/metrics"
+        for headers in ({}, {"authorization": "Bearer nonsense"}, {"x-api-key": "nonsense"}):
+            answer = get(url, **headers)
+            assert answer.status_code == 401
+            assert "any_agent_train" not in answer.text
+        for headers in ({"authorization": "Bearer the-admin-key"}, {"x-api-key": "the-admin-key"}):
+            answer = get(url, **headers)
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+            assert "any_agent_train_step 0.0" in answer.text
+
+
+def test_without_a_key_web_pages_are_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as presence:
+        url = f"{presence.url}/metrics"
+        assert get(url, host="evil.example").status_code == 403
+        assert get(url, origin="https://evil.example").status_code == 403
+        assert get(f"{presence.url}/elsewhere").status_code == 404
+        assert get(url).status_code == 200
+
+
+def test_a_client_that_says_nothing_is_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presence_module._Handler, "timeout", 0.05)
+    with opened(tmp_path) as presence:
+        port = int(presence.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)):
+            assert get(f"{presence.url}/metrics").status_code == 200

@@ -1,0 +1,149 @@
+"""Tells the other parts of the run that the trainer lives, and serves its metrics to them.
+
+Both in threads of their own: the trainer's own is busy with steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import TCPServer
+from types import TracebackType
+from typing import Any, Self
+
+from any_agent import keys
+from any_agent.errors import AnyAgentError, NotFound, Unauthenticated
+from any_agent.keys import SecretHash
+from any_agent.loopback import require_local
+from any_agent.metrics import CONTENT_TYPE
+from any_agent.registry import HEARTBEAT, Entry, publish
+from trainer.metrics import TrainerMetrics
+
+log = logging.getLogger(__name__)
+
+_HOST = "127.0.0.1"
+
+
+class Presence:
+    """A context manager: while it is open, `/metrics` is served and the registry entry is fresh."""
+
+    def __init__(self, folder: Path, metrics: TrainerMetrics, *, admin_key: str | None) -> None:
+        self._folder = folder
+        self._metrics = metrics
+        self._server = _Server(metrics.exposition().render, admin_key)
+        self.url = f"http://{_HOST}:{self._server.server_address[1]}"
+        self._boot_id = secrets.token_hex(8)
+        self._over = threading.Event()
+        self._failed = False
+        self._threads = [
+            threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True),
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True),
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._server.shutdown()
+        for thread in self._threads:
+            thread.join(5)
+        self._server.server_close()
+        # A trainer that failed is missed until it is back; one that is done is not.
+        if kind is None:
+            self._write("stopping")
+
+    def _beat(self) -> None:
+        while True:
+            self._write("ready")
+            if self._over.wait(HEARTBEAT):
+                return
+
+    def _write(self, state: Any) -> None:
+        """A failure is told once and tried again."""
+        entry = Entry(
+            name="trainer",
+            boot_id=self._boot_id,
+            url=self.url,
+            pid=os.getpid(),
+            state=state,
+            version=self._metrics.version,
+        )
+        try:
+            publish(self._folder, entry)
+        except OSError as error:
+            if not self._failed:
+                log.warning("cannot tell that the trainer is alive, trying again: %s", error)
+            self._failed = True
+        else:
+            self._failed = False
+
+
+class _Server(TCPServer):
+    """One request at a time: only the router asks. (HTTPServer would look its own name up.)"""
+
+    allow_reuse_address = True
+
+    def __init__(self, render: Callable[[], bytes], admin_key: str | None) -> None:
+        self.render = render
+        self.admin = SecretHash(admin_key) if admin_key else None
+        super().__init__((_HOST, 0), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.exception("a scrape of the metrics failed")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = 2.0
+    """Seconds that a client may keep the others waiting."""
+
+    def do_GET(self) -> None:
+        try:
+            self._check()
+            self._answer(200, CONTENT_TYPE, self.server.render())
+        except AnyAgentError as error:
+            self._answer(error.status, "text/plain; charset=utf-8", f"{error.message}\n".encode())
+
+    def _check(self) -> None:
+        """As the proxies do for the operator's routes."""
+        headers = self.headers
+        if self.server.admin is None:
+            require_local(
+                hosts=headers.get_all("Host", []),
+                origins=headers.get_all("Origin", []),
+                fetch_sites=headers.get_all("Sec-Fetch-Site", []),
+            )
+        else:
+            bearer = keys.bearer_of(
+                headers.get_all("Authorization", []), headers.get_all("X-Api-Key", [])
+            )
+            if not self.server.admin.matches(bearer):
+                raise Unauthenticated("metrics need the admin key: Authorization: Bearer <key>")
+        if self.path.partition("?")[0] != "/metrics":
+            raise NotFound("only /metrics is here")
+
+    def _answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def version_string(self) -> str:
+        return "any-agent"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: no access log, as everywhere."""
