@@ -165,10 +165,12 @@ class Node:
         return [url_of(_LOCAL, port) for port in ports]
 
     def _add_engine(self, rank: int, port: int) -> None:
-        url = url_of(_LOCAL, port)
+        url, name = url_of(_LOCAL, port), f"engine-{rank}"
+        # The other parts read their logs' form from the settings; an engine knows none of ours.
+        logs = ["--log-level", self.config.log_level, "--log-format", self.config.log_format]
         self._add(
-            f"engine-{rank}",
-            lambda: self._engine_arguments(port),
+            name,
+            lambda: [*self._engine_arguments(port), *logs, "--log-part", name],
             ready=lambda _: answers(f"{url}/health"),
             where=f" at {url}",
             secret=False,

@@ -124,6 +124,14 @@ def test_an_engine_that_comes_back_gets_the_newest_weights(lab: Lab) -> None:
         assert flag(start, "--model-path") == str(node.dir.weights / "v00000010")
 
 
+def test_engines_log_as_the_settings_say(lab: Lab) -> None:
+    with lab.node("log_level=warning", "log_format=json") as node:
+        for engine in ENGINES:
+            start = lab.start_of(node, engine)
+            flags = [flag(start, f"--log-{what}") for what in ("level", "format", "part")]
+            assert flags == ["warning", "json", engine]
+
+
 def test_without_training_the_given_weights_are_served_for_good(lab: Lab, tmp_path: Path) -> None:
     weights = Weights(tmp_path / "checkpoint", 5)
     with lab.node(train=False, weights=weights) as node:
