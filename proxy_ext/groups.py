@@ -116,6 +116,11 @@ class Groups:
         self._by_key[group.key] = group
         return group
 
+    def restore(self, group: Group) -> None:
+        """Add a closed one; a later generation of its task stays the one that is joined."""
+        self._by_id[group.id] = group
+        self._by_key.setdefault(group.key, group)
+
     def discard(self, group: Group) -> None:
         self._by_id.pop(group.id, None)
         if self._by_key.get(group.key) is group:

@@ -10,10 +10,16 @@ import asyncio
 import logging
 import time
 
-from any_agent.errors import Conflict
+from any_agent.errors import Conflict, InvalidRequest
 from any_agent.protocol import Ack, Capacity, Lease, SetCapacity
-from any_agent.types import Interaction, SessionMode, SessionState, Trajectory
-from proxy_ext.session import EXPORT_OWNER, Session
+from any_agent.types import (
+    TERMINAL_STATES,
+    Interaction,
+    SessionMode,
+    SessionState,
+    Trajectory,
+)
+from proxy_ext.session import EXPORT_OWNER, REPLAY, TRANSITIONS, Session, Transitions
 from proxy_ext.sessions import Sessions
 
 log = logging.getLogger(__name__)
@@ -72,8 +78,11 @@ class Leases:
 
     async def lease(self, body: Lease) -> list[Trajectory]:
         """Closed groups, oldest first; waits for one up to ``wait`` seconds, then nothing."""
+        if body.replay and body.session_ids is None:
+            raise InvalidRequest("replay needs session_ids", param="session_ids")
         if body.session_ids is not None:
-            return await self.lease_sessions(body.session_ids, body.owner)
+            again = self.replay if body.replay else self.lease_sessions
+            return await again(body.session_ids, body.owner)
         deadline = time.monotonic() + body.wait
         ready = self._sessions.ready
         while True:
@@ -109,6 +118,26 @@ class Leases:
                     )
                 chosen.append(session)
             return await self._take(chosen, owner)
+
+    async def replay(self, session_ids: list[str], owner: str) -> list[Trajectory]:
+        """These sessions once more, whatever a step has made of them.
+
+        For a resume from before that step: the one way out of `trained` and `rejected`. Conflict
+        naming those that no step took, or that an export holds.
+        """
+        async with self._lock:
+            chosen = [await self._sessions.by_id(id) for id in dict.fromkeys(session_ids)]
+            wrong = [
+                f"{session.id} is {session.state}"
+                for session in chosen
+                if session.state not in REPLAY or session.row.owner == EXPORT_OWNER
+            ]
+            if wrong:
+                raise Conflict(
+                    f"{len(wrong)} sessions cannot be trained on again: {'; '.join(wrong[:8])}",
+                    code="not_replayable",
+                )
+            return await self._take(chosen, owner, REPLAY)
 
     async def ack(self, body: Ack) -> int:
         """End leases for good. Sessions already in the wanted state are left so."""
@@ -170,15 +199,16 @@ class Leases:
                 break
         return chosen
 
-    async def _take(self, chosen: list[Session], owner: str) -> list[Trajectory]:
-        fresh = [s for s in chosen if s.state is SessionState.FINALIZED]
+    async def _take(
+        self, chosen: list[Session], owner: str, transitions: Transitions = TRANSITIONS
+    ) -> list[Trajectory]:
+        fresh = [s for s in chosen if s.state is not SessionState.LEASED or s.row.owner != owner]
         for session in chosen:
             # Before they are leased: a sweep must not take new leases for ones that ran out.
             session.lease_began = time.monotonic()
             session.lease_expires = session.lease_began + self._ttl
-        change = self._sessions.set_states(fresh, SessionState.LEASED, owner=owner)
         # Shielded: a poller that leaves now must not leave the journal ahead of the memory.
-        write = asyncio.ensure_future(change)
+        write = asyncio.ensure_future(self._hand_out(fresh, owner, transitions))
         try:
             await asyncio.shield(write)
         except asyncio.CancelledError:
@@ -187,6 +217,17 @@ class Leases:
                 await self._sessions.set_states(fresh, SessionState.FINALIZED)
             raise
         return [trajectory(session) for session in chosen]
+
+    async def _hand_out(
+        self, sessions: list[Session], owner: str, transitions: Transitions
+    ) -> None:
+        ended = [session for session in sessions if session.state in TERMINAL_STATES]
+        for session in ended:
+            await self._sessions.load(session)
+        await self._sessions.set_states(
+            sessions, SessionState.LEASED, owner=owner, transitions=transitions
+        )
+        await self._sessions.revive(ended)
 
     async def _leased_by(
         self, owner: str, session_ids: list[str], state: SessionState

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from any_agent.chat import chain_keys
 from any_agent.errors import SessionClosed
@@ -22,7 +23,8 @@ HANDED_OUT_STATES = (SessionState.LEASED, SessionState.TRAINED, SessionState.REJ
 """What only members of a closed group get to."""
 EXPORT_OWNER = "export"
 """Holds what `export_trajectories` leased; a trainer does not take these back."""
-TRANSITIONS: dict[SessionState, frozenset[SessionState]] = {
+Transitions: TypeAlias = Mapping[SessionState, frozenset[SessionState]]
+TRANSITIONS: Transitions = {
     SessionState.OPEN: frozenset(
         {
             SessionState.FINALIZED,
@@ -36,7 +38,12 @@ TRANSITIONS: dict[SessionState, frozenset[SessionState]] = {
         {SessionState.FINALIZED, SessionState.TRAINED, SessionState.REJECTED}
     ),
 }
-"""Every state change there is; terminal states have none."""
+"""Every state change there is, but for a resume's; terminal states have none."""
+REPLAY: Transitions = {
+    state: frozenset({SessionState.LEASED})
+    for state in (SessionState.FINALIZED, *HANDED_OUT_STATES)
+}
+"""The state changes of a resume, which trains again on what came after its checkpoint."""
 
 
 @dataclass(slots=True, eq=False)

@@ -39,6 +39,7 @@ from proxy_ext.session import (
     LIVE_STATES,
     TRANSITIONS,
     Session,
+    Transitions,
     add_to_tree,
 )
 
@@ -91,13 +92,14 @@ class Sessions:
                 self._lanes[row.lane] = row.id
         for group_id in dict.fromkeys(s.row.group_id for s in self.live.values()):
             if group_id is not None:
-                self._recover_group(await self.journal.group(group_id), wall)
+                self.groups.add(self._recovered(await self.journal.group(group_id), wall))
         self.counts.recover(await self.journal.counts())
         self.admission.admitted = self.counts.created[SessionMode.TRAIN] + self.groups.reserved
         if self.live:
             log.info("recovered %d sessions from the journal", len(self.live))
 
-    def _recover_group(self, rows: list[SessionRow], wall: float) -> None:
+    def _recovered(self, rows: list[SessionRow], wall: float) -> Group:
+        """A group of these members."""
         first = rows[0]
         named = first.group_id or ""
         task = f"task:{first.task_id}"
@@ -114,7 +116,16 @@ class Sessions:
             group.size = len(group.members)
             group.closed = True
         group.closed = group.closed or group.complete
-        self.groups.add(group)
+        return group
+
+    async def revive(self, sessions: Iterable[Session]) -> None:
+        """Put ended sessions that are leased again back among the live ones, with their groups."""
+        for session in sessions:
+            self.live[session.id] = session
+            group_id = session.row.group_id
+            if group_id is not None and self.groups.get(group_id) is None:
+                rows = await self.journal.group(group_id)
+                self.groups.restore(self._recovered(rows, time.time()))
 
     def add(self, session: Session) -> None:
         """A new session that the journal has; its lane's newest one."""
@@ -146,11 +157,15 @@ class Sessions:
         """An ended session; or the live one, if it was opened while its row was being read."""
         return self.live.get(row.id) or Session(row, expires=0.0)
 
-    async def info(self, session: Session) -> SessionInfo:
-        """What is recorded of a session; an ended one's interactions are read from the journal."""
+    async def load(self, session: Session) -> None:
+        """Read an ended session's interactions from the journal, if it has none yet."""
         if session.id not in self.live and not len(session.tree):
             for interaction in await self.journal.interactions(session.id):
                 add_to_tree(session.tree, interaction)
+
+    async def info(self, session: Session) -> SessionInfo:
+        """What is recorded of a session."""
+        await self.load(session)
         return session.info()
 
     # -- record --------------------------------------------------------------------------------
@@ -259,6 +274,7 @@ class Sessions:
         *,
         reasons: dict[str, str] | None = None,
         owner: str | None = None,
+        transitions: Transitions = TRANSITIONS,
     ) -> None:
         """Move sessions at once; one write."""
         chosen = sorted(sessions, key=lambda session: session.id)
@@ -269,7 +285,7 @@ class Sessions:
                 await locks.enter_async_context(session.lock)
             by_reason: dict[str | None, list[str]] = {}
             for session in chosen:
-                if state not in TRANSITIONS.get(session.state, ()):
+                if state not in transitions.get(session.state, ()):
                     raise Conflict(f"session {session.id} is {session.state}; it cannot be {state}")
                 by_reason.setdefault(reasons.get(session.id), []).append(session.id)
             await self.journal.commit(
