@@ -231,7 +231,7 @@ class SGLangEngine:
                 retry_after=2,
             ) from error
         finally:
-            if runs and not self.away:
+            if runs and not self.away and not self._http.closed:
                 self._abort(request.rid)
 
     def _abort(self, rid: str) -> None:
