@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+import uvloop
+
+from any_agent.chat import ChatFormat, load_chat_format
+from tests.router.router_lab import Lab, running_lab
+
+StartLab: TypeAlias = Callable[..., Awaitable[Lab]]
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop that the router runs on."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session")
+def chat(tiny_model_dir: Path) -> ChatFormat:
+    return load_chat_format(str(tiny_model_dir), enable_thinking=False)
+
+
+@pytest.fixture
+async def start_lab(tmp_path: Path) -> AsyncIterator[StartLab]:
+    """Start a router over fake ranks; settings by dotted name."""
+    async with AsyncExitStack() as stack:
+
+        async def make(*settings: str, ranks: int = 1) -> Lab:
+            return await stack.enter_async_context(running_lab(tmp_path, *settings, ranks=ranks))
+
+        yield make
+
+
+@pytest.fixture
+async def lab(start_lab: StartLab) -> Lab:
+    """One rank."""
+    return await start_lab()
+
+
+@pytest.fixture
+async def pair(start_lab: StartLab) -> Lab:
+    """Two ranks."""
+    return await start_lab(ranks=2)

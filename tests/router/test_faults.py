@@ -1,0 +1,292 @@
+"""Ranks that die at every moment of a call, and clients that leave, stall or dawdle."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from any_agent.errors import ReplyLost
+from any_agent.registry import publish
+from router import health
+from tests.proxy_ext.proxy_lab import LIMIT, until
+from tests.router.conftest import StartLab
+from tests.router.router_lab import END, Lab, Received
+
+GET = b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
+
+
+async def never(received: Received) -> None:
+    await asyncio.Event().wait()
+
+
+async def die(received: Received) -> None:
+    received.die()
+
+
+# -- the rank dies -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framing", ["chunked", "length"])
+async def test_death_amid_an_answer_aborts_the_client(lab: Lab, framing: str) -> None:
+    async def answer(received: Received) -> None:
+        if framing == "chunked":
+            await received.begin()
+            await received.chunk(b"data: 1\n\n")
+        else:
+            head = b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n"
+            await received.send(head + b"data: 1\n\n")
+        await go.wait()
+        received.die()
+
+    go = asyncio.Event()
+    lab.ranks[0].handler = answer
+    wire = await lab.connect()
+    await wire.send(POST)
+    await wire.head()
+    begun = b"9\r\ndata: 1\n\n\r\n" if framing == "chunked" else b"data: 1\n\n"
+    assert await wire.take(len(begun)) == begun
+    go.set()
+    rest, _ = await wire.rest()
+    # Neither the terminating chunk nor an error that looks like part of the answer.
+    assert rest == b""
+    assert lab.router.replies.broken == 1
+
+
+async def test_a_polite_end_amid_an_answer_is_no_end_either(lab: Lab) -> None:
+    async def answer(received: Received) -> None:
+        await received.begin()
+        await received.chunk(b"data: 1\n\n")
+        received.writer.close()
+
+    lab.ranks[0].handler = answer
+    wire = await lab.connect()
+    await wire.send(POST)
+    await wire.head()
+    data, _ = await wire.rest()
+    assert not data.endswith(END)
+
+
+@pytest.mark.parametrize("how", ["silent", "half a head", "half a body"])
+async def test_death_before_the_answer_is_a_lost_reply(lab: Lab, how: str) -> None:
+    async def answer(received: Received) -> None:
+        if how == "half a head":
+            await received.send(b"HTTP/1.1 200 OK\r\ncontent-le")
+        elif how == "half a body":
+            await received.send(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nabc")
+        received.writer.close()
+
+    lab.ranks[0].handler = answer
+    response = await lab.post("/v1/chat/completions", {"model": "m"})
+    assert response.status_code == 502
+    assert response.headers["x-should-retry"] == "false"
+    assert response.json()["error"]["code"] == ReplyLost.default_code
+    assert len(lab.ranks[0].received) == 1, "it was sent again"
+
+
+async def test_a_session_is_never_opened_twice(lab: Lab) -> None:
+    """A lost GET is repeated, unless it opens a session; aiohttp would repeat it by itself."""
+    lab.ranks[0].handler = die
+    assert (await lab.get("/rl/v1/start_session?mode=eval")).status_code == 502
+    assert len(lab.ranks[0].received) == 1
+
+
+async def test_a_lost_read_is_repeated(lab: Lab) -> None:
+    async def once(received: Received) -> None:
+        if len(lab.ranks[0].received) == 1:
+            received.die()
+        else:
+            await received.answer({"n": 2})
+
+    lab.ranks[0].handler = once
+    assert (await lab.get("/v1/models")).json() == {"n": 2}
+
+
+async def test_a_garbled_answer_is_a_lost_reply(lab: Lab) -> None:
+    async def answer(received: Received) -> None:
+        await received.send(b"not HTTP at all\r\n\r\n")
+
+    lab.ranks[0].handler = answer
+    assert (await lab.post("/v1/x")).status_code == 502
+
+
+# -- the rank is away --------------------------------------------------------------------------
+
+
+async def test_a_request_waits_for_its_rank(lab: Lab) -> None:
+    rank = lab.ranks[0]
+    await rank.kill()
+    call = asyncio.create_task(lab.post("/v1/x", {"a": 1}, lab.key(0)))
+    await until(lambda: lab.router.ranks.waiting == 1, "the request waits")
+    await lab.restart(rank)
+    assert (await call).status_code == 200
+    assert [r.json for r in rank.received] == [{"a": 1}]
+
+
+async def test_a_streamed_body_waits_unread(lab: Lab) -> None:
+    rank = lab.ranks[0]
+    await rank.kill()
+    body = b"x" * 500_000
+    call = asyncio.create_task(lab.post("/v1/x", body, lab.key(0)))
+    await until(lambda: lab.router.ranks.waiting == 1, "the request waits")
+    await lab.restart(rank)
+    assert (await call).status_code == 200
+    assert rank.received[0].body == body
+
+
+async def test_a_rank_that_stays_away(start_lab: StartLab) -> None:
+    lab = await start_lab("server.rank_wait=0.3")
+    await lab.ranks[0].kill()
+    response = await lab.post("/v1/x", {}, lab.key(0))
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) > 0
+    assert "x-should-retry" not in response.headers
+    assert lab.router.ranks.waiting == 0
+
+
+async def test_a_rank_that_says_that_it_stops_gets_nothing_more(lab: Lab) -> None:
+    rank = lab.ranks[0]
+    lab.silent.add(0)
+    stopping = rank.entry().model_copy(update={"state": "stopping"})
+    publish(lab.registry, stopping)
+    await until(lambda: not lab.router.ranks.live, "the router reads it")
+    call = asyncio.create_task(lab.post("/v1/x", {}, lab.key(0)))
+    await until(lambda: lab.router.ranks.waiting == 1, "the request waits")
+    assert not rank.received
+    lab.silent.discard(0)
+    assert (await call).status_code == 200
+
+
+async def test_waiting_requests_are_bounded(
+    start_lab: StartLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "_MAX_WAITING", 2)
+    lab = await start_lab()
+    await lab.ranks[0].kill()
+    key = lab.key(0)
+    calls = [asyncio.create_task(lab.post("/v1/x", {}, key)) for _ in range(2)]
+    await until(lambda: lab.router.ranks.waiting == 2, "two requests wait")
+    assert (await lab.post("/v1/x", {}, key)).status_code == 503
+    await lab.restart(lab.ranks[0])
+    assert [(await call).status_code for call in calls] == [200, 200]
+
+
+async def test_who_leaves_waits_no_more(lab: Lab) -> None:
+    await lab.ranks[0].kill()
+    wire = await lab.connect()
+    await wire.send(POST)
+    await until(lambda: lab.router.ranks.waiting == 1, "the request waits")
+    wire.close()
+    await until(lambda: lab.router.ranks.waiting == 0, "it is forgotten")
+    await lab.restart(lab.ranks[0])
+    assert (await lab.post("/v1/y")).status_code == 200
+    assert [r.target for r in lab.ranks[0].received] == ["/v1/y"]
+
+
+async def test_without_a_session_another_rank_does(pair: Lab) -> None:
+    await pair.ranks[0].kill()
+    for _ in range(4):
+        assert (await pair.get("/v1/models")).status_code == 200
+    assert len(pair.ranks[1].received) == 4
+
+
+# -- the client --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_client_that_leaves_ends_the_ranks_work(lab: Lab, begun: bool) -> None:
+    async def answer(received: Received) -> None:
+        if begun:
+            await received.begin()
+            await received.chunk(b"data: 1\n\n")
+        await never(received)
+
+    rank = lab.ranks[0]
+    rank.handler = answer
+    wire = await lab.connect()
+    await wire.send(POST)
+    if begun:
+        await wire.head()
+    await until(lambda: rank.received, "the rank has the call")
+    wire.close()
+    async with asyncio.timeout(LIMIT):
+        await rank.left.wait()
+
+
+async def test_a_client_that_takes_nothing_is_cut_off(start_lab: StartLab) -> None:
+    lab = await start_lab("server.client_timeout=0.5")
+    sent = 0
+
+    async def answer(received: Received) -> None:
+        nonlocal sent
+        await received.begin()
+        while True:
+            await received.chunk(b"x" * 50_000)
+            sent += 50_000
+
+    rank = lab.ranks[0]
+    rank.handler = answer
+    wire = await lab.connect(receive_buffer=4096)
+    await wire.send(POST)
+    async with asyncio.timeout(LIMIT):
+        await rank.left.wait()
+    assert lab.router.replies.cut == 1
+    # What the kernel holds at both connections, and little here.
+    assert sent < 20_000_000
+
+
+async def test_a_slow_client_is_served(start_lab: StartLab) -> None:
+    """It takes less than what is waiting for it within each time limit, but something."""
+    lab = await start_lab("server.client_timeout=1")
+    size = 12_000_000
+
+    async def answer(received: Received) -> None:
+        head = f"HTTP/1.1 200 OK\r\ncontent-length: {size}\r\n\r\n"
+        await received.send(head.encode())
+        await received.send(b"x" * size)
+
+    lab.ranks[0].handler = answer
+    wire = await lab.connect(receive_buffer=65536)
+    await wire.send(POST)
+    await wire.head()
+    got = 0
+    async with asyncio.timeout(LIMIT * 2):
+        while got < size:
+            got += len(await wire.reader.read(1 << 20))
+            await asyncio.sleep(0.02)
+    assert lab.router.replies.cut == 0
+
+
+async def test_a_body_that_comes_too_slowly(start_lab: StartLab) -> None:
+    lab = await start_lab("server.client_timeout=0.3")
+    for length in (100, 500_000):
+        wire = await lab.connect()
+        head = f"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n"
+        await wire.send(head.encode() + b"{")
+        assert " 400 " in await wire.head()
+    assert not lab.ranks[0].received
+
+
+@pytest.mark.parametrize("length", [100, 500_000])
+async def test_a_client_that_leaves_amid_its_body(lab: Lab, length: int) -> None:
+    wire = await lab.connect()
+    head = f"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n"
+    await wire.send(head.encode() + b"{")
+    await asyncio.sleep(0)
+    wire.close()
+    assert (await lab.post("/v1/y")).status_code == 200
+    assert [r.target for r in lab.ranks[0].received] == ["/v1/y"]
+
+
+async def test_pipelined_requests_are_answered_in_order(lab: Lab) -> None:
+    async def answer(received: Received) -> None:
+        await received.answer({"target": received.target})
+
+    lab.ranks[0].handler = answer
+    wire = await lab.connect()
+    await wire.send(GET.replace(b"/v1/x", b"/v1/1") + GET.replace(b"/v1/x", b"/v1/2"))
+    for number in (b"1", b"2"):
+        head = await wire.head()
+        length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
+        assert number in await wire.take(length)

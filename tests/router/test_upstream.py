@@ -1,0 +1,96 @@
+"""The shared client session: what it tells about a request that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import pytest
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from any_agent.errors import ReplyLost
+from any_agent.ports import free_port
+from router import upstream
+from router.upstream import NeverSent, Upstream, end_to_end, open_upstream
+from tests.router.router_lab import FakeRank
+
+
+async def post(client: Upstream, rank: FakeRank) -> int:
+    response = await client.send("POST", rank.url, "/v1/x", CIMultiDict(), b"{}")
+    async with response:
+        await response.read()
+    return response.status
+
+
+def close_behind_the_loops_back(rank: FakeRank) -> None:
+    """As a rank that dies: the connection's end has arrived, and no loop has seen it yet."""
+    (writer,) = rank._writers
+    connection = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+    connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+@pytest.mark.parametrize("looks", [True, False])
+async def test_a_connection_closed_meanwhile_is_not_used(
+    looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the look before the write, the same would be a lost reply."""
+    if not looks:
+        monkeypatch.setattr(upstream, "_has_news", lambda _: False)
+    rank = FakeRank()
+    await rank.start()
+    async with open_upstream() as client:
+        assert await post(client, rank) == 200
+        close_behind_the_loops_back(rank)
+        if looks:
+            assert await post(client, rank) == 200
+            assert rank.connections == 2
+        else:
+            with pytest.raises(ReplyLost):
+                await post(client, rank)
+    await rank.kill()
+
+
+async def test_nobody_listens() -> None:
+    async with open_upstream() as client:
+        with pytest.raises(NeverSent):
+            await client.send(
+                "POST", f"http://127.0.0.1:{free_port('127.0.0.1')}", "/", CIMultiDict(), b"{}"
+            )
+
+
+async def test_a_connection_that_is_not_accepted_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full backlog: the kernel drops what comes then."""
+    monkeypatch.setattr(upstream, "_CONNECT_TIMEOUT", 0.3)
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting = [socket.socket() for _ in range(3)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        async with open_upstream() as client, asyncio.timeout(15):
+            with pytest.raises(NeverSent):
+                url = f"http://127.0.0.1:{full.getsockname()[1]}"
+                await client.send("POST", url, "/", CIMultiDict(), b"{}")
+        for one in waiting:
+            one.close()
+
+
+def test_end_to_end_headers() -> None:
+    headers = CIMultiDict(
+        [
+            ("Connection", "close, X-One"),
+            ("connection", " x-two , Content-Length"),
+            ("X-One", "1"),
+            ("x-Two", "2"),
+            ("Content-Length", "3"),
+            ("Transfer-Encoding", "chunked"),
+            ("X-Kept", "a"),
+            ("X-Kept", "b"),
+        ]
+    )
+    kept = end_to_end(CIMultiDictProxy(headers))
+    assert list(kept.items()) == [("Content-Length", "3"), ("X-Kept", "a"), ("X-Kept", "b")]
+    assert "X-One" in headers, "the original was changed"
