@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from any_agent.completions import Completed, Completer, Completion, Prepared
 from any_agent.errors import AnyAgentError, SessionClosed, TooManyRequests
@@ -109,6 +110,8 @@ class Calls:
                 retry_after=1,
             )
         mode = session.row.mode if session is not None else None
+        if session is not None:
+            prepared = self._seeded(prepared, session)
         call = Call(prepared, session, self.stats.begin(prepared, mode))
         self._running.add(call)
         if session is not None:
@@ -117,6 +120,11 @@ class Calls:
         call.task = asyncio.create_task(run)
         call.task.add_done_callback(lambda _: self._ended(call))
         return call
+
+    def _seeded(self, prepared: Prepared, session: Session) -> Prepared:
+        """With the run's own seed for this call, if it has one."""
+        seed = self._sessions.names.sampling_seed(session.id, session.next_number)
+        return replace(prepared, gconfig=prepared.gconfig.new(seed=seed))
 
     def _ended(self, call: Call) -> None:
         self._running.discard(call)

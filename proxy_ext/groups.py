@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from dataclasses import dataclass, field
 
 from any_agent.errors import Conflict
 from any_agent.types import SessionState
 from proxy_ext.admission import Ticket
+from proxy_ext.names import Names
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +69,8 @@ class Group:
 class Groups:
     """The live groups of a rank."""
 
-    def __init__(self, *, timeout: float) -> None:
+    def __init__(self, names: Names, *, timeout: float) -> None:
+        self._names = names
         self._timeout = timeout
         self._by_key: dict[str, Group] = {}
         self._by_id: dict[str, Group] = {}
@@ -108,7 +109,7 @@ class Groups:
             return group
         if group is not None and group_id is not None:
             raise closed_error(group_id)
-        name = group_id if group_id is not None else f"{task_id}~{secrets.token_hex(4)}"
+        name = group_id or self._names.generation(task_id or "", self._by_id)
         return self.add(Group(name, key, size, time.monotonic() + self._timeout))
 
     def add(self, group: Group) -> Group:

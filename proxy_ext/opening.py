@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections import Counter
 
@@ -50,7 +49,7 @@ class Opening:
         now, wall = time.monotonic(), time.time()
         ttl = min(body.ttl or self._config.ttl, self._config.ttl)
         row = SessionRow(
-            id=f"ses-{self._sessions.rank}-{secrets.token_hex(8)}",
+            id=self._sessions.names.session(),
             lane=lane.id,
             mode=mode,
             state=SessionState.OPEN,

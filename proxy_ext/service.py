@@ -20,6 +20,7 @@ from proxy_ext.auth import Auth
 from proxy_ext.calls import Calls
 from proxy_ext.journal import Journal, SQLiteJournal
 from proxy_ext.leases import Leases
+from proxy_ext.names import Names
 from proxy_ext.opening import Opening
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions import Sessions
@@ -85,7 +86,8 @@ async def open_service(
         known = await engine.context_length()
         context = min(config.engine.context_length or known, known)
         signer = KeySigner(run_dir.signing_secret())
-        sessions = Sessions(journal, config.sessions, rank=rank)
+        names = await Names.recover(config, rank, journal)
+        sessions = Sessions(journal, config.sessions, names, rank=rank)
         await sessions.recover(lease_ttl=config.rollout.lease_ttl)
         run = RunState(config, engine, journal, training=training)
         await run.recover()

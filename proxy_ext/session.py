@@ -74,6 +74,11 @@ class Session:
     def state(self) -> SessionState:
         return self.row.state
 
+    @property
+    def next_number(self) -> int:
+        """Of its next interaction; calls under way will be interactions, too."""
+        return len(self.tree) + sum(call.completion is None for call in self.calls)
+
     def require_open(self) -> None:
         """SessionClosed (410) unless it is open."""
         if self.state is not SessionState.OPEN or self.closing:

@@ -33,6 +33,7 @@ from proxy_ext.journal import (
     SetInteractionReward,
     SetState,
 )
+from proxy_ext.names import Names
 from proxy_ext.session import (
     EXPORT_OWNER,
     HANDED_OUT_STATES,
@@ -60,14 +61,16 @@ class Sessions:
         self,
         journal: Journal,
         config: SessionConfig,
+        names: Names,
         *,
         rank: int,
     ) -> None:
         self.journal = journal
         self.config = config
+        self.names = names
         self.rank = rank
         self.admission = Admission(max_waiting=config.max_waiting)
-        self.groups = Groups(timeout=config.group_timeout)
+        self.groups = Groups(names, timeout=config.group_timeout)
         self.counts = SessionCounts()
         self.undelivered = 0
         """Answers taken out of training because they reached nobody."""

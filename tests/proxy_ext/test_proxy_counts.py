@@ -22,6 +22,7 @@ from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
 from proxy_ext.counts import SessionCounts
 from proxy_ext.journal import PutSession, SetState, SQLiteJournal, Statement
 from proxy_ext.leases import Leases
+from proxy_ext.names import Names
 from proxy_ext.opening import Opening
 from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions
@@ -41,7 +42,7 @@ class Rank:
     async def start(self) -> None:
         """A proxy's start; what an earlier one had in memory is gone."""
         self.journal = SQLiteJournal(self._folder / "rank-0.sqlite")
-        self.sessions = Sessions(self.journal, self._config.sessions, rank=0)
+        self.sessions = Sessions(self.journal, self._config.sessions, Names(0), rank=0)
         await self.sessions.recover(lease_ttl=60)
         self.sessions.admission.set_limit(10**6, 3600)
         self.leases = Leases(self.sessions, ttl=60)

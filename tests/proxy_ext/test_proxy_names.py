@@ -1,0 +1,123 @@
+"""Ids and sampling seeds: random, or the same whenever the run's seed and the opens are."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.chat import ChatFormat
+from any_agent.errors import StoreUnavailable
+from any_agent.keys import rank_of_session
+from proxy_ext.names import Names
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.proxy_ext.conftest import Start
+from tests.proxy_ext.proxy_lab import HELLO, Proxy, config_for, running_proxy
+
+DETERMINISTIC = ("rollout.deterministic=true", "train.seed=7")
+
+
+def test_names_follow_from_the_seed() -> None:
+    def some(rank: int, seed: int) -> list[Any]:
+        names = Names(rank, seed)
+        sessions = [names.session() for _ in range(3)]
+        seeds = [names.sampling_seed(sessions[0], number) for number in range(3)]
+        return [*sessions, names.generation("t", ()), *seeds]
+
+    assert some(1, 7) == some(1, 7)
+    everything = [item for rank in (0, 1) for seed in (7, 8) for item in some(rank, seed)]
+    assert len(set(everything)) == len(everything)
+    assert [rank_of_session(id) for id in some(1, 7)[:3]] == [1, 1, 1]
+    assert all(0 <= seed < 2**31 for seed in some(1, 7)[4:])
+
+
+def test_generations_of_one_moment_differ() -> None:
+    names = Names(0, 7)
+    taken: list[str] = []
+    for _ in range(3):
+        taken.append(names.generation("t", taken))
+    assert len(set(taken)) == 3
+    again = Names(0, 7)
+    assert again.generation("t", ()) == taken[0]
+    again.session()
+    assert again.generation("t", ()) not in taken
+
+
+def test_without_a_seed_they_are_random() -> None:
+    one, other = Names(0), Names(0)
+    assert one.session() != other.session()
+    assert one.generation("t", ()) != other.generation("t", ())
+    assert one.sampling_seed("s", 0) is None
+
+
+async def run(root: Path, chat: ChatFormat, *settings: str, leave: int = 6) -> list[Any]:
+    """Some agents, one after the other; what they were named and sampled with."""
+    engine = ScriptedEngine(decode=chat.decode)
+    out: list[Any] = []
+    async with engine.serve():
+        config = config_for(root, *settings)
+        for part in (range(leave), range(leave, 6)):  # the proxy is started again in between
+            async with running_proxy(config, chat, engine_url=engine.url) as proxy:
+                await proxy.admit(100)
+                out += [await agent(proxy, number) for number in part]
+    return [*out, [r["sampling_params"].get("sampling_seed") for r in engine.requests]]
+
+
+async def agent(proxy: Proxy, number: int) -> tuple[str, str | None]:
+    fields: dict[str, Any] = [{}, {"mode": "eval"}, {"task_id": "t", "group_size": 2}][number % 3]
+    session = await proxy.open(**fields)
+    messages = list(HELLO)
+    for _ in range(2):
+        answer = await proxy.complete(session["api_key"], messages)
+        messages += [answer["choices"][0]["message"], *HELLO]
+    await proxy.post("/rl/v1/finalize", {"final_reward": 1}, session["api_key"])
+    return session["session_id"], session["group_id"]
+
+
+async def test_the_same_agents_get_the_same_names_and_seeds(
+    tmp_path: Path, chat: ChatFormat
+) -> None:
+    first = await run(tmp_path / "a", chat, *DETERMINISTIC)
+    assert first == await run(tmp_path / "b", chat, *DETERMINISTIC)
+    # A restart of the proxy changes nothing.
+    assert first == await run(tmp_path / "c", chat, *DETERMINISTIC, leave=3)
+    seeds = first[-1]
+    assert len(set(seeds)) == len(seeds) == 12
+    other = await run(tmp_path / "d", chat, "rollout.deterministic=true", "train.seed=8")
+    assert not {item for item, _ in first[:6]} & {item for item, _ in other[:6]}
+    random = await run(tmp_path / "e", chat)
+    assert random[-1] == [None] * 12
+
+
+async def test_what_the_journal_never_got_is_not_named_twice(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = await start(*DETERMINISTIC)
+    await proxy.admit(100)
+
+    async def full(*_: Any) -> None:
+        raise StoreUnavailable("full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(proxy.service.journal, "commit", full)
+        assert (await proxy.http.post("/rl/v1/start_session", json={})).status_code == 503
+    opened = {(await proxy.open())["session_id"] for _ in range(3)}
+    await proxy.service.journal.close()
+    again = await start(*DETERMINISTIC)
+    await again.admit(100)
+    assert (await again.open())["session_id"] not in opened
+    assert len(again.service.sessions.live) == 4
+
+
+async def test_calls_at_once_have_seeds_of_their_own(start: Start, engine: ScriptedEngine) -> None:
+    proxy = await start(*DETERMINISTIC)
+    await proxy.admit(1)
+    session = await proxy.open()
+    await asyncio.gather(*(proxy.complete(session["api_key"]) for _ in range(4)))
+    await proxy.complete(session["api_key"])
+    seeds = {r["sampling_params"]["sampling_seed"] for r in engine.requests}
+    assert len(seeds) == 5
+    (recorded, *_) = await proxy.recorded(session["session_id"])
+    assert recorded.gconfig.seed in seeds
