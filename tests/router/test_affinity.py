@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from any_agent.errors import AnyAgentError, Conflict, NotFound, SessionMismatch, Unauthenticated
+from any_agent.keys import KeySigner
+from router.affinity import Affinity, home_of
+
+RANKS = 3
+SIGNER = KeySigner(b"s" * 32)
+AFFINITY = Affinity(SIGNER, RANKS)
+KEYS = [SIGNER.mint(rank)[1] for rank in range(RANKS)]
+IDS = [f"ses-{rank}-0123456789abcdef" for rank in range(RANKS)]
+BAD_KEYS = {
+    "forged": KEYS[1][:-1] + ("0" if KEYS[1][-1] != "0" else "1"),
+    "of another rank": KEYS[1].replace("sk-v1.1.", "sk-v1.2."),
+    "truncated": KEYS[1][:-5],
+    "of another service": KeySigner(b"t" * 32).mint(1)[1],
+    "no more than a prefix": "sk-v1.",
+}
+
+
+def place(path: str = "/v1/x", query: str = "", **headers: str) -> tuple[int | None, bool]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return AFFINITY.place(path, query, CIMultiDictProxy(CIMultiDict(named)))
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+# -- a session's rank --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_every_place_of_a_name(rank: int) -> None:
+    key, session_id = KEYS[rank], IDS[rank]
+    assert place(**bearer(key)) == (rank, True)
+    assert place(X_Api_Key=key) == (rank, True)
+    for name in (key, session_id):
+        assert place(f"/{name}/v1/chat/completions") == (rank, True)
+        assert place(X_Any_Agent_Session=name) == (rank, True)
+        assert place(query=f"a=1&session_id={name}") == (rank, True)
+        assert place(f"/rl/v1/sessions/{name}/abort") == (rank, True)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/x", "/", "/rl/v1/sessions", "/sk-v1.0", "/ses", "/v1/sk-v1.0.x/y", ""]
+)
+def test_no_session(path: str) -> None:
+    assert place(path) == (None, False)
+    assert place(path, **bearer("operator-secret")) == (None, False)
+
+
+def test_a_prefix_beats_bearers() -> None:
+    """Agents send "DUMMY", another service's key, or one of another session."""
+    for other in ("DUMMY", KEYS[2], BAD_KEYS["forged"]):
+        assert place(f"/{KEYS[1]}/v1/x", **bearer(other), X_Api_Key="another") == (1, True)
+
+
+def test_a_prefix_may_look_like_a_route() -> None:
+    """Whatever begins like a key or an id is one: no route does."""
+    for path in ("/ses-0-nonsense/v1/x", "/ses-/healthz"):
+        assert place(path) == (None, True)
+    with pytest.raises(Unauthenticated):
+        place("/sk-v1.healthz/v1/x")
+
+
+@pytest.mark.parametrize("key", BAD_KEYS.values(), ids=BAD_KEYS)
+def test_bad_keys_are_refused_everywhere(key: str) -> None:
+    for where in (
+        lambda: place(**bearer(key)),
+        lambda: place(X_Api_Key=key),
+        lambda: place(X_Any_Agent_Session=key),
+        lambda: place(f"/{key}/v1/x"),
+        lambda: place(query=f"session_id={key}"),
+    ):
+        with pytest.raises(Unauthenticated) as error:
+            where()
+        assert key not in error.value.message
+
+
+def test_a_rank_that_the_service_does_not_have() -> None:
+    for where in (
+        bearer(SIGNER.mint(RANKS)[1]),
+        {"X_Any_Agent_Session": f"ses-{RANKS}-0123456789abcdef"},
+        {"query": "session_id=ses-9999-0123456789abcdef"},
+    ):
+        with pytest.raises(NotFound) as error:
+            place(**where)
+        assert error.value.code == "unknown_rank"
+
+
+def test_ids_that_tell_no_rank_are_named_all_the_same() -> None:
+    for name in ("ses-01-0123456789abcdef", "something", "ses-1-short"):
+        assert place(X_Any_Agent_Session=name) == (None, True)
+
+
+def test_two_sessions_of_different_ranks() -> None:
+    for where in (
+        {**bearer(KEYS[0]), "X_Any_Agent_Session": IDS[1]},
+        {"X_Any_Agent_Session": IDS[1], "query": f"session_id={IDS[2]}"},
+        {"path": f"/{KEYS[0]}/v1/x", "query": f"session_id={IDS[1]}"},
+        {"path": f"/rl/v1/sessions/{IDS[0]}", **bearer(KEYS[1])},
+    ):
+        with pytest.raises(SessionMismatch):
+            place(**where)
+
+
+def test_two_sessions_of_one_rank_are_its_own_business() -> None:
+    assert place(**bearer(KEYS[1]), X_Any_Agent_Session=IDS[1]) == (1, True)
+
+
+def test_two_keys() -> None:
+    with pytest.raises(SessionMismatch):
+        place(**bearer(KEYS[0]), X_Api_Key=KEYS[1])
+    assert place(**bearer(KEYS[0]), X_Api_Key=KEYS[0]) == (0, True)
+
+
+@given(st.text(alphabet=st.characters(codec="utf-8"), max_size=60), st.text(max_size=60))
+def test_nothing_unexpected_is_raised(path: str, value: str) -> None:
+    for where in (
+        {"path": f"/{path}"},
+        {"path": f"/sk-v1.{path}/{value}"},
+        {"path": f"/ses-{path}/{value}"},
+        {"X_Any_Agent_Session": value},
+        bearer(f"sk-v1.{value}"),
+        {"query": f"session_id={value}&{path}"},
+    ):
+        try:
+            rank, _ = place(**where)
+        except AnyAgentError as error:
+            assert error.status in (400, 401, 404)
+        else:
+            assert rank is None or rank < RANKS
+
+
+# -- where sessions are opened -----------------------------------------------------------------
+
+
+def test_homes() -> None:
+    home = AFFINITY.home
+    group = home(api_key=None, group_id="g", task_id=None)
+    assert group == home_of("g", RANKS)
+    assert home(api_key=None, group_id="g", task_id="t") == group
+    assert home(api_key=None, group_id=None, task_id="t") == home_of("t", RANKS)
+    assert home(api_key=None, group_id=None, task_id=None) is None
+    assert home(api_key=KEYS[2], group_id=None, task_id=None) == 2
+
+
+def test_an_earlier_key_and_its_group() -> None:
+    there = home_of("g", RANKS)
+    for rank in range(RANKS):
+        if rank == there:
+            assert AFFINITY.home(api_key=KEYS[rank], group_id="g", task_id=None) == rank
+            continue
+        with pytest.raises(Conflict) as error:
+            AFFINITY.home(api_key=KEYS[rank], group_id="g", task_id=None)
+        assert error.value.code == "lane_on_other_rank"
+
+
+def test_an_earlier_key_that_is_none() -> None:
+    with pytest.raises(Unauthenticated):
+        AFFINITY.home(api_key=BAD_KEYS["forged"], group_id=None, task_id=None)
+    assert AFFINITY.home(api_key="something else", group_id=None, task_id=None) is None
+
+
+NAMES = st.text(alphabet=st.characters(codec="utf-8"), min_size=1, max_size=64)
+
+
+@given(NAMES, st.integers(1, 64))
+def test_a_home_is_one_of_the_ranks_and_always_the_same(name: str, ranks: int) -> None:
+    home = home_of(name, ranks)
+    assert 0 <= home < ranks
+    assert home_of(name, ranks) == home
+
+
+@given(NAMES, st.integers(1, 64))
+def test_a_rank_more_moves_only_what_it_wins(name: str, ranks: int) -> None:
+    assert home_of(name, ranks + 1) in (home_of(name, ranks), ranks)
+
+
+def test_homes_do_not_depend_on_the_process() -> None:
+    """Python's own hash does; these are what every router has answered so far."""
+    assert [home_of(f"group-{k}", 4) for k in range(8)] == [2, 0, 3, 2, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("form", ["group-{}", "{}", "gsm8k/train/{}/x", "a" * 50 + "{}"])
+def test_homes_are_spread_evenly(ranks: int, form: str) -> None:
+    count = 2000 * ranks
+    found = Counter(home_of(form.format(k), ranks) for k in range(count))
+    # Five standard deviations of a fair choice.
+    allowed = 5 * (count * (1 / ranks) * (1 - 1 / ranks)) ** 0.5
+    assert all(abs(found[rank] - count / ranks) < allowed for rank in range(ranks)), found

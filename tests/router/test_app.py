@@ -1,0 +1,275 @@
+"""What the router decides before it passes anything on, and what it answers itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from any_agent.registry import Entry, publish
+from tests.proxy_ext.proxy_lab import until
+from tests.router.conftest import StartLab
+from tests.router.router_lab import Lab, serving
+from tests.router.test_affinity import IDS, SIGNER
+
+# -- which rank --------------------------------------------------------------------------------
+
+
+async def test_keys_and_ids_find_their_rank(pair: Lab) -> None:
+    for number, rank in enumerate(pair.ranks):
+        key = pair.key(number)
+        await pair.post("/v1/chat/completions", {}, key)
+        await pair.post("/v1/chat/completions", {}, **{"x-api-key": key})
+        await pair.post(f"/{key}/v1/chat/completions", {}, "DUMMY")
+        await pair.post("/v1/chat/completions", {}, **{"X-Any-Agent-Session": IDS[number]})
+        await pair.post(f"/rl/v1/finalize?session_id={IDS[number]}")
+        await pair.post("/rl/v1/set_reward", {"reward": 1, "session_id": IDS[number]})
+        await pair.get(f"/rl/v1/sessions/{IDS[number]}")
+        assert len(rank.received) == 7
+        assert rank.received[2].target == f"/{key}/v1/chat/completions"
+        assert rank.received[5].json == {"reward": 1, "session_id": IDS[number]}
+
+
+async def test_an_escaped_prefix_is_a_prefix(pair: Lab) -> None:
+    """The proxies decode a path before they look at it."""
+    key = pair.key(1).replace("sk-", "sk%2D")
+    await pair.post(f"/{key}/v1/x")
+    assert pair.ranks[1].received[0].target == f"/{key}/v1/x"
+
+
+async def test_behind_a_prefix_everything_is_a_route_of_the_rank(pair: Lab) -> None:
+    key = pair.key(1)
+    for path in ("/healthz", "/rl/v1/start_session", "/rl/v1/capacity"):
+        assert (await pair.get(f"/{key}{path}")).json() == {}
+    assert len(pair.ranks[1].received) == 3
+
+
+async def test_calls_without_a_session_go_round(pair: Lab) -> None:
+    for _ in range(6):
+        await pair.get("/v1/models")
+    assert [len(rank.received) for rank in pair.ranks] == [3, 3]
+
+
+async def test_a_bad_key_reaches_no_rank(pair: Lab) -> None:
+    key = pair.key(0)
+    forged = key[:-1] + ("0" if key[-1] != "0" else "1")
+    foreign = SIGNER.mint(0)[1]
+    for bad in (forged, key[:-4], foreign):
+        for response in (
+            await pair.post("/v1/chat/completions", {}, bad),
+            await pair.post(f"/{bad}/v1/chat/completions"),
+            await pair.post("/rl/v1/set_reward", {"session_id": bad}),
+        ):
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert bad not in response.text
+    assert not any(rank.received for rank in pair.ranks)
+
+
+async def test_an_unknown_rank(pair: Lab) -> None:
+    for response in (
+        await pair.post("/v1/chat/completions", {}, pair.key(2)),
+        await pair.get("/rl/v1/sessions/ses-7-0123456789abcdef"),
+    ):
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "unknown_rank"
+        assert "server.ranks" in response.json()["error"]["message"]
+
+
+async def test_malformed_bodies_are_a_ranks_business(pair: Lab) -> None:
+    for body in (b"{", b"[]", b'{"session_id": 7}', b"\xff"):
+        assert (await pair.post("/rl/v1/finalize", body)).status_code == 200
+    bodies = [r.body for rank in pair.ranks for r in rank.received]
+    assert sorted(bodies) == sorted([b"{", b"[]", b'{"session_id": 7}', b"\xff"])
+
+
+# -- limits ------------------------------------------------------------------------------------
+
+
+async def test_bodies_over_the_limit(start_lab: StartLab) -> None:
+    lab = await start_lab("server.max_body_bytes=100000")
+    for content in (b"x" * 100_001, _parts(3)):
+        response = await lab.http.post("/v1/x", content=content)
+        assert response.status_code == 413
+        assert "server.max_body_bytes" in response.json()["error"]["message"]
+    for content in (b"x" * 100_000, _parts(2)):
+        assert (await lab.http.post("/v1/x", content=content)).status_code == 200
+    assert len(lab.ranks[0].received) == 2
+
+
+async def _parts(count: int) -> object:
+    for _ in range(count):
+        yield b"x" * 40_000
+
+
+async def test_a_client_that_asks_first_does_not_send_too_much(start_lab: StartLab) -> None:
+    lab = await start_lab("server.max_body_bytes=100000")
+    wire = await lab.connect()
+    await wire.send(
+        b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
+        b"Content-Length: 100001\r\n\r\n"
+    )
+    assert " 413 " in await wire.head()
+
+
+async def test_rl_bodies_that_are_read_have_a_limit_of_their_own(pair: Lab) -> None:
+    assert (await pair.post("/rl/v1/set_reward", b"x" * (1 << 20) + b"x")).status_code == 413
+    assert (await pair.post("/rl/v1/start_session", b"x" * (1 << 20) + b"x")).status_code == 413
+
+
+@pytest.mark.parametrize(("size", "status"), [(20_000, 200), (40_000, 413), (100_000, 400)])
+async def test_header_sizes(lab: Lab, size: int, status: int) -> None:
+    response = await lab.get("/v1/models", **{"X-Large": "x" * size})
+    assert response.status_code == status
+    if status != 200:
+        assert "header" in response.json()["error"]["message"]
+        assert not lab.ranks[0].received
+
+
+async def test_what_is_not_http(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    key = lab.key(0)
+    for line in (f"GET /{key}\x01/v1/x HTTP/1.1", "\x16\x03\x01", "GET / HTTP/1.1\r\nno colon"):
+        wire = await lab.connect()
+        await wire.send(f"{line}\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
+        assert " 400 " in await wire.head()
+        data, _ = await wire.rest()
+        assert b"invalid_request" in data
+    assert key not in caplog.text
+
+
+async def test_smuggled_framing_is_refused(lab: Lab) -> None:
+    wire = await lab.connect()
+    await wire.send(
+        b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /v1/y HTTP/1.1\r\n\r\n"
+    )
+    assert " 400 " in await wire.head()
+    await wire.rest()
+    assert not lab.ranks[0].received
+
+
+# -- pages and hosts ---------------------------------------------------------------------------
+
+PAGES = [
+    {"Host": "evil.example"},
+    {"Host": "127.0.0.1.evil.example:80"},
+    {"Origin": "https://evil.example"},
+    {"Origin": "null"},
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site"},
+]
+
+
+@pytest.mark.parametrize("headers", PAGES, ids=str)
+@pytest.mark.parametrize("path", ["/healthz", "/rl/v1/capacity", "/v1/models"])
+async def test_open_mode_serves_no_web_page(pair: Lab, headers: dict[str, str], path: str) -> None:
+    response = await pair.get(path, **headers)
+    assert response.status_code == 403
+    assert "server.admin_key" in response.json()["error"]["message"]
+    assert not any(rank.received for rank in pair.ranks)
+
+
+@pytest.mark.parametrize("headers", PAGES, ids=str)
+async def test_with_a_key_pages_are_served(start_lab: StartLab, headers: dict[str, str]) -> None:
+    lab = await start_lab("server.admin_key=operator-secret")
+    for path in ("/healthz", "/v1/models"):
+        assert (await lab.get(path, **headers)).status_code == 200
+
+
+async def test_local_programs_are_served_in_open_mode(lab: Lab) -> None:
+    for headers in ({"Host": "localhost:8000"}, {"Host": "[::1]"}, {"Sec-Fetch-Site": "none"}):
+        assert (await lab.get("/healthz", **headers)).status_code == 200
+
+
+# -- health ------------------------------------------------------------------------------------
+
+
+async def test_health_shows_the_ranks(pair: Lab) -> None:
+    assert (await pair.get("/readyz")).json() == {"status": "ready", "ranks": [0, 1]}
+    await pair.ranks[0].kill()
+    pair.ranks[1].version = 7
+    await pair.post("/v1/x", {}, pair.key(1))
+    pair.router.ranks.failed(0)
+    await until(lambda: pair.router.ranks.entry(1).version == 7, "the entry is read")  # type: ignore[union-attr]
+    health = (await pair.get("/healthz")).json()
+    assert health["status"] == "ok"
+    assert health["ranks"]["0"]["state"] == "away"
+    assert health["ranks"]["1"] == {
+        "state": "ready",
+        "version": 7,
+        "load": {"open": 0, "waiting": 0, "calls": 0},
+    }
+    assert (await pair.get("/readyz")).json()["ranks"] == [1]
+
+
+async def test_without_ranks_it_lives_and_is_not_ready(lab: Lab) -> None:
+    await lab.ranks[0].kill()
+    lab.router.ranks.failed(0)
+    assert (await lab.get("/healthz")).status_code == 200
+    response = await lab.get("/readyz")
+    assert response.status_code == 503
+    assert response.headers["retry-after"]
+
+
+async def test_it_writes_its_own_entry(lab: Lab) -> None:
+    path = lab.registry / "router.json"
+    entry = Entry.model_validate_json(path.read_bytes())
+    assert (entry.name, entry.url) == ("router", f"http://127.0.0.1:{lab.port}")
+    before = path.stat().st_mtime_ns
+    await until(lambda: path.stat().st_mtime_ns > before, "it is written again")
+
+
+async def test_a_stop_finishes_what_is_under_way(lab: Lab) -> None:
+    go = asyncio.Event()
+
+    async def answer(received: object) -> None:
+        await go.wait()
+        await received.answer({"done": True})  # type: ignore[attr-defined]
+
+    lab.ranks[0].handler = answer
+    async with serving(lab.config) as (_, port):
+        lab.port = port
+        wire = await lab.connect()
+        await wire.send(b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await until(lambda: lab.ranks[0].received, "the call is under way")
+        asyncio.get_running_loop().call_later(0.2, go.set)
+    assert "200" in await wire.head()
+    entry = Entry.model_validate_json((lab.registry / "router.json").read_bytes())
+    assert entry.state in ("stopping", "ready")
+    with pytest.raises(ConnectionRefusedError):
+        await lab.connect()
+
+
+async def test_a_stop_ends_what_does_not_end(lab: Lab) -> None:
+    async def answer(received: object) -> None:
+        await asyncio.Event().wait()
+
+    lab.ranks[0].handler = answer
+    async with asyncio.timeout(30), serving(lab.config) as (_, port):
+        lab.port = port
+        wire = await lab.connect()
+        await wire.send(b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await until(lambda: lab.ranks[0].received, "the call is under way")
+    assert (await wire.rest())[0] == b""
+    assert lab.ranks[0].left.is_set()
+
+
+async def test_nothing_that_is_logged_holds_a_key(
+    lab: Lab, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    key = lab.key(0)
+
+    async def die(received: object) -> None:
+        received.die()  # type: ignore[attr-defined]
+
+    await lab.post(f"/{key}/v1/x", {}, key)
+    lab.ranks[0].handler = die
+    await lab.post(f"/{key}/v1/x", {}, key)
+    await lab.ranks[0].kill()
+    publish(lab.registry, lab.ranks[0].entry())
+    await lab.restart(lab.ranks[0])
+    await lab.post(f"/{key}/v1/x", {}, key)
+    ours = [r for r in caplog.records if r.name.split(".")[0] in ("router", "aiohttp", "any_agent")]
+    assert all(key not in record.getMessage() for record in ours)
