@@ -26,8 +26,10 @@ from router.fanout import FanOut, Handler
 from router.forward import Forwarder
 from router.health import Ranks
 from router.leasing import Leasing
+from router.metrics import MetricsRoute
 from router.opens import MAX_BYTES, START, Opens
 from router.reply import Replies
+from router.stats import CLIENT_LEFT, FAILED, RouterStats
 from router.upstream import Upstream, open_upstream
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class Router:
         self._max_body = server.max_body_bytes
         self._client_timeout = server.client_timeout
         self._affinity = affinity = Affinity(signer, server.ranks)
+        self.stats = RouterStats()
         self.ranks = ranks
         self.replies = replies = Replies(timeout=server.client_timeout)
         self.forwarder = forwarder = Forwarder(upstream, ranks, replies)
@@ -57,12 +60,28 @@ class Router:
             ("POST", START): opens.open,
             **FanOut(ranks, forwarder, replies).routes,
             **Leasing(affinity, ranks, forwarder, replies).routes,
+            ("GET", "/metrics"): MetricsRoute(self, upstream, admin_key=_admin_key(config)).show,
             **{(m, "/healthz"): self._healthz for m in ("GET", "HEAD")},
             **{(m, "/readyz"): self._readyz for m in ("GET", "HEAD")},
         }
         """What is not simply passed on, unless the request belongs to one session."""
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        self.stats.running += 1
+        status = CLIENT_LEFT
+        try:
+            response = await self._answer(request)
+            status = response.status
+            return response
+        except ConnectionError:
+            raise
+        except Exception:
+            status = FAILED
+            raise
+        finally:
+            self.stats.end(request, status)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             return await self._handle(request)
         except AnyAgentError as error:
@@ -122,6 +141,11 @@ class Router:
         if not self.ranks.live:
             raise ServiceUnavailable("no rank of the service is up", retry_after=2)
         return await self.replies.json(request, {"status": "ready", "ranks": self.ranks.live})
+
+
+def _admin_key(config: Config) -> str | None:
+    key = config.server.admin_key
+    return key.get_secret_value() if key is not None else None
 
 
 class _Connection(web.RequestHandler):

@@ -53,6 +53,11 @@ class Ranks:
         """What the rank last said of itself."""
         return self._registry.get(rank_name(rank))
 
+    @property
+    def trainer(self) -> Entry | None:
+        """What the trainer last said of itself."""
+        return self._registry.get("trainer")
+
     def failed(self, rank: int) -> None:
         """A connection could not be made: the rank is away until it says otherwise."""
         # What it wrote before now, but was not read yet, is no news.
