@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from embedded_lab import Gate, fresh_logprobs, prompt, request, worst, wrapped
 
 from any_agent.engine import SGLangEngine
@@ -19,8 +18,7 @@ from any_agent.engine.embedded.stops import StopMatcher
 from any_agent.types import GenerationChunk, ModelRequest
 from tests.engine.engine_process import EngineProcess
 from tests.engine.sglang_lab import joined, until
-from trainer.policy import Policy, PolicyConfig
-from trainer.weights import publish_to_disk
+from tests.other_weights import publish_other
 
 BUDGET = 500
 TEMPERATURE = 0.8
@@ -29,12 +27,7 @@ TEMPERATURE = 0.8
 @pytest.fixture(scope="module")
 def published(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Version 1: other weights, as a trainer publishes them."""
-    policy = Policy.load(tiny_model_dir, PolicyConfig(threads=1))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in policy.model.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
-    return publish_to_disk(policy, tiny_model_dir, tmp_path_factory.mktemp("weights"), 1)
+    return publish_other(tiny_model_dir, tmp_path_factory.mktemp("weights"), 1)
 
 
 def test_an_engine_serves_what_a_trainer_published(
