@@ -1,0 +1,170 @@
+"""The operator's routes over all ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router import fanout, merge
+from tests.proxy_ext.proxy_lab import until
+from tests.router.router_lab import FakeRank, Lab, Received
+
+CAPACITY = {"admitted": 3, "reserved": 1, "waiting": 2, "running": 4, "buffered": 5, "limit": 9}
+
+
+def says(rank: FakeRank, data: Any, status: int = 200) -> None:
+    async def handler(received: Received) -> None:
+        await received.answer(data, status=status)
+
+    rank.handler = handler
+
+
+async def away(lab: Lab, number: int) -> None:
+    await lab.ranks[number].kill()
+    lab.router.ranks.failed(number)
+
+
+async def test_capacity_is_summed(pair: Lab) -> None:
+    other = {name: 10 * value for name, value in CAPACITY.items()}
+    says(pair.ranks[0], CAPACITY | {"queue": [1, 2]})
+    says(pair.ranks[1], other | {"queue": []})
+    for response in (
+        await pair.get("/rl/v1/capacity"),
+        await pair.http.put("/rl/v1/capacity", json={"limit": 9}),
+    ):
+        assert response.json() == {
+            **{name: 11 * value for name, value in CAPACITY.items()},
+            "ranks": {"0": CAPACITY | {"queue": [1, 2]}, "1": other | {"queue": []}},
+            "unreachable": [],
+        }
+    for rank in pair.ranks:
+        assert [r.method for r in rank.received] == ["GET", "PUT"]
+        assert rank.received[1].json == {"limit": 9}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/rl/v1/run"),
+        ("PUT", "/rl/v1/run"),
+        ("GET", "/rl/v1/version"),
+        ("POST", "/rl/v1/version"),
+        ("POST", "/rl/v1/pause"),
+        ("POST", "/rl/v1/resume"),
+    ],
+)
+async def test_the_rank_that_is_behind_speaks_for_all(pair: Lab, method: str, path: str) -> None:
+    says(pair.ranks[0], {"version": 5, "state": "training"})
+    says(pair.ranks[1], {"version": 4, "state": "finished"})
+    data = (await pair.http.request(method, path, json={"x": 1})).json()
+    assert (data["version"], data["state"]) == (4, "finished")
+    assert {rank: one["version"] for rank, one in data["ranks"].items()} == {"0": 5, "1": 4}
+    assert data["unreachable"] == []
+
+
+async def test_a_missing_rank_is_named(pair: Lab) -> None:
+    says(pair.ranks[1], CAPACITY)
+    await away(pair, 0)
+    data = (await pair.get("/rl/v1/capacity")).json()
+    assert data["unreachable"] == [0]
+    assert data["admitted"] == CAPACITY["admitted"]
+    assert list(data["ranks"]) == ["1"]
+
+
+async def test_a_rank_that_dies_over_it_is_named(pair: Lab) -> None:
+    async def die(received: Received) -> None:
+        received.die()
+
+    says(pair.ranks[1], CAPACITY)
+    pair.ranks[0].handler = die
+    assert (await pair.get("/rl/v1/capacity")).json()["unreachable"] == [0]
+
+
+async def test_a_rank_that_hangs_is_named(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fanout, "_READ_TIMEOUT", 0.3)
+
+    async def hang(received: Received) -> None:
+        await asyncio.Event().wait()
+
+    says(pair.ranks[1], CAPACITY)
+    pair.ranks[0].handler = hang
+    assert (await pair.get("/rl/v1/capacity")).json()["unreachable"] == [0]
+    await until(pair.ranks[0].left.is_set, "the request is given up")
+
+
+async def test_a_rank_that_fails_is_named_and_heard(pair: Lab) -> None:
+    error = {"error": {"code": "engine_unavailable"}}
+    says(pair.ranks[0], error, 503)
+    says(pair.ranks[1], {"version": 1})
+    data = (await pair.post("/rl/v1/pause")).json()
+    assert data["unreachable"] == [0]
+    assert data["ranks"] == {"0": error, "1": {"version": 1}}
+
+
+async def test_without_any_rank(pair: Lab) -> None:
+    for number in range(2):
+        await away(pair, number)
+    for path in ("/rl/v1/capacity", "/rl/v1/sessions", "/rl/v1/run"):
+        response = await pair.get(path)
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+
+
+async def test_refusals_are_passed_on(pair: Lab) -> None:
+    says(pair.ranks[0], CAPACITY)
+    says(pair.ranks[1], {"error": {"code": "forbidden"}}, 403)
+    for path in ("/rl/v1/capacity", "/rl/v1/sessions", "/rl/v1/run"):
+        response = await pair.get(path)
+        assert response.status_code == 403
+        assert response.json() == {"error": {"code": "forbidden"}}
+
+
+async def test_errors_of_all_ranks_are_passed_on(pair: Lab) -> None:
+    for rank in pair.ranks:
+        says(rank, {"error": {"code": "store_unavailable"}}, 503)
+    response = await pair.get("/rl/v1/capacity")
+    assert response.status_code == 503
+    assert response.json() == {"error": {"code": "store_unavailable"}}
+
+
+async def test_sessions_are_one_list(pair: Lab) -> None:
+    says(pair.ranks[0], [{"n": k, "created_at": float(k)} for k in (9, 5, 1)])
+    says(pair.ranks[1], [{"n": k, "created_at": float(k)} for k in (8, 6, 0)])
+    response = await pair.get("/rl/v1/sessions?limit=4")
+    assert [session["n"] for session in response.json()] == [9, 8, 6, 5]
+    assert "x-any-agent-unreachable" not in response.headers
+    assert [r.target for r in pair.ranks[0].received] == ["/rl/v1/sessions?limit=4"]
+    assert len((await pair.get("/rl/v1/sessions")).json()) == 6
+    await away(pair, 1)
+    response = await pair.get("/rl/v1/sessions")
+    assert [session["n"] for session in response.json()] == [9, 5, 1]
+    assert response.headers["x-any-agent-unreachable"] == "1"
+
+
+async def test_a_session_key_asks_its_own_rank_alone(pair: Lab) -> None:
+    says(pair.ranks[1], {"version": 3})
+    assert (await pair.get("/rl/v1/version", pair.key(1))).json() == {"version": 3}
+    assert not pair.ranks[0].received
+
+
+async def test_the_callers_key_reaches_every_rank(pair: Lab) -> None:
+    for rank in pair.ranks:
+        says(rank, {"version": 3})
+    await pair.get("/rl/v1/run", "operator-secret", **{"Accept-Encoding": "gzip"})
+    for rank in pair.ranks:
+        (received,) = rank.received
+        assert received.values("authorization") == ["Bearer operator-secret"]
+        # The answer is read here, so it must not be compressed.
+        assert not received.values("accept-encoding")
+
+
+def test_split() -> None:
+    def rank_of(item: Any) -> int | None:
+        return item if isinstance(item, int) else None
+
+    assert merge.split([1, 2, 1], rank_of) == {1: [1, 1], 2: [2]}
+    assert merge.split([], rank_of) == {}
+    for bad in (None, {}, "1", [1, "x"]):
+        assert merge.split(bad, rank_of) is None
