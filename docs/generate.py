@@ -1,12 +1,14 @@
-"""Write docs/configuration.md from any_agent/config.py: ``python docs/generate.py [--check]``.
+"""Write the documents that the code knows best: ``python docs/generate.py [--check]``.
 
-A setting's meaning is the docstring under its field, its section's the docstring of the class.
+docs/configuration.md from any_agent/config.py: a setting's meaning is the docstring under its
+field, its section's the docstring of the class. docs/metrics.md from each part's table of metrics.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "any_agent" / "config.py"
 TARGET = ROOT / "docs" / "configuration.md"
 TREE = "Config"
+METRICS_TARGET = ROOT / "docs" / "metrics.md"
 
 HEAD = """# Configuration
 
@@ -36,6 +39,71 @@ known one. `any-agent config` prints what would be used. Without `--config`, `an
 `server.admin_key` is never written to a file, so give it again.
 """
 
+METRICS_HEAD = """# Metrics and logs
+
+<!-- Written by docs/generate.py from the metrics.py of proxy_ext, router and trainer; change those
+files, then run it. -->
+
+`GET /metrics` at the service's URL answers for the whole run in Prometheus's text format: the
+router's own metrics, each rank's and the trainer's. With an admin key configured it is needed as
+bearer token:
+
+```yaml
+scrape_configs:
+  - job_name: any-agent
+    authorization: {credentials_file: /path/to/the/admin.key}
+    static_configs: [{targets: ["service.example:8000"]}]
+```
+
+Counters begin at 0 when their part starts, except those of sessions: they are the journal's, so
+that after any restart `any_agent_sessions_created_total` is the sum of `any_agent_sessions` over
+its states. Useful queries:
+
+| question | query |
+|---|---|
+| sampled tokens per second | `sum(rate(any_agent_output_tokens_total[1m]))` |
+| share of continued calls that could not be continued exactly | \
+`sum(rate(any_agent_interactions_total{continuation="branch"}[5m])) / \
+sum(rate(any_agent_interactions_total{continuation=~"exact\\|branch"}[5m]))` |
+| 95th percentile of the time to the first token | \
+`histogram_quantile(0.95, sum by (le) (rate(any_agent_first_token_seconds_bucket[5m])))` |
+| writes that share a commit | \
+`rate(any_agent_journal_writes_total[5m]) / rate(any_agent_journal_commit_seconds_count[5m])` |
+| do the session counters balance? (0 for yes) | \
+`sum(any_agent_sessions_created_total) - sum(any_agent_sessions)` |
+| is a part missing? | `any_agent_up == 0` |
+| do engine and trainer disagree? | `any_agent_train_logprob_mismatch > 0.01` |
+"""
+METRICS_PARTS = {
+    "proxy_ext.metrics": ("Ranks", "Each has the label `rank`."),
+    "trainer.metrics": ("Trainer", "Counts since it started, gauges of its latest step."),
+    "router.metrics": ("Router", ""),
+}
+METRICS_TAIL = """## Processes
+
+Each part also shows Prometheus's usual `process_` metrics of itself (CPU seconds, resident memory,
+open files, start time) with the label `part`: `router`, `rank-0`, ..., `trainer`.
+
+## Logs
+
+One file per process in the run's `logs` folder, as lines for people, or with `log_format=json` as
+one JSON object each:
+
+| field | meaning |
+|---|---|
+| `time` | ISO 8601, UTC, milliseconds |
+| `level` | debug, info, warning, error or critical |
+| `logger` | the module that wrote it |
+| `message` | what happened |
+| `part` | `rank-0`, `engine-0`, `router` or `trainer` |
+| `pid` | the process |
+| `exception`, `stack` | where there is one |
+
+Further fields are those that a message brings along. Session keys, everything else that begins
+with `sk-`, and the configured admin key are cut out of every line, in both forms. There are no
+access logs.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -48,17 +116,34 @@ class Setting:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write docs/configuration.md.")
-    parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    parser = argparse.ArgumentParser(description="Write the generated documents.")
+    parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
     arguments = parser.parse_args()
-    text = render(SOURCE.read_text(encoding="utf-8"))
-    if not arguments.check:
-        TARGET.write_text(text, encoding="utf-8")
-        return 0
-    if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
-        return 0
-    print("docs/configuration.md is out of date: run python docs/generate.py", file=sys.stderr)
-    return 1
+    texts = {TARGET: render(SOURCE.read_text(encoding="utf-8")), METRICS_TARGET: render_metrics()}
+    old = [p for p, text in texts.items() if not p.exists() or p.read_text("utf-8") != text]
+    for path in old:
+        if arguments.check:
+            name = path.relative_to(ROOT)
+            print(f"{name} is out of date: run python docs/generate.py", file=sys.stderr)
+        else:
+            path.write_text(texts[path], encoding="utf-8")
+    return 1 if old and arguments.check else 0
+
+
+def render_metrics() -> str:
+    """The document of every part's metrics."""
+    sys.path.insert(0, str(ROOT))
+    parts = [METRICS_HEAD]
+    for module, (title, about) in METRICS_PARTS.items():
+        parts.append(f"## {title}\n")
+        if about:
+            parts.append(f"{about}\n")
+        rows = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
+        for metric in importlib.import_module(module).METRICS:
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            rows.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.meaning} |")
+        parts.append("\n".join(rows) + "\n")
+    return "\n".join([*parts, METRICS_TAIL])
 
 
 def render(source: str) -> str:
@@ -144,7 +229,7 @@ def _type(annotation: str) -> str:
         return " / ".join(part.strip().strip("'\"") for part in out[8:-1].split(","))
     names = {"str": "text", "int": "integer", "float": "number", "bool": "true / false"}
     names |= {"Name": "name", "Path": "folder", "SecretStr": "secret"}
-    names |= {"tuple[float, float]": "two numbers"}
+    names |= {"tuple[float, float]": "two numbers", "tuple[str, ...]": "list of texts"}
     return names[out]
 
 

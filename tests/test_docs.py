@@ -15,6 +15,7 @@ from proxy_ext.app import create_app
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md"]
+DOCUMENTS += ["docs/metrics.md"]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,20 @@ def test_configuration_shows_the_defaults() -> None:
     rows = re.findall(r"^\| `([a-z_.]+)` \| .+? \| `(.*?)` \|", text, re.M)
     given = [f"{name}={text}" for name, text in rows if text != '""' and text[0] != "("]
     assert load_config(None, given, environ={}) == load_config(None, environ={})
+
+
+def test_metrics_are_up_to_date(generate: ModuleType) -> None:
+    assert generate.METRICS_TARGET.read_text() == generate.render_metrics(), (
+        "run python docs/generate.py"
+    )
+
+
+def test_the_queries_are_of_metrics_that_exist(generate: ModuleType) -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    table = set(re.findall(r"^\| `(any_agent_\w+)` \|", text, re.M))
+    head = set(re.findall(r"any_agent_\w+", text.partition("## Ranks")[0]))
+    assert len(table) > 50
+    assert {re.sub("_(bucket|count)$", "", name) for name in head} <= table
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
