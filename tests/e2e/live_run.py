@@ -106,18 +106,18 @@ def run_live(config: Config, *, agents: int = 12) -> int:
 
 
 def recorded(config: Config) -> list[list[Interaction]]:
-    """The interactions of every session in the journal."""
+    """The interactions of every session in the ranks' journals."""
+    run = RunDir.of(config.root, config.user, config.experiment, config.trial)
 
-    async def read() -> list[list[Interaction]]:
-        run = RunDir.of(config.root, config.user, config.experiment, config.trial)
-        journal = SQLiteJournal(run.journal(0))
+    async def read(rank: int) -> list[list[Interaction]]:
+        journal = SQLiteJournal(run.journal(rank))
         try:
             rows = await journal.sessions(list(SessionState))
             return [await journal.interactions(row.id) for row in rows]
         finally:
             await journal.close()
 
-    return asyncio.run(read())
+    return [session for rank in range(config.server.ranks) for session in asyncio.run(read(rank))]
 
 
 @dataclass

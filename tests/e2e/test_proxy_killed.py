@@ -10,9 +10,10 @@ from pathlib import Path
 import openai
 
 from any_agent.client import RLClient
-from any_agent.errors import ServiceUnavailable
+from any_agent.keys import rank_of_session
 from any_agent.launcher import Node, NodeOptions
 from any_agent.protocol import SessionStarted
+from any_agent.registry import rank_name
 from tests.e2e.live_run import live_config, recompute, recorded
 
 
@@ -25,27 +26,26 @@ async def play(client: RLClient, session: SessionStarted, reward: float) -> None
     assert (await client.finalize(session.api_key)).state == "finalized"
 
 
-async def back(node: Node, client: RLClient) -> None:
-    """Let the launcher start the proxy again, and wait until it answers."""
-    async with asyncio.timeout(60):
-        while True:
+async def kill_and_wait(node: Node, name: str) -> None:
+    """Let the launcher start the part again, until it is ready."""
+    part = node.parts[name]
+    os.kill(part.pid, signal.SIGKILL)
+    async with asyncio.timeout(120):
+        while part.restarts == 0 or part.state != "ready":
             node.check()
-            try:
-                await client.run_info()
-                return
-            except ServiceUnavailable:
-                continue
+            await asyncio.sleep(0.05)
 
 
 async def run(node: Node) -> list[str]:
-    """Three of four finalize, the proxy is killed, the fourth finalizes; the ids."""
-    async with RLClient(node.url, retry_for=1) as client:
+    """Three of four finalize, their rank's proxy is killed, the fourth finalizes; the ids."""
+    async with RLClient(node.url) as client:
         opening = {"group_id": "g", "group_size": 4, "wait": 60.0}
         sessions = [await client.start_session(**opening) for _ in range(4)]
+        (home,) = {rank_of_session(session.session_id) for session in sessions}
+        assert home is not None
         for session, reward in zip(sessions[:3], (0.0, 1.0, 0.0), strict=True):
             await play(client, session, reward)
-        os.kill(node.proxy.pid, signal.SIGKILL)
-        await back(node, client)
+        await kill_and_wait(node, rank_name(home))
         # The open session goes on under its old key.
         await play(client, sessions[3], 1.0)
     return [session.session_id for session in sessions]
