@@ -26,7 +26,10 @@ def load_app() -> Any:
 
     proxy_server.general_settings["disable_model_info_refresh"] = True
     for name in ("LiteLLM", "LiteLLM Proxy", "LiteLLM Router"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.ERROR)
+        # Its own would write past ours, which cuts keys out.
+        logger.handlers.clear()
     return proxy_server.app
 
 

@@ -29,6 +29,7 @@ from proxy_ext.sessions import Sessions
 from tests.proxy_ext.journal_lab import make_interaction, make_row
 
 STEPS = ("open", "finalize", "abort", "expire", "lease", "train", "reject", "lapse", "restart")
+STEPS += ("replay",)
 OWNER = "trainer"
 
 
@@ -65,6 +66,7 @@ class Rank:
             "reject": self._reject,
             "lapse": self._lapse,
             "restart": self._restart,
+            "replay": self._replay,
         }
         await actions[step](random)
 
@@ -106,6 +108,12 @@ class Rank:
             session.lease_expires = 0.0
         await self.leases.expire()
 
+    async def _replay(self, random: Random) -> None:
+        """A resume from before some step: out of `trained` and `rejected` again."""
+        ended = await self.journal.sessions([SessionState.TRAINED, SessionState.REJECTED])
+        ids = [row.id for row in random.sample(ended, min(2, len(ended)))]
+        await self.leases.replay(ids, OWNER)
+
     async def _restart(self, _: Random) -> None:
         await self.journal.close()
         await self.start()
@@ -145,7 +153,7 @@ def test_counts_balance_on_random_walks(steps: list[str], seed: int) -> None:
 
 def test_a_long_walk_reaches_every_state(tmp_path: Path) -> None:
     random = Random(0)
-    counts = asyncio.run(walk(tmp_path, random.choices(STEPS, [6, *[1] * 8], k=250), 0))
+    counts = asyncio.run(walk(tmp_path, random.choices(STEPS, [8, *[1] * 9], k=400), 0))
     reached = {state for (_, state), number in counts.now.items() if number}
     assert reached >= TERMINAL_STATES
     assert counts.created["train"] > 50 and counts.created["eval"] > 20
