@@ -22,6 +22,14 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 _WIDEST = 100
 _LABEL = 9
 _COLOURS = {"ready": "green", "starting": "yellow", "restarting": "red"}
+_STATES = {
+    "open": ["open"],
+    "finalized": ["finalized", "leased"],
+    "trained": ["trained"],
+    "rejected": ["rejected"],
+    "lost": ["aborted", "expired"],
+}
+"""What is shown, and the states that it sums."""
 _KINDS = {"engine": "engines", "rank": "ranks"}
 
 
@@ -175,17 +183,12 @@ def _version(state: State) -> Text:
 
 
 def _sessions(state: State) -> Text:
-    now = state.capacity
-    counts = {
-        "open": now.running if now else "-",
-        "finalized": now.buffered if now else "-",
-        "trained": state.trained,
-        "rejected": state.rejected,
-    }
     line = Text()
-    for name, count in counts.items():
-        line.append(f"{name} ", style="dim")
-        line.append(f"{count}   ")
+    for name, states in _STATES.items():
+        count = sum(state.sessions.get(each, 0) for each in states)
+        if count or name != "lost":
+            line.append(f"{name} ", style="dim")
+            line.append(f"{count}   " if state.sessions else "-   ")
     return line
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
+import httpx
+
 from any_agent.client import RLClient
 from any_agent.config import Config, load_config
 from any_agent.demo.child import Child
@@ -23,7 +25,7 @@ from any_agent.demo.driver import DISCOUNT, EVALS, GROUP_SIZE, Driver, Tally, wo
 from any_agent.demo.memory import PeakMemory
 from any_agent.demo.plain import Lines
 from any_agent.demo.report import Report, command, next_lines
-from any_agent.demo.state import Metrics, Part, Rate, State
+from any_agent.demo.state import Metrics, Part, Rate, Sessions, State
 from any_agent.demo.task import items
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.launcher import Node, NodeOptions
@@ -38,7 +40,7 @@ WORKERS = 4
 EXPERIMENT = "demo"
 _CHILD_TIMEOUT = 300.0
 _CHECK_EVERY = 0.2
-_POLL_EVERY = 0.5
+_POLL_EVERY = 1.0
 
 
 def run_demo(
@@ -172,12 +174,14 @@ class Demo:
 
     async def _poll(self, node: Node) -> None:
         """Follow what trainer, service and agents say of themselves."""
-        metrics = Metrics(node.dir.metrics)
-        async with RLClient(node.url, timeout=5, retry_for=0, trust_env=False) as client:
+        metrics, sessions = Metrics(node.dir.metrics), Sessions()
+        async with httpx.AsyncClient(base_url=node.url, timeout=5, trust_env=False) as service:
             while True:
                 # While the router restarts, the last numbers stand.
-                with suppress(AnyAgentError):
-                    self._set(capacity=await client.get_capacity())
+                with suppress(httpx.HTTPError):
+                    answer = await service.get("/metrics")
+                    if answer.is_success:
+                        self._state = replace(self._state, sessions=sessions.read(answer.text))
                 self._set_steps(metrics)
                 await asyncio.sleep(_POLL_EVERY)
 

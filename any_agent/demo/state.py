@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from any_agent.demo.driver import Measures
-from any_agent.protocol import Capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +33,6 @@ class Step:
     version: int
     staleness: float
     """Steps that its tokens were behind, on average."""
-    trained: int
-    """Sessions."""
-    left_out: int
-    """Sessions of its batch that it rejected."""
-    rejected: int
-    """Sessions that this life of the trainer rejected before they came into a batch."""
     wait: float
     train: float
 
@@ -50,9 +43,6 @@ class Step:
             reward=float(line["reward"]),
             version=int(line["version"]),
             staleness=float(line["staleness_mean"]),
-            trained=int(line["sessions"]),
-            left_out=sum(line["left_out"].values()),
-            rejected=sum(line["rejected"].values()),
             wait=float(line["seconds"]["wait"]),
             train=float(line["seconds"]["train"]),
         )
@@ -73,7 +63,8 @@ class State:
     parts: tuple[Part, ...] = ()
     history: tuple[Step, ...] = ()
     """In the order of the steps; one that a restarted trainer made again counts once."""
-    capacity: Capacity | None = None
+    sessions: Mapping[str, int] = field(default_factory=dict)
+    """Train sessions by state; none while nothing is known."""
     tokens_per_second: float = 0.0
     prompts: int = 0
     """Sessions of one evaluation."""
@@ -89,17 +80,6 @@ class State:
     @property
     def rewards(self) -> list[float]:
         return [step.reward for step in self.history]
-
-    @property
-    def trained(self) -> int:
-        return sum(step.trained for step in self.history)
-
-    @property
-    def rejected(self) -> int:
-        """Sessions that taught nothing. The trainer's own count begins anew with each life."""
-        counts = [step.rejected for step in self.history]
-        lives = [a for a, b in pairwise(counts) if b < a]
-        return sum(step.left_out for step in self.history) + sum(lives) + sum(counts[-1:])
 
     def plus(self, steps: Sequence[Step]) -> State:
         """With new lines of `metrics.jsonl`; the newest line of a step counts."""
@@ -128,6 +108,27 @@ class Metrics:
             *lines, rest = file.read().split(b"\n")
             self._offset = file.tell() - len(rest)
         return [Step.of(json.loads(line)) for line in lines]
+
+
+_SAMPLE = re.compile(r"^any_agent_sessions\{([^}]*)\} (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+class Sessions:
+    """Train sessions by state, as the service's `/metrics` tell it."""
+
+    def __init__(self) -> None:
+        self._of_rank: dict[str, Counter[str]] = {}
+
+    def read(self, metrics: str) -> dict[str, int]:
+        """Their number over all ranks; a rank that is away counts with its last numbers."""
+        now: dict[str, Counter[str]] = {}
+        for labels, value in _SAMPLE.findall(metrics):
+            label = dict(_LABEL.findall(labels))
+            if label["mode"] == "train":
+                now.setdefault(label["rank"], Counter())[label["state"]] += int(float(value))
+        self._of_rank |= now
+        return dict(sum(self._of_rank.values(), Counter()))
 
 
 class Rate:

@@ -10,7 +10,6 @@ from any_agent.demo.driver import Measures
 from any_agent.demo.report import Report
 from any_agent.demo.run import part_names
 from any_agent.demo.state import Part, State, Step
-from any_agent.protocol import Capacity
 
 BEFORE = Measures(accuracy=0.358, reward=0.612, turns=1.64, tokens=2.1)
 AFTER = Measures(accuracy=0.958, reward=0.981, turns=1.04, tokens=2.0)
@@ -61,7 +60,7 @@ def busy() -> State:
         url="http://127.0.0.1:41235",
         parts=tuple(parts.values()),
         history=tuple(step(k, reward=k / 20) for k in range(1, 13)),
-        capacity=Capacity(admitted=9, reserved=4, waiting=2, running=32, buffered=57, limit=99),
+        sessions={"open": 32, "finalized": 40, "leased": 17, "trained": 768, "rejected": 108},
         tokens_per_second=312.4,
         prompts=240,
         before=BEFORE,

@@ -40,13 +40,16 @@ def test_what_a_frame_says() -> None:
     counts = "open 32   finalized 57   trained 768   rejected 108"
     assert row(text, "sessions") == counts
     assert row(text, "held out") == "first answer right: before 35.8%"
+    lost = replace(busy(), sessions={"open": 1, "aborted": 2, "expired": 1})
+    counts = "open 1   finalized 0   trained 0   rejected 0   lost 3"
+    assert row(shown(frame(lost, 80)), "sessions") == counts
 
 
 def test_before_anything_is_known() -> None:
     text = shown(frame(fresh(), 80))
     assert row(text, "ranks") == "0 waiting   1 waiting"
     assert row(text, "reward") == "-"
-    assert row(text, "sessions").startswith("open -   finalized -   trained 0")
+    assert row(text, "sessions").startswith("open -   finalized -   trained -")
 
 
 def test_the_held_out_prompts_are_counted_while_they_are_asked() -> None:

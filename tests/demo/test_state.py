@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.demo.state import Metrics, Rate, Step
+from any_agent.demo.state import Metrics, Rate, Sessions, Step
 from tests.demo.demo_lab import fresh, line, step, write_lines
 
 
@@ -17,9 +17,6 @@ def test_a_step_is_what_the_trainer_wrote() -> None:
         reward=0.5,
         version=3,
         staleness=0.25,
-        trained=64,
-        left_out=1,
-        rejected=24,
         wait=1.0,
         train=0.5,
     )
@@ -40,24 +37,31 @@ def test_lines_are_read_once_and_whole(tmp_path: Path) -> None:
     assert [s.number for s in metrics.new()] == [3]
 
 
-def test_sessions_are_counted_over_all_steps() -> None:
-    state = fresh()
-    assert (state.step, state.trained, state.rejected) == (0, 0, 0)
-    state = state.plus([step(1), step(2)]).plus([step(3)])
-    assert (state.step, state.trained) == (3, 3 * 64)
-    assert state.rejected == 3 * 1 + 24
-    assert state.rewards == [0.5] * 3
-
-
 def test_a_step_that_a_restarted_trainer_makes_again_counts_once() -> None:
-    """And what the life before rejected is not forgotten."""
-    state = fresh().plus([step(1), step(2, reward=0.1), step(3)])
-    state = state.plus([step(2, reward=0.9, rejected={"no_variance": 2})])
-    state = state.plus([step(3, rejected={"no_variance": 5})])
+    state = fresh()
+    assert state.step == 0
+    state = state.plus([step(1), step(2, reward=0.1)]).plus([step(3)])
+    assert state.step == 3
+    state = state.plus([step(2, reward=0.9)])
     assert [s.number for s in state.history] == [1, 2, 3]
     assert state.rewards == [0.5, 0.9, 0.5]
-    assert state.trained == 3 * 64
-    assert state.rejected == 3 * 1 + 8 + 5
+
+
+def test_sessions_are_summed_over_the_ranks_and_one_that_is_away_is_remembered() -> None:
+    sessions = Sessions()
+    both = """
+# HELP any_agent_sessions Sessions of this trial by state, ended ones included.
+# TYPE any_agent_sessions gauge
+any_agent_sessions{rank="0",mode="train",state="open"} 3.0
+any_agent_sessions{rank="0",mode="eval",state="evaluated"} 240.0
+any_agent_sessions{rank="1",mode="train",state="open"} 4.0
+any_agent_sessions{rank="1",mode="train",state="trained"} 64.0
+any_agent_sessions_created_total{rank="0",mode="train"} 99.0
+"""
+    assert sessions.read(both) == {"open": 7, "trained": 64}
+    one = """any_agent_sessions{rank="0",mode="train",state="finalized"} 5.0\n"""
+    assert sessions.read(one) == {"open": 4, "finalized": 5, "trained": 64}
+    assert Sessions().read("") == {}
 
 
 def test_a_rate_is_of_the_last_seconds() -> None:
