@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import yaml
 
@@ -218,7 +218,13 @@ class Node:
         self._until_ready()
 
     def _start_trainer(self) -> None:
-        self._add("trainer", lambda: ["trainer", *self._config], verb="started", finishes=True)
+        self._add(
+            "trainer",
+            lambda: ["trainer", *self._config],
+            progress=lambda: _size(self.dir.metrics),
+            finishes=True,
+            verb="started",
+        )
 
     @property
     def _config(self) -> list[str]:
@@ -229,11 +235,8 @@ class Node:
         name: str,
         arguments: Callable[[], list[str]],
         *,
-        ready: Callable[[Process], bool] | None = None,
-        verb: str = "ready",
-        where: str = "",
-        finishes: bool = False,
         secret: bool = True,
+        **options: Any,
     ) -> None:
         key = self.config.server.admin_key if secret else None
         secrets = {SECRET_VARIABLES[0]: key.get_secret_value()} if key else {}
@@ -242,15 +245,7 @@ class Node:
         def make() -> Process:
             return Process(name, arguments(), log, lock=self._lock, secrets=secrets)
 
-        part = Part(
-            name,
-            make,
-            say=self.options.say,
-            ready=ready,
-            verb=verb,
-            where=where,
-            finishes=finishes,
-        )
+        part = Part(name, make, say=self.options.say, **options)
         self.parts[name] = part
         part.start()
 
@@ -309,6 +304,13 @@ def check_model(path: str) -> None:
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1
     if looks_local and not (Path(path).expanduser() / "config.json").is_file():
         raise ConfigError(f"model.path={path} is no model folder: it has no config.json")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _stop(parts: Iterable[Part], grace: float) -> None:

@@ -14,7 +14,7 @@ from any_agent.launcher.process import Process
 State = Literal["starting", "ready", "restarting", "ended"]
 
 MAX_RESTARTS = 5
-"""Within ``WINDOW`` seconds, or in a row without getting ready; one more ends the service."""
+"""Within ``WINDOW`` seconds, or in a row for nothing; one more ends the service."""
 WINDOW = 60.0
 _FIRST_DELAY = 0.2
 _LONGEST_DELAY = 5.0
@@ -25,8 +25,8 @@ class Part:
 
     ``make`` gives the process of each start, so that its arguments are those of that moment.
     ``ready`` is asked in a thread, until it is true; without it, a part is ready once started.
-    ``finishes``: exit code 0 is its end, not a failure. ``verb`` and ``where`` make the line
-    that tells so.
+    ``progress``: something that changes while it does its work. ``finishes``: exit code 0 is its
+    end, not a failure. ``verb`` and ``where`` make the line that tells that it is ready.
     """
 
     def __init__(
@@ -36,10 +36,11 @@ class Part:
         *,
         say: Callable[[str], None],
         ready: Callable[[Process], bool] | None = None,
+        progress: Callable[[], object] = lambda: None,
+        finishes: bool = False,
         verb: str = "ready",
         where: str = "",
         timeout: float = 300.0,
-        finishes: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -51,16 +52,19 @@ class Part:
         self._make = make
         self._say = say
         self._ready = ready
+        self._progress = progress
+        self._finishes = finishes
         self._verb = verb
         self._where = where
         self._timeout = timeout
-        self._finishes = finishes
         self._clock = clock
         self._process: Process | None = None
         self._probe: _Probe | None = None
         self._deaths: list[float] = []
         self._in_vain = 0
-        """Lives in a row that ended before they were ready."""
+        """Lives in a row that failed and came to nothing."""
+        self._begun: object = None
+        """The progress when this life began."""
         self._due: float | None = None
         """When to start again."""
         self._late = 0.0
@@ -76,6 +80,7 @@ class Part:
         self._process = self._make()
         self._process.start()
         self._late = self._clock() + self._timeout
+        self._begun = self._progress()
         if self._ready is None:
             self._tell_ready()
         else:
@@ -124,7 +129,6 @@ class Part:
     def _tell_ready(self) -> None:
         again = self.state == "restarting"
         self.state = "ready"
-        self._in_vain = 0
         self._say(f"{self.label:<9} {self._verb}{' again' if again else self._where}")
 
     def _start_again(self) -> None:
@@ -137,7 +141,10 @@ class Part:
             self._again(f"could not be started ({error})")
 
     def _died(self, code: int) -> None:
-        self._in_vain += self._probe is not None
+        if self._came_to_nothing(code):
+            self._in_vain += 1
+        else:
+            self._in_vain = 0
         self._end_probe()
         how = how_it_ended(code)
         if code == 0 and self._finishes:
@@ -147,18 +154,25 @@ class Part:
             raise ConfigError(f"{self.label} cannot go on as it is configured:\n{self._log()}")
         if self.state == "starting":
             raise StartupError(f"{self.label} could not start ({how}):\n{self._log()}")
-        self._again(how)
+        # Why it failed is in its log; why somebody killed it is not.
+        self._again(how, hint=f" (log: {self._process.log})" if code > 0 and self._process else "")
 
-    def _again(self, how: str) -> None:
+    def _came_to_nothing(self, code: int) -> bool:
+        """A part that needs a while to fail would else be started for ever.
+
+        One that is killed is not to blame for what it did not do.
+        """
+        stuck = self._begun is not None and self._begun == self._progress()
+        return self._probe is not None or (code > 0 and stuck)
+
+    def _again(self, how: str, hint: str = "") -> None:
         """Start it again after a while; StartupError when that was done too often."""
         now = self._clock()
         self._deaths = [at for at in self._deaths if now - at < WINDOW] + [now]
         count = max(len(self._deaths), self._in_vain)
         if count > MAX_RESTARTS:
-            raise StartupError(
-                f"{self.label} ended {count} times in a short time ({how} at last):\n{self._log()}"
-            )
-        self._say(f"{self.label:<9} {how}; starting it again")
+            raise StartupError(f"{self.label} ended {count} times ({how} at last):\n{self._log()}")
+        self._say(f"{self.label:<9} {how}; starting it again{hint}")
         self.state = "restarting"
         self.restarts += 1
         self._due = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** (count - 1))

@@ -161,7 +161,7 @@ def test_one_death_too_many_ends_it_with_the_end_of_its_log(lab: Lab) -> None:
     with pytest.raises(StartupError) as raised:
         lab.die(part)
     message = raised.value.message
-    assert message.startswith("part 0 ended 6 times in a short time (ended by SIGKILL at last):\n")
+    assert message.startswith("part 0 ended 6 times (ended by SIGKILL at last):\n")
     assert f"    serves as {part.pid}\n  log: " in message
     assert part.restarts == MAX_RESTARTS
 
@@ -190,6 +190,35 @@ def test_slow_deaths_before_it_is_ready_are_counted_too(lab: Lab) -> None:
             lab.now += 2 * WINDOW
             part.check()
     assert part.restarts == MAX_RESTARTS + 1
+
+
+def test_lives_that_come_to_nothing_are_counted_too(lab: Lab) -> None:
+    steps = [0]
+    part = lab.part(SAYS.format(code=1), progress=lambda: steps[0])
+    part.start()
+
+    def lives(count: int) -> None:
+        for _ in range(count):
+            lab.until_noticed(part)
+            lab.now += 2 * WINDOW
+            part.check()
+
+    lives(MAX_RESTARTS - 1)
+    # What the life that has just begun comes to.
+    steps[0] += 1
+    lives(1 + MAX_RESTARTS)
+    with pytest.raises(StartupError, match="ended 6 times"):
+        lives(1)
+
+
+def test_a_part_that_is_killed_is_not_blamed_for_coming_to_nothing(lab: Lab) -> None:
+    part = lab.part(SERVES, progress=lambda: 0)
+    part.start()
+    for _ in range(2 * MAX_RESTARTS):
+        lab.die(part)
+        lab.now += 2 * WINDOW
+        lab.until_ready(part)
+    assert part.restarts == 2 * MAX_RESTARTS
 
 
 @pytest.mark.parametrize("code", [0, 1, 3])
@@ -248,7 +277,7 @@ def test_work_that_fails_is_begun_again(lab: Lab) -> None:
     lab.until_ended(part)
     assert part.finished
     assert lab.said[1:] == [
-        "part 0    ended with code 1; starting it again",
+        f"part 0    ended with code 1; starting it again (log: {lab.processes[0].log})",
         "part 0    started again",
     ]
 
