@@ -3,7 +3,7 @@
 #   PYTHON       the interpreter to make .venv with; default: the first of python3, python3.13,
 #                python3.12, python3.11 that is a 3.11, 3.12 or 3.13
 #   TORCH_INDEX  a package index to take torch from, e.g. PyTorch's own for CPU-only builds
-#   ARGS         passed on to demo, test, bench and learn, e.g. make test ARGS="-k chat"
+#   ARGS         passed on to demo, test, bench, learn and chaos, e.g. make test ARGS="-k chat"
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -20,7 +20,7 @@ DEV := $(VENV)/.dev-$(KEY)
 # Whoever has [dev] has [train].
 TRAIN := $(or $(wildcard $(DEV)),$(VENV)/.train-$(KEY))
 
-.PHONY: help demo test lint bench learn clean
+.PHONY: help demo test lint bench learn chaos clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 14
@@ -43,6 +43,9 @@ bench: $(DEV) ## run every benchmark, one after another
 
 learn: $(DEV) ## check over ten seeds that the demo learns, and that its control does not
 	@$(RUN) tests/e2e/learn.py $(ARGS)
+
+chaos: $(DEV) ## kill every kind of process again and again under load; nothing may be lost
+	@$(RUN) tests/e2e/chaos.py $(ARGS)
 
 clean: ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

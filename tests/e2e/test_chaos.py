@@ -1,0 +1,226 @@
+"""kill -9 of every kind of process under load; and that the judges of such a run can say no."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from any_agent.rundir import RunDir, write_json
+from any_agent.types import (
+    Continuation,
+    GenerationHyperparameters,
+    Interaction,
+    SessionState,
+    id_array,
+    logprob_array,
+)
+from proxy_ext.journal import SessionRow
+from tests.e2e import audit, history
+from tests.e2e.audit import Counters, Record
+from tests.e2e.chaos import Outcome, Plan, failures_after, run_chaos, table
+from tests.e2e.history import History, Manifest
+from tests.e2e.killing import KINDS, Kill, schedule
+from tests.e2e.ledger import Answer, Failure, Ledger
+
+SESSION = "ses-1-" + "a" * 16
+
+
+@pytest.fixture(scope="module")
+def chaos(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    plan = Plan(kills=2, agents=16, seed=0, limit=1500)
+    return run_chaos(tmp_path_factory.mktemp("chaos"), plan, say=print)
+
+
+@pytest.mark.timeout(1800)
+def test_every_promise_is_kept_when_every_kind_of_process_is_killed(chaos: Outcome) -> None:
+    print("\n" + "\n".join(table(chaos)))
+    assert {name: problems[:5] for name, problems in chaos.problems.items() if problems} == {}
+    assert Counter(kill.kind for kill in chaos.kills) == dict.fromkeys(KINDS, 2)
+
+
+@pytest.mark.timeout(1800)
+def test_agents_hardly_notice(chaos: Outcome) -> None:
+    answered = sum(1 for _ in chaos.ledger.answers())
+    assert answered >= 1000
+    assert chaos.ledger.failed("call").total() <= 0.02 * answered
+
+
+# -- the judges --------------------------------------------------------------------------------
+
+
+def interaction(id: str, text: str, **changes: object) -> Interaction:
+    one = Interaction(
+        id=id,
+        session_id=SESSION,
+        parent_id=None,
+        prompt_delta_ids=id_array([1]),
+        output_ids=id_array([2]),
+        output_logprobs=logprob_array([-0.5]),
+        output_versions=id_array([0]),
+        message_delta=[],
+        output_message={"role": "assistant", "content": text},
+        finish_reason="stop",
+        gconfig=GenerationHyperparameters(),
+        continuation=Continuation.ROOT,
+    )
+    return replace(one, **changes)  # type: ignore[arg-type]
+
+
+def record(state: SessionState, *interactions: Interaction) -> dict[str, Record]:
+    row = SessionRow(SESSION, "lane", "train", state, None, None, 1, {}, 0.0, 0.0)
+    return {SESSION: Record(row, list(interactions))}
+
+
+@pytest.fixture
+def ledger() -> Iterator[Ledger]:
+    """One session with one rewarded answer, finalized."""
+    ledger = Ledger()
+    told = ledger.open(SESSION, "key", "train")
+    told.answers["c1"] = Answer("7", 10.0, 11.0)
+    told.rewards["c1"] = 1.0
+    told.finalized = True
+    yield ledger
+
+
+def test_what_was_told_is_looked_for(ledger: Ledger) -> None:
+    kept = interaction("c1", "7", reward=1.0)
+    for state in ("finalized", "leased", "trained", "rejected"):
+        found = audit.lost(ledger, record(SessionState(state), kept))
+        assert found == audit.Lost([], [], [], [])
+    assert audit.lost(ledger, {}).sessions == [SESSION]
+    for state in ("open", "expired", "aborted", "evaluated"):
+        assert len(audit.lost(ledger, record(SessionState(state), kept)).finalizes) == 1
+    trained = SessionState.TRAINED
+    assert len(audit.lost(ledger, record(trained)).answers) == 1
+    assert len(audit.lost(ledger, record(trained, interaction("c1", "8"))).answers) == 1
+    for reward in (None, 0.0):
+        worse = interaction("c1", "7", reward=reward)
+        assert len(audit.lost(ledger, record(trained, worse)).rewards) == 1
+
+
+def test_what_was_not_acknowledged_promises_nothing(ledger: Ledger) -> None:
+    told = ledger.sessions[0]
+    told.finalized, told.rewards = False, {}
+    kept = interaction("c1", "7")
+    assert audit.lost(ledger, record(SessionState.EXPIRED, kept)) == audit.Lost([], [], [], [])
+
+
+def test_an_answer_that_nobody_got_is_seen(ledger: Ledger) -> None:
+    both = interaction("c1", "7"), interaction("c2", "8")
+    assert audit.unseen(ledger, record(SessionState.TRAINED, *both)) == ["c2"]
+    marked = interaction("c2", "8", untrainable_reason="undelivered")
+    assert audit.unseen(ledger, record(SessionState.TRAINED, both[0], marked)) == []
+
+
+def step(number: int, *trained: str, rejected: tuple[str, ...] = ()) -> Manifest:
+    return Manifest(number, trained, rejected)
+
+
+def chain(consumed: dict[int, tuple[str, ...]], *manifests: Manifest) -> History:
+    return History(consumed, {m.step: m for m in manifests})
+
+
+def test_a_chain_of_steps_is_one_history() -> None:
+    whole = chain({1: ("a",), 3: ("a", "b", "c")}, step(2, "b"), step(3, "c"), step(4, "d"))
+    assert whole.trained() == ["a", "b", "c", "d"]
+    assert history.trained_twice(whole) == []
+    assert history.contradictions(whole) == []
+    states = dict.fromkeys("abcd", SessionState.TRAINED) | {"e": SessionState.FINALIZED}
+    assert history.effects_against_states(whole, states) == ([], [])
+
+
+def test_two_effects_of_a_session_are_seen() -> None:
+    assert history.trained_twice(chain({}, step(1, "a"), step(2, "b", "a"))) == ["a"]
+    assert history.trained_twice(chain({1: ("a",)}, step(2, "a"))) == ["a"]
+    assert history.trained_twice(chain({1: ("a", "a")})) == ["a"]
+
+
+def test_steps_that_do_not_fit_together_are_seen() -> None:
+    assert len(history.contradictions(chain({1: ("a",), 2: ("a", "b")}, step(2, "c")))) == 1
+    assert len(history.contradictions(chain({1: ("a",), 2: ("b",)}, step(2, "b")))) == 1
+    assert len(history.contradictions(chain({1: ("a",)}, step(3, "b")))) == 1
+    lost = chain({1: ("a",)})
+    states = {"a": SessionState.FINALIZED, "b": SessionState.TRAINED}
+    assert history.effects_against_states(lost, states) == (["b"], ["a"])
+    before = [step(2, "b"), step(3, "c")]
+    assert history.given_up(before, chain({}, step(2, "b"), step(3, "x"))) == [3]
+    assert history.given_up(before, chain({}, step(2, "b"))) == [3]
+
+
+def test_a_folders_history_is_read(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    assert (history.last_step(run), history.unsaved(run)) == (0, [])
+    for number, consumed in ((2, ["a", "b"]), (4, ["given", "up"])):
+        folder = run.checkpoints / f"step-{number:08d}" / "trainer"
+        folder.mkdir(parents=True)
+        write_json(folder / "state.json", {"state": {"consumed": consumed}})
+    (run.checkpoints / "latest").write_text("step-00000002\n")
+    plain = {"step": 3, "trained": ["c"], "rejected": {"d": "stale"}}
+    write_json(run.manifests / "step-00000003.json", plain)
+    made = step(3, "c", rejected=("d",))
+    assert history.unsaved(run) == [made]
+    assert history.last_step(run) == 3
+    assert history.read_history(run) == chain({2: ("a", "b")}, made)
+
+
+METRICS = """\
+# HELP any_agent_sessions_created_total Sessions.
+# TYPE any_agent_sessions_created_total counter
+any_agent_sessions_created_total{rank="0"} 3.0
+# HELP any_agent_sessions Sessions by state.
+# TYPE any_agent_sessions gauge
+any_agent_sessions{rank="0",state="trained"} 2.0
+any_agent_sessions{rank="0",state="open"} 1.0
+"""
+
+
+def test_counters_balance_or_not() -> None:
+    counted = audit.counters_of(METRICS)
+    assert counted == Counters(3, {"trained": 2, "open": 1})
+    rows = dict.fromkeys((f"ses-0-{k:016x}" for k in range(3)), record(SessionState.OPEN)[SESSION])
+    assert audit.unbalanced([counted], rows, 1) == []
+    assert len(audit.unbalanced([replace(counted, created=4)], rows, 1)) == 1
+    assert len(audit.unbalanced([replace(counted, states={"open": 2})], rows, 1)) == 1
+    assert len(audit.unbalanced([counted], {}, 1)) == 1
+
+
+def test_keys_in_logs_are_seen(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    (run.logs / "router.log").write_text("sk-v1.<redacted> and sk-v1.0.\n")
+    assert audit.leaks(run, ["admin-secret"]) == []
+    (run.logs / "rank-0.log").write_text(f"GET /sk-v1.0.{'a' * 24}.{'b' * 32}/v1/models\n")
+    (run.logs / "trainer.log").write_text("Bearer admin-secret\n")
+    assert sorted(audit.leaks(run, ["admin-secret"])) == ["logs/rank-0.log", "logs/trainer.log"]
+
+
+def test_a_schedule_kills_each_kind_as_often_and_spreads_over_ranks() -> None:
+    for seed in range(20):
+        plan = schedule(10, 2, random.Random(seed))
+        assert plan == schedule(10, 2, random.Random(seed))
+        assert Counter(kind for kind, _ in plan) == dict.fromkeys(KINDS, 10)
+        parts = Counter(part for _, part in plan)
+        assert parts == {
+            "rank-0": 5,
+            "rank-1": 5,
+            "engine-0": 5,
+            "engine-1": 5,
+            "router": 10,
+            "trainer": 10,
+        }
+        kinds = [kind for kind, _ in plan]
+        assert all(len(set(kinds[k : k + 4])) > 1 for k in range(len(kinds) - 3))
+
+
+def test_failures_are_laid_at_the_door_of_the_kill_before() -> None:
+    outcome = Outcome(kills=[Kill("proxy", "rank-0", 10, 1), Kill("router", "router", 20, 1)])
+    for at, what in ((5, "call"), (12, "call"), (13, "open"), (25, "call"), (26, "call")):
+        outcome.ledger.failures.append(Failure(at, what, "APIError"))
+    assert [failures_after(outcome, kind) for kind in KINDS] == [1, 0, 2, 0]
+    assert any(line.startswith("router") and line.endswith("2") for line in table(outcome))
