@@ -149,7 +149,8 @@ class EngineConfig(_Section):
     update_mode: Literal["resume", "in_place"] = "resume"
     """What a weight update does to calls under way: recompute them (exact) or keep their cache."""
     update_wait: float = Field(120.0, gt=0)
-    """Seconds that a call waits for a weight update before it gets 503."""
+    """Seconds that a call waits for a weight update, or for an engine that died, before it gets
+    503."""
     load_timeout: float = Field(600.0, gt=0, le=1500)
     """Seconds that the engine may take to load new weights."""
     request_timeout: float = Field(600.0, gt=0)

@@ -20,10 +20,10 @@ class InferenceEngine(Protocol):
         """Sample a completion; the last chunk alone has a stop reason.
 
         With ``stream`` a chunk comes as soon as its tokens exist. Closing the iterator cancels
-        the request in the engine. A weight update in between is not visible here, except in the
-        tokens' versions.
+        the request in the engine. A weight update in between, or a restart of the engine, is not
+        visible here, except in the tokens' versions.
 
-        Raises EngineUnavailable (dead, or an update took too long), InvalidRequest.
+        Raises EngineUnavailable (an update or a restart took too long), InvalidRequest.
         """
         ...
 

@@ -61,8 +61,13 @@ async def _serve(args: argparse.Namespace) -> None:
         except OSError as exc:
             raise StartupError(f"cannot listen on {args.host}:{args.port}: {exc}") from exc
         print(f"ready on http://{args.host}:{port}", flush=True)
-        await stop.wait()
+        told = asyncio.create_task(stop.wait())
+        ended = asyncio.create_task(engine.ended())
+        await asyncio.wait({told, ended}, return_when=asyncio.FIRST_COMPLETED)
     await runner.cleanup()
+    if (error := await ended) is not None:
+        # Whoever watches this process starts it again; served on, it would only refuse.
+        raise StartupError(f"the generation loop died: {error!r}")
 
 
 def main() -> int:

@@ -116,6 +116,11 @@ class EmbeddedEngine:
         self._home = asyncio.get_running_loop()
         self.loop.start()
 
+    async def ended(self) -> BaseException | None:
+        """Wait until the generation loop has ended; what it died of, if it did."""
+        await asyncio.to_thread(self.loop.join)
+        return self.loop.error
+
     async def stop(self) -> None:
         """Abort what runs and end the thread."""
         await asyncio.to_thread(self.loop.stop)

@@ -97,6 +97,10 @@ class GenerationLoop:
 
         with contextlib.suppress(EngineUnavailable):
             self._post(stop, lambda _: None)
+        self.join()
+
+    def join(self) -> None:
+        """Returns when the thread has ended."""
         self._thread.join()
 
     @property

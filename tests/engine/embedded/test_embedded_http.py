@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +25,7 @@ from sglang_contract import IDS, SGLangContract, body, call, check_answer, event
 from any_agent.engine.embedded.__main__ import main
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.embedded.model import LoadedModel
+from any_agent.ports import reserve
 
 
 class TestContract(SGLangContract):
@@ -268,6 +272,36 @@ def test_a_process_of_its_own(tiny_model_dir: Path) -> None:
             assert process.wait(LIMIT) == 0
         finally:
             process.kill()
+
+
+def test_a_dead_loop_ends_the_process(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its callers get an answer, and whoever watches it starts another one."""
+
+    def die(forward: Callable[[], Any], call: int) -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(EmbeddedEngine, "load", lambda *_: wrapped(loaded, die))
+    answers: list[tuple[int, Any]] = []
+
+    def ask(url: str) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not answers and time.monotonic() < deadline:
+            with contextlib.suppress(aiohttp.ClientConnectorError):
+                answers.append(asyncio.run(call(url, "/generate", body())))
+
+    with reserve("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setattr(sys, "argv", ["x", "--model-path", "any", "--port", str(port)])
+        client = threading.Thread(target=ask, args=(f"http://127.0.0.1:{port}",))
+        client.start()
+        interval = sys.getswitchinterval()
+        assert main() == 1
+        sys.setswitchinterval(interval)
+        client.join(LIMIT)
+    assert answers[0][0] == 503
+    assert "the generation loop died: RuntimeError('out of luck')" in capsys.readouterr().err
 
 
 def test_help_is_quick() -> None:
