@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import signal
 import socket
 import sys
@@ -47,6 +48,9 @@ def _run(config: Config, listener: socket.socket, public_url: str | None) -> Non
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         async with running_router(config, listener, url):
+            # What is there now stays, so the garbage collector need not walk it again and again.
+            gc.collect()
+            gc.freeze()
             await stop.wait()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -9,10 +9,12 @@ import secrets
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import chain
 from typing import Any, cast
 from urllib.parse import unquote
 
-from aiohttp import web
+from aiohttp import hdrs, web
+from multidict import istr
 
 from any_agent.config import Config
 from any_agent.errors import AnyAgentError, InvalidRequest, PayloadTooLarge, ServiceUnavailable
@@ -34,6 +36,7 @@ from router.upstream import Upstream, open_upstream
 
 log = logging.getLogger(__name__)
 
+_FETCH_SITE = istr("Sec-Fetch-Site")
 _MAX_HEADER_BYTES = 32_768
 _KEEPALIVE = 75.0
 """Seconds until a connection is closed that sends no request, or does not finish its headers."""
@@ -110,7 +113,7 @@ class Router:
         return await self.forwarder.pass_on(request, rank, body, content=content)
 
     def _check(self, request: web.BaseRequest) -> None:
-        if sum(len(k) + len(v) for k, v in request.raw_headers) > _MAX_HEADER_BYTES:
+        if sum(map(len, chain.from_iterable(request.raw_headers))) > _MAX_HEADER_BYTES:
             raise PayloadTooLarge("the request's headers are too large")
         path = request.raw_path
         # An absolute one would name another host.
@@ -119,9 +122,9 @@ class Router:
         if self._open_mode:
             headers = request.headers
             require_local(
-                hosts=headers.getall("Host", ()),
-                origins=headers.getall("Origin", ()),
-                fetch_sites=headers.getall("Sec-Fetch-Site", ()),
+                hosts=headers.getall(hdrs.HOST, ()),
+                origins=headers.getall(hdrs.ORIGIN, ()),
+                fetch_sites=headers.getall(_FETCH_SITE, ()),
             )
 
     async def _healthz(self, request: web.BaseRequest, _: Body) -> web.StreamResponse:

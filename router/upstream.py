@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import select
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import aiohttp
+from aiohttp import hdrs
 from aiohttp.client_reqrep import ClientRequest, ClientResponse
 from aiohttp.connector import Connection
-from multidict import CIMultiDict, CIMultiDictProxy
+from aiohttp.typedefs import LooseHeaders
+from multidict import CIMultiDict, CIMultiDictProxy, istr
 from yarl import URL
 
 from any_agent.errors import ReplyLost
@@ -18,17 +20,26 @@ from any_agent.errors import ReplyLost
 _CONNECT_TIMEOUT = 5.0
 _KEEPALIVE = 60.0
 """Seconds; below the 75 after which a proxy closes an idle connection."""
-_HOP_BY_HOP = (
-    "Connection",
-    "Keep-Alive",
-    "Proxy-Authenticate",
-    "Proxy-Authorization",
-    "Proxy-Connection",
-    "TE",
-    "Trailer",
-    "Transfer-Encoding",
-    "Upgrade",
+_HOP_BY_HOP = tuple(
+    # Their lower-case forms are computed once.
+    istr(name)
+    for name in (
+        "Connection",
+        "Keep-Alive",
+        "Proxy-Authenticate",
+        "Proxy-Authorization",
+        "Proxy-Connection",
+        "TE",
+        "Trailer",
+        "Transfer-Encoding",
+        "Upgrade",
+    )
 )
+_NOT_ADDED: CIMultiDict[None] = CIMultiDict(
+    (name, None) for name in ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+)
+"""Headers that aiohttp would set where a client sent none."""
+_POLL = select.poll()
 Body = bytes | AsyncIterator[bytes] | None
 
 
@@ -41,13 +52,22 @@ class _Stale(aiohttp.ClientConnectionError):
 
 
 class _Request(ClientRequest):
-    """Looks at a connection before it writes to it.
+    """Sends the headers as they are, and looks at a connection before it writes to it."""
 
-    What a rank that has died meanwhile closed is found out now, when it costs nothing; found out
-    after the request was written, nobody could tell whether the rank had acted on it.
-    """
+    def update_headers(self, headers: LooseHeaders | None) -> None:
+        """Takes the session's copy of them; one by one they would be copied again."""
+        assert isinstance(headers, CIMultiDict)
+        self.headers = headers
+        if hdrs.HOST not in headers:
+            headers[hdrs.HOST] = self.url.host_port_subcomponent or ""
+
+    def update_auto_headers(self, skip_auto_headers: Iterable[str] | None) -> None:
+        """Adds none, which the session asks for, too; finding that out anew takes copies."""
+        self._skip_auto_headers = _NOT_ADDED
 
     async def send(self, conn: Connection) -> ClientResponse:
+        # What a rank that has died meanwhile closed is found out now, when it costs nothing; found
+        # out after the request was written, nobody could tell whether the rank had acted on it.
         transport = conn.transport
         if transport is None or _has_news(transport.get_extra_info("socket").fileno()):
             raise _Stale
@@ -56,9 +76,11 @@ class _Request(ClientRequest):
 
 def _has_news(fd: int) -> bool:
     """Whether there is something to read, be it the end: there must be nothing yet."""
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
+    _POLL.register(fd, select.POLLIN)
+    try:
+        return bool(_POLL.poll(0))
+    finally:
+        _POLL.unregister(fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +151,7 @@ async def read_whole(response: aiohttp.ClientResponse) -> bytes:
 def end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     """A copy without what concerns one connection only."""
     out = CIMultiDict(headers)
-    for value in headers.getall("Connection", ()):
+    for value in headers.getall(hdrs.CONNECTION, ()):
         for name in value.split(","):
             # Content-Length frames the body, whatever somebody calls it.
             if name.strip().lower() != "content-length":
@@ -153,7 +175,7 @@ async def open_upstream() -> AsyncIterator[Upstream]:
         trust_env=False,
         # One client's cookies are not another's.
         cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        skip_auto_headers=_NOT_ADDED.keys(),
         request_class=_Request,
         max_line_size=65_536,
         max_field_size=65_536,
