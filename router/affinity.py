@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 from urllib.parse import parse_qsl
 
-from multidict import CIMultiDictProxy
+from aiohttp import hdrs
+from multidict import CIMultiDictProxy, istr
 
 from any_agent.errors import Conflict, NotFound, SessionMismatch, Unauthenticated
 from any_agent.keys import (
@@ -19,7 +20,8 @@ from any_agent.keys import (
     session_prefix,
 )
 
-SESSION_HEADER = "X-Any-Agent-Session"
+SESSION_HEADER = istr("X-Any-Agent-Session")
+API_KEY_HEADER = istr("X-Api-Key")
 SESSIONS_PATH = "/rl/v1/sessions/"
 
 
@@ -59,7 +61,9 @@ class Affinity:
         if prefix is not None:
             # Behind a prefix other bearers ("DUMMY") mean nothing.
             return self._one_of([prefix, *named]), True
-        bearer = bearer_of(headers.getall("Authorization", ()), headers.getall("X-Api-Key", ()))
+        bearer = bearer_of(
+            headers.getall(hdrs.AUTHORIZATION, ()), headers.getall(API_KEY_HEADER, ())
+        )
         if bearer.startswith(SESSION_KEY_PREFIX):
             named.append(bearer)
         if path.startswith(SESSIONS_PATH):

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
 
 from any_agent.errors import AnyAgentError, InvalidRequest, PayloadTooLarge
@@ -37,6 +37,9 @@ class Body:
         limit = min(limit or self._limit, self._limit)
         if (self._request.content_length or 0) > limit:
             raise self._too_large(limit)
+        if self._content.is_eof():
+            # It came together with the head, as most do.
+            return self._content.read_nowait()
         await self._go_on()
         parts: list[bytes] = []
         size = 0
@@ -65,7 +68,7 @@ class Body:
         """Tell a client that waits for it to send the body."""
         request = self._request
         if (
-            request.headers.get("Expect", "").lower() == "100-continue"
+            request.headers.get(hdrs.EXPECT, "").lower() == "100-continue"
             and request.version >= HttpVersion11
         ):
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

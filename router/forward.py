@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from multidict import CIMultiDict
 
 from any_agent.errors import ReplyLost
@@ -44,7 +44,7 @@ class Forwarder:
         """
         headers = outgoing(request)
         if content is not None:
-            headers["Content-Length"] = str(len(content))
+            headers[hdrs.CONTENT_LENGTH] = str(len(content))
         elif not request.body_exists:
             content = b""
         elif body.short:
@@ -89,10 +89,10 @@ class Forwarder:
         """
         headers = outgoing(request)
         # The answer is read here.
-        headers.popall("Accept-Encoding", None)
-        headers.popall("Content-Length", None)
+        headers.popall(hdrs.ACCEPT_ENCODING, None)
+        headers.popall(hdrs.CONTENT_LENGTH, None)
         if content is not None:
-            headers["Content-Length"] = str(len(content))
+            headers[hdrs.CONTENT_LENGTH] = str(len(content))
         while True:
             origin = self._ranks.url(rank) or await self._ranks.reach(rank, deadline)
             try:
@@ -116,11 +116,11 @@ class Forwarder:
 def outgoing(request: web.BaseRequest) -> CIMultiDict[str]:
     """The request's headers for a rank."""
     headers = end_to_end(request.headers)
-    headers.popall("Expect", None)
-    keys = headers.getall("Authorization", [])
+    headers.popall(hdrs.EXPECT, None)
+    keys = headers.getall(hdrs.AUTHORIZATION, [])
     if len(keys) > 1:
         # They are the same key, or mean nothing behind a path prefix.
-        headers["Authorization"] = keys[0]
+        headers[hdrs.AUTHORIZATION] = keys[0]
     return headers
 
 
