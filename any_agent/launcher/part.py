@@ -77,14 +77,15 @@ class Part:
 
     def start(self) -> None:
         """Start its process; OSError if that is not possible."""
-        self._process = self._make()
-        self._process.start()
+        process = self._make()
+        process.start()
+        self._process = process
         self._late = self._clock() + self._timeout
         self._begun = self._progress()
         if self._ready is None:
             self._tell_ready()
         else:
-            self._probe = _Probe(self._ready, self._process)
+            self._probe = _Probe(self._ready, process)
 
     def check(self) -> None:
         """Look once, and do what is due.
