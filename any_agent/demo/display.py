@@ -207,7 +207,7 @@ def _held_out(state: State) -> Text:
 def summary(report: Report) -> RenderableType:
     """What the demo came to, and what to type next."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("")
+    table.add_column(report.title)
     table.add_column("before", justify="right")
     table.add_column("after", justify="right", style="bold green")
     for row in report.rows():

@@ -64,7 +64,7 @@ def news(before: State | None, now: State) -> list[str]:
 
 def summary(report: Report) -> list[str]:
     """What the demo came to, and what to type next."""
-    out = ["", f"{'':<38}{'before':>8}{'after':>8}"]
+    out = ["", f"{report.title:<38}{'before':>8}{'after':>8}"]
     out += [f"{label:<38}{before:>8}{after:>8}" for label, before, after in report.rows()]
     out.append("")
     if report.rewards:

@@ -39,13 +39,16 @@ class Report:
     restarts: Mapping[str, int] = field(default_factory=dict)
     """Parts of the service that died on the way and were started again, how often."""
 
+    title = "on prompts that training never sees"
+    """Of the table."""
+
     def rows(self) -> list[tuple[str, str, str]]:
         """A label, before, after."""
         a, b = self.before, self.after
         return [
-            ("first answer right, held-out prompts", f"{a.accuracy:.1%}", f"{b.accuracy:.1%}"),
-            ("mean reward, of at most 1", f"{a.reward:.3f}", f"{b.reward:.3f}"),
-            ("turns per session, of at most 2", f"{a.turns:.2f}", f"{b.turns:.2f}"),
+            ("first answer right", f"{a.accuracy:.1%}", f"{b.accuracy:.1%}"),
+            ("mean reward (at most 1)", f"{a.reward:.3f}", f"{b.reward:.3f}"),
+            ("turns per session (at most 2)", f"{a.turns:.2f}", f"{b.turns:.2f}"),
             ("tokens per answer", f"{a.tokens:.2f}", f"{b.tokens:.2f}"),
         ]
 

@@ -82,6 +82,7 @@ class Demo:
         self._node: Node | None = None
         self._names = part_names(config.server.ranks)
         self._shown: Screen | Lines
+        self._metrics: Metrics
         self._before, self._training, self._after = Tally(), Tally(), Tally()
         self._rate = Rate()
         self._state = State(
@@ -139,6 +140,7 @@ class Demo:
     def _serve(self) -> None:
         self._set(phase="starting the service")
         self._node = Node(self._config, NodeOptions(say=self._shown.say))
+        self._metrics = Metrics(self._node.dir.metrics)
         with self._node as node:
             try:
                 self._set(url=node.url)
@@ -148,7 +150,7 @@ class Demo:
                 raise _first(group) from None
             finally:
                 self._set(phase="ending the service")
-        self._set_steps(Metrics(node.dir.metrics))
+        self._read_steps()
 
     async def _drive(self, node: Node) -> None:
         client = RLClient(node.url, trust_env=False)
@@ -159,6 +161,7 @@ class Demo:
             await driver.evaluate(self._before)
             self._set(phase="training", before=self._before.measures())
             await driver.train(self._training)
+            self._read_steps()
             self._set(phase="asking held-out prompts, after training")
             await driver.evaluate(self._after)
             self._set(after=self._after.measures())
@@ -174,7 +177,7 @@ class Demo:
 
     async def _poll(self, node: Node) -> None:
         """Follow what trainer, service and agents say of themselves."""
-        metrics, sessions = Metrics(node.dir.metrics), Sessions()
+        sessions = Sessions()
         async with httpx.AsyncClient(base_url=node.url, timeout=5, trust_env=False) as service:
             while True:
                 # While the router restarts, the last numbers stand.
@@ -182,12 +185,12 @@ class Demo:
                     answer = await service.get("/metrics")
                     if answer.is_success:
                         self._state = replace(self._state, sessions=sessions.read(answer.text))
-                self._set_steps(metrics)
+                self._read_steps()
                 await asyncio.sleep(_POLL_EVERY)
 
-    def _set_steps(self, metrics: Metrics) -> None:
+    def _read_steps(self) -> None:
         asking = self._after if self._training.sessions else self._before
-        self._state = self._state.plus(metrics.new())
+        self._state = self._state.plus(self._metrics.new())
         self._set(
             tokens_per_second=self._rate.add(self._tally("tokens")),
             asked=0 if self._state.phase == "training" else asking.sessions,

@@ -50,10 +50,10 @@ def test_lines_are_printed_when_something_changed() -> None:
 def test_the_summary_is_a_table_and_what_to_type() -> None:
     assert summary(report(restarts={"rank-1": 1}, failed=2, error="gone")) == [
         "",
-        "                                        before   after",
-        "first answer right, held-out prompts     35.8%   95.8%",
-        "mean reward, of at most 1                0.612   0.981",
-        "turns per session, of at most 2           1.64    1.04",
+        "on prompts that training never sees     before   after",
+        "first answer right                       35.8%   95.8%",
+        "mean reward (at most 1)                  0.612   0.981",
+        "turns per session (at most 2)             1.64    1.04",
         "tokens per answer                         2.10    2.00",
         "",
         "reward    0.500 to 1.000 in 3 steps",
