@@ -39,7 +39,6 @@ _NOT_ADDED: CIMultiDict[None] = CIMultiDict(
     (name, None) for name in ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 )
 """Headers that aiohttp would set where a client sent none."""
-_POLL = select.poll()
 Body = bytes | AsyncIterator[bytes] | None
 
 
@@ -76,11 +75,9 @@ class _Request(ClientRequest):
 
 def _has_news(fd: int) -> bool:
     """Whether there is something to read, be it the end: there must be nothing yet."""
-    _POLL.register(fd, select.POLLIN)
-    try:
-        return bool(_POLL.poll(0))
-    finally:
-        _POLL.unregister(fd)
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 @dataclass(frozen=True, slots=True)
