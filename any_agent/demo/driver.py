@@ -14,12 +14,16 @@ from typing import Any
 
 from any_agent.client import RLClient
 from any_agent.demo.task import Item, Turn, is_correct, items, shuffled
-from any_agent.errors import AnyAgentError, RunFinished
+from any_agent.errors import AnyAgentError, RunFinished, TooManyRequests
 from any_agent.protocol import SessionStarted
 
 GROUP_SIZE = 8
 DISCOUNT = 0.9
+SESSION_TTL = 120.0
+"""Seconds after which a session ends that nobody knows of, and a group goes on without it: where
+a part of the service dies, the answer to an opening may be lost."""
 _PATIENCE = 120.0
+"""Seconds in which the trainer must want a session again."""
 _POOL = 32
 EVALS = 2
 """Eval sessions for every held-out prompt."""
@@ -181,24 +185,29 @@ class Driver:
                     yield item, f"{item.task_id}-{number}"
 
     async def _session(self, agent: Worker, item: Item, tally: Tally, **opening: Any) -> None:
-        session = await self._client.start_session(
-            task_id=item.task_id, wait=30.0, patience=_PATIENCE, **opening
-        )
+        """One session from its opening to its end. A failure is counted; the next one goes on."""
+        session: SessionStarted | None = None
         try:
+            session = await self._client.start_session(
+                task_id=item.task_id, ttl=SESSION_TTL, wait=30.0, patience=_PATIENCE, **opening
+            )
             turns = await agent.run(item, session)
             right = [is_correct(turn.text, item) for turn in turns]
             for completion_id, reward in self._rewards(turns, right):
                 await self._client.set_reward(session.api_key, reward, completion_id=completion_id)
             await self._client.finalize(session.api_key)
+        except (RunFinished, TooManyRequests):
+            raise
         except (RuntimeError, TimeoutError, AnyAgentError) as error:
-            # Left open, it would keep its group waiting.
-            with suppress(AnyAgentError):
-                await self._client.abort(session, "the demo's agent failed")
+            if session is not None:
+                # Left open, it would keep its group waiting.
+                with suppress(AnyAgentError):
+                    await self._client.abort(session, "the demo's agent failed")
             tally.add_failure(error)
             if tally.failed > _MAX_FAILED:
                 raise AnyAgentError(f"{tally.failed} sessions failed: {error}") from error
-            return
-        tally.add(turns, right)
+        else:
+            tally.add(turns, right)
 
     def _rewards(self, turns: list[Turn], right: list[bool]) -> list[tuple[str, float]]:
         """(completion id, reward): the last turn's outcome; in the control, another session's.

@@ -21,7 +21,15 @@ import httpx
 from any_agent.client import RLClient
 from any_agent.config import Config, load_config
 from any_agent.demo.child import Child
-from any_agent.demo.driver import DISCOUNT, EVALS, GROUP_SIZE, Driver, Tally, workers
+from any_agent.demo.driver import (
+    DISCOUNT,
+    EVALS,
+    GROUP_SIZE,
+    SESSION_TTL,
+    Driver,
+    Tally,
+    workers,
+)
 from any_agent.demo.memory import PeakMemory
 from any_agent.demo.plain import Lines
 from any_agent.demo.report import Report, command, next_lines
@@ -270,6 +278,7 @@ def demo_config(root: Path, *, seed: int, steps: int, ranks: int) -> Config:
         "log_level": "info",
         "sampling.max_new_tokens": 4,
         "sessions.group_size": GROUP_SIZE,
+        "sessions.group_timeout": SESSION_TTL,
         "rollout.batch_size": 64,
         "rollout.max_concurrent": 192,
         "rollout.eta": 2,

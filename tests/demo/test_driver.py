@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from any_agent.client import RLClient
-from any_agent.demo.driver import DISCOUNT, Driver, Measures, Tally, score
-from any_agent.demo.task import Turn
+from any_agent.demo.driver import DISCOUNT, EVALS, Driver, Measures, Tally, score
+from any_agent.demo.task import Item, Turn, items
+from any_agent.errors import AnyAgentError, ReplyLost, RunFinished, TooManyRequests
+from any_agent.protocol import SessionStarted
 from any_agent.record import propagate_rewards
 from any_agent.types import (
     Continuation,
@@ -118,3 +122,86 @@ def test_only_the_last_errors_are_kept() -> None:
         tally.add_failure(RuntimeError(f"error {k}"))
     assert tally.failed == 9
     assert tally.errors == [f"error {k}" for k in range(4, 9)]
+
+
+class Service:
+    """Answers openings with what it is told to; remembers what became of the sessions."""
+
+    def __init__(self, *openings: BaseException | None) -> None:
+        self._openings = iter(openings)
+        self.ended: list[str] = []
+
+    async def start_session(self, **fields: Any) -> SessionStarted:
+        error = next(self._openings, RunFinished("done"))
+        if error is not None:
+            raise error
+        return SessionStarted(
+            session_id="ses-0-1",
+            api_key="key",
+            base_url="http://nowhere",
+            mode="train",
+            version=0,
+            group_id=None,
+            task_id=fields["task_id"],
+            expires_in=fields["ttl"],
+        )
+
+    async def set_reward(self, *_: Any, **__: Any) -> None: ...
+
+    async def finalize(self, _: str) -> None:
+        self.ended.append("finalized")
+
+    async def abort(self, *_: Any) -> None:
+        self.ended.append("aborted")
+
+
+class Agent:
+    """Is always right, or fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    async def run(self, item: Item, _: SessionStarted) -> list[Turn]:
+        if self._error is not None:
+            raise self._error
+        return [Turn("turn-0", item.digit, 2)]
+
+
+async def train(service: Service, agent: Agent) -> Tally:
+    tally = Tally()
+    await Driver(service, [agent], seed=0).train(tally)  # type: ignore[arg-type, list-item]
+    return tally
+
+
+async def test_a_lost_answer_ends_nothing_but_its_session() -> None:
+    """A part of the service died; the agents go on."""
+    service = Service(None, ReplyLost("a rank died"), None)
+    tally = await train(service, Agent())
+    assert (tally.sessions, tally.failed, tally.errors) == (2, 1, ["a rank died"])
+    assert service.ended == ["finalized", "finalized"]
+
+
+async def test_a_session_that_failed_is_aborted_so_that_its_group_goes_on() -> None:
+    service = Service(None, None)
+    tally = await train(service, Agent(RuntimeError("the agent broke")))
+    assert (tally.sessions, tally.failed) == (0, 2)
+    assert service.ended == ["aborted", "aborted"]
+
+
+async def test_nobody_waits_for_a_trainer_that_wants_nothing_any_more() -> None:
+    with pytest.raises(ExceptionGroup) as group:
+        await train(Service(None, TooManyRequests("no slot")), Agent())
+    assert group.group_contains(TooManyRequests)
+
+
+async def test_failures_without_end_end_the_demo() -> None:
+    with pytest.raises(ExceptionGroup) as group:
+        await train(Service(*[None] * 1000), Agent(RuntimeError("the agent broke")))
+    assert group.group_contains(AnyAgentError, match="101 sessions failed: the agent broke")
+
+
+async def test_each_held_out_prompt_is_asked_some_times() -> None:
+    tally = Tally()
+    await Driver(Service(*[None] * 1000), [Agent()] * 3, seed=0).evaluate(tally)  # type: ignore[arg-type, list-item]
+    assert tally.sessions == EVALS * len(items(held_out=True))
+    assert tally.measures().accuracy == 1.0
