@@ -39,7 +39,10 @@ class Body:
             raise self._too_large(limit)
         if self._content.is_eof():
             # It came together with the head, as most do.
-            return self._content.read_nowait()
+            content = self._content.read_nowait()
+            if len(content) > limit:
+                raise self._too_large(limit)
+            return content
         await self._go_on()
         parts: list[bytes] = []
         size = 0

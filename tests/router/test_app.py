@@ -113,6 +113,16 @@ async def test_a_client_that_asks_first_does_not_send_too_much(start_lab: StartL
     assert " 413 " in await wire.head()
 
 
+async def test_a_short_body_that_does_not_say_its_size_is_limited_too(start_lab: StartLab) -> None:
+    lab = await start_lab("server.max_body_bytes=1024")
+    wire = await lab.connect()
+    await wire.send(
+        b"POST /rl/v1/set_reward HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"401\r\n" + b"x" * 1025 + b"\r\n0\r\n\r\n"
+    )
+    assert " 413 " in await wire.head()
+
+
 async def test_rl_bodies_that_are_read_have_a_limit_of_their_own(pair: Lab) -> None:
     assert (await pair.post("/rl/v1/set_reward", b"x" * (1 << 20) + b"x")).status_code == 413
     assert (await pair.post("/rl/v1/start_session", b"x" * (1 << 20) + b"x")).status_code == 413
