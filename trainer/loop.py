@@ -19,7 +19,7 @@ from any_agent.config import Config
 from any_agent.errors import ConfigError, TrainingError
 from any_agent.protocol import Rejection
 from any_agent.rollout import Ranks, RolloutExecutor
-from any_agent.rundir import RunDir, write_json
+from any_agent.rundir import RunDir
 from any_agent.workflow import Episode, ProxyWorkflow, RolloutWorkflow
 from trainer.batch import TrainingBatch, training_batch, versions_in, without_signal
 from trainer.checkpoint import (
@@ -29,17 +29,15 @@ from trainer.checkpoint import (
     save_checkpoint,
 )
 from trainer.loss import LossConfig, preset
+from trainer.manifests import Manifest, Manifests
 from trainer.metrics import TrainerMetrics
 from trainer.packing import count_trained, micro_batches
 from trainer.policy import Policy, PolicyConfig, StepResult
-from trainer.sync import DiskSync
-from trainer.versions import Versions
-from trainer.weights import prune, publish_to_disk, tokenizer_of
+from trainer.publisher import PATIENCE, Publisher
+from trainer.weights import tokenizer_of
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = 120.0
-"""Seconds that the trainer waits for a proxy that restarts."""
 _MAX_FAILED_STEPS = 5
 _REMEMBERED = 65_536
 """Consumed ids kept: many times what can be finalized and not yet acknowledged."""
@@ -51,30 +49,34 @@ class GRPOTrainer:
     def __init__(self, config: Config, *, workflow: type[RolloutWorkflow] | None = None) -> None:
         self.config = config
         self.dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
-        self._sync = DiskSync(load_timeout=config.engine.load_timeout)
         self._make_workflow = workflow or ProxyWorkflow
+        self._consumed: dict[str, str | None] = {}
+        """Sessions that steps took: None, or why there was nothing in them to train on."""
         key = config.server.admin_key
         self._executor = RolloutExecutor(
             lambda: Ranks(
                 self.dir.registry,
                 config.server.ranks,
                 admin_key=key.get_secret_value() if key else None,
-                retry_for=_PATIENCE,
+                retry_for=PATIENCE,
             ),
             lambda client, owner: self._make_workflow(client, owner=owner),  # type: ignore[call-arg]
             config.rollout,
             owner=f"trainer-{uuid.uuid4().hex[:12]}",
-            reject=self._reject,
+            consumed=self._consumed,
+            reject=lambda episode: without_signal(episode, config.train),
         )
         self.metrics = TrainerMetrics(lambda: self._executor.rejected)
+        self._publisher = Publisher(config, self.dir, self._executor)
+        self._manifests = Manifests(self.dir.manifests)
         self._loss = _loss_config(config)
-        self._versions = Versions(self.dir.state)
-        self._consumed: dict[str, None] = {}
         self.policy: Policy
         self._tokenizer: Path
         self._saved_step: int | None = None
         self.checkpoint: Path | None = None
         self._failed_steps = 0
+        self._reported = 0
+        """The last step that `metrics.jsonl` had a line of at the start."""
         self._stopping = False
 
     def stop(self) -> None:
@@ -87,28 +89,29 @@ class GRPOTrainer:
 
         False if it was stopped before.
         """
-        resumed = self._load()
+        self._load()
         self._executor.start()
         try:
-            served = self._executor.call(self._served_version(), timeout=2 * _PATIENCE)
-            self._versions.at_least(served)
-            self.metrics.now(step=self.policy.steps, version=self._versions.highest)
-            if resumed or self.config.engine.urls:
-                # An engine that somebody else started may hold any weights.
-                self._publish()
-            self._tell("training")
+            self._catch_up()
+            if not self._done:
+                self._tell("training")
+                self._executor.begin()
             try:
-                while self.policy.steps < self.config.train.steps:
+                while not self._done:
                     self._step()
             except InterruptedError:
                 log.info("stopped at step %d", self.policy.steps)
             if self._saved_step != self.policy.steps and (self.policy.steps or not self._stopping):
                 self._save()
-            if not self._stopping:
+            if self._done:
                 self._tell("finished")
-            return not self._stopping
+            return self._done
         finally:
             self._executor.stop()
+
+    @property
+    def _done(self) -> bool:
+        return self.policy.steps >= self.config.train.steps
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -116,46 +119,68 @@ class GRPOTrainer:
         started = time.perf_counter()
         episodes = self._wait()
         waited = time.perf_counter()
-        step = self.policy.steps
-        batch = training_batch(
-            episodes,
-            self.config.train,
-            step=step,
-            eta=self.config.rollout.eta,
-            step_of_version=self._versions.steps_of(versions_in(episodes)),
+        taken = self._manifest(episodes)
+        batch = self._batch(episodes, taken)
+        taken = replace(
+            taken,
+            trained=batch.trained,
+            rejected=batch.rejected,
+            tokens=[int(row["loss_mask"].sum()) for row in batch.rows],
         )
-        result = self._optimize(batch)
+        if batch.rows:
+            # What a step is about to consume is on disk before it changes anything.
+            self._manifests.write(taken)
+        result = self._optimize(batch, taken)
         trained = time.perf_counter()
         if result is not None:
             self._publish()
         published = time.perf_counter()
-        self._consumed.update(dict.fromkeys(batch.trained))
-        while len(self._consumed) > _REMEMBERED:
-            del self._consumed[next(iter(self._consumed))]
-        self._executor.ack(
-            batch.trained,
-            [Rejection(session_id=id, reason=why) for id, why in batch.rejected.items()],
-        )
-        self.metrics.settled(batch.trained, batch.rejected)
+        self._settle([batch])
         if result is None:
             log.warning("no step on a batch: %s", dict(Counter(batch.rejected.values())))
+            # All of it may have been too old because an engine lost its weights.
+            self._publisher.repair()
             return
-        times = {
-            "wait": waited - started,
-            "train": trained - waited,
-            "publish": published - trained,
-        }
-        self._report(batch, result, times)
+        self._report(
+            batch,
+            result,
+            wait=waited - started,
+            train=trained - waited,
+            publish=published - trained,
+        )
         if self.policy.steps % self.config.train.checkpoint_every == 0:
             self._save()
             self._tell("training")
 
-    def _optimize(self, batch: TrainingBatch) -> StepResult | None:
+    def _manifest(self, episodes: list[Episode]) -> Manifest:
+        """What the next step is to take, as far as it is known before the batch is made."""
+        c = self.config
+        return Manifest(
+            step=self.policy.steps + 1,
+            groups=[[t.session_id for t in episode] for episode in episodes],
+            trained=[],
+            rejected={},
+            tokens=[],
+            versions=dict(self._publisher.versions.steps_of(versions_in(episodes))),
+            eta=c.rollout.eta,
+            discount=c.train.discount,
+            normalize_std=c.train.normalize_std,
+        )
+
+    def _batch(self, episodes: list[Episode], taken: Manifest) -> TrainingBatch:
+        settings = {"discount": taken.discount, "normalize_std": taken.normalize_std}
+        return training_batch(
+            episodes,
+            self.config.train.model_copy(update=settings),
+            step=taken.step - 1,
+            eta=taken.eta,
+            step_of_version=taken.versions,
+        )
+
+    def _optimize(self, batch: TrainingBatch, taken: Manifest) -> StepResult | None:
         """One optimizer step; None where there is nothing to train on, or it is not finite."""
         if not batch.rows:
             return None
-        # What a step is about to consume is on disk before it changes anything.
-        self._write_manifest(batch)
         try:
             result = self.policy.step(
                 micro_batches(batch.rows, self.config.train.micro_batch_tokens),
@@ -164,6 +189,8 @@ class GRPOTrainer:
                 entropy=True,
             )
         except FloatingPointError as error:
+            # No step was made, so there is none to be made again.
+            self._manifests.remove(taken.step)
             self._failed_steps += 1
             if self._failed_steps >= _MAX_FAILED_STEPS:
                 raise TrainingError(
@@ -177,48 +204,86 @@ class GRPOTrainer:
         self._failed_steps = 0
         return result
 
+    def _publish(self) -> None:
+        self._publisher.publish(self.policy, self._tokenizer)
+        self.metrics.now(step=self.policy.steps, version=self._publisher.version)
+
+    def _settle(self, batches: list[TrainingBatch]) -> None:
+        """Remember what was consumed, and tell the ranks."""
+        trained = [id for batch in batches for id in batch.trained]
+        rejected = {id: why for batch in batches for id, why in batch.rejected.items()}
+        self._consumed.update(dict.fromkeys(trained))
+        self._consumed.update(rejected)
+        while len(self._consumed) > _REMEMBERED:
+            del self._consumed[next(iter(self._consumed))]
+        self._executor.ack(
+            trained, [Rejection(session_id=id, reason=why) for id, why in rejected.items()]
+        )
+        self.metrics.settled(trained, rejected)
+
     def _wait(self) -> list[Episode]:
-        """The next batch, without sessions that were trained on already."""
+        """The next batch."""
         while True:
             try:
-                episodes = self._executor.prepare_batch(timeout=60.0)
+                return self._executor.prepare_batch(timeout=60.0)
             except TimeoutError as error:
                 log.info("waiting for trajectories: %s", error)
-                continue
-            known = [t.session_id for e in episodes for t in e if t.session_id in self._consumed]
-            if not known:
-                return episodes
-            # Trained on, but their lease was lost before the acknowledgement.
-            self._executor.ack(known, [])
-            fresh = [[t for t in e if t.session_id not in self._consumed] for e in episodes]
-            left = [episode for episode in fresh if episode]
-            if left:
-                return left
 
-    def _reject(self, episode: Episode) -> str | None:
-        if any(t.session_id in self._consumed for t in episode):
-            return None
-        return without_signal(episode, self.config.train)
+    # -- resume --------------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        """Make the steps again that came after the checkpoint, and bring the ranks up to date.
+
+        Each is made from its manifest: the same sessions in the same order, masked and scored
+        with the same settings. So whatever a killed trainer was at, the run goes on as if it had
+        not been killed, and no session has an effect twice.
+        """
+        replayed = []
+        for step in self._manifests.after(self.policy.steps):
+            if self._done or self._stopping:
+                break
+            replayed.append(self._replay(self._manifests.read(step)))
+        self._publisher.resume(
+            self.policy, self._tokenizer, fresh=self.checkpoint is None and not replayed
+        )
+        self.metrics.now(step=self.policy.steps, version=self._publisher.version)
+        if replayed:
+            self._settle(replayed)
+            log.info("made %d steps again, now at step %d", len(replayed), self.policy.steps)
+            if self.policy.steps % self.config.train.checkpoint_every == 0:
+                self._save()
+
+    def _replay(self, taken: Manifest) -> TrainingBatch:
+        found = self._executor.replay(taken.sessions, timeout=10 * PATIENCE)
+        episodes = [[found[id] for id in group] for group in taken.groups]
+        batch = self._batch(episodes, taken)
+        self._check_same(batch, taken)
+        result = self._optimize(batch, taken)
+        if result is not None and taken.step > self._reported:
+            # It was killed before it could tell of this step.
+            self._report(batch, result, wait=0, train=0, publish=0)
+        return batch
+
+    def _check_same(self, batch: TrainingBatch, taken: Manifest) -> None:
+        """TrainingError for a batch that is not the one that the step took."""
+        tokens = [int(row["loss_mask"].sum()) for row in batch.rows]
+        if (batch.trained, batch.rejected, tokens) == (taken.trained, taken.rejected, taken.tokens):
+            return
+        differ = set(batch.trained) ^ set(taken.trained)
+        differ |= {id for id, _ in batch.rejected.items() ^ taken.rejected.items()}
+        raise TrainingError(
+            f"step {taken.step} cannot be made again as it was: of its {len(taken.sessions)} "
+            f"sessions these are another matter now: {', '.join(sorted(differ)[:8]) or 'none'}; "
+            f"it trained on {sum(taken.tokens)} tokens, now there are {sum(tokens)}"
+        )
 
     # -- weights, checkpoints, files -----------------------------------------------------------
 
-    def _publish(self) -> None:
-        """The policy's weights to the engine, as a version that was never used before."""
-        step = self.policy.steps
-        version = self._versions.reserve(step)
-        dtype = {"float32": None, "bfloat16": torch.bfloat16}[self.config.model.dtype]
-        path = publish_to_disk(self.policy, self._tokenizer, self.dir.weights, version, dtype=dtype)
-        self._executor.call(
-            self._sync.update(self._executor.ranks, path, version=version, step=step),
-            timeout=self.config.engine.load_timeout + 5 * _PATIENCE,
-        )
-        self.metrics.now(step=step, version=version)
-        prune(self.dir.weights, self.config.train.keep_weights)
-
-    def _load(self) -> bool:
-        """The policy: from the latest checkpoint (True), else from the configured model."""
+    def _load(self) -> None:
+        """The policy: from the latest checkpoint, else from the configured model."""
         c = self.config.train
         _seed(c.seed)
+        self._reported = _last_reported(self.dir.metrics)
         settings = PolicyConfig(
             lr=c.lr,
             betas=c.betas,
@@ -231,28 +296,27 @@ class GRPOTrainer:
         if latest is None:
             self.policy = Policy.load(self.config.model.path, settings)
             self._tokenizer = tokenizer_of(self.config.model.path)
-            return False
+            return
         self.policy, state = load_checkpoint(latest, settings)
         self._tokenizer = latest
         for group in self.policy.optimizer.param_groups:
             # The optimizer's state goes on; its settings are those of this start.
             group.update(lr=c.lr, betas=c.betas, weight_decay=c.weight_decay)
         self._saved_step = self.policy.steps
-        self._consumed = dict.fromkeys(state["consumed"])
+        self._consumed.update(state["consumed"])
         self.checkpoint = latest
         log.info("going on from %s (step %d)", latest, self.policy.steps)
-        return True
 
     def _save(self) -> None:
         self.checkpoint = save_checkpoint(
             self.dir.checkpoints,
             self.policy,
             self._tokenizer,
-            {"version": self._versions.highest, "consumed": list(self._consumed)},
+            {"version": self._publisher.version, "consumed": self._consumed},
             keep=self.config.train.keep_checkpoints,
         )
         self._saved_step = self.policy.steps
-        self._prune_manifests()
+        self._manifests.prune(list_checkpoints(self.dir.checkpoints)[0].step)
         log.info("checkpoint %s", self.checkpoint)
 
     def _tell(self, state: Any) -> None:
@@ -264,40 +328,15 @@ class GRPOTrainer:
                     state, step=self.policy.steps, checkpoint=checkpoint
                 )
             ),
-            timeout=2 * _PATIENCE,
+            timeout=2 * PATIENCE,
         )
 
-    async def _served_version(self) -> int:
-        """The highest version that a rank serves."""
-        ranks = self._executor.ranks
-        infos = await ranks.all(lambda rank: ranks.clients[rank].run_info())
-        return max(info.version for info in infos)
-
-    def _prune_manifests(self) -> None:
-        """Keep those that are newer than the oldest checkpoint kept: what a resume gives up."""
-        oldest = list_checkpoints(self.dir.checkpoints)[0].step
-        for path in self.dir.manifests.glob("step-*.json"):
-            if int(path.stem.removeprefix("step-")) <= oldest:
-                path.unlink()
-
-    def _write_manifest(self, batch: TrainingBatch) -> None:
-        step = self.policy.steps + 1
-        write_json(
-            self.dir.manifests / f"step-{step:08d}.json",
-            {
-                "step": step,
-                "trained": batch.trained,
-                "rejected": batch.rejected,
-                "tokens": [int(row["loss_mask"].sum()) for row in batch.rows],
-            },
-        )
-
-    def _report(self, batch: TrainingBatch, result: StepResult, times: dict[str, float]) -> None:
+    def _report(self, batch: TrainingBatch, result: StepResult, **seconds: float) -> None:
         now = self._executor.capacity
         line = {
             "time": time.time(),
             "step": self.policy.steps,
-            "version": self._versions.highest,
+            "version": self._publisher.version,
             "reward": sum(batch.scores) / max(1, len(batch.scores)),
             "sessions": len(batch.trained),
             "left_out": dict(Counter(batch.rejected.values())),
@@ -307,7 +346,7 @@ class GRPOTrainer:
             "staleness_max": max(batch.ages, default=0),
             "grad_norm": result.grad_norm,
             **result.stats.means(),
-            "seconds": {key: round(value, 4) for key, value in times.items()},
+            "seconds": {phase: round(value, 4) for phase, value in seconds.items()},
             "capacity": now.model_dump() if now else None,
         }
         with open(self.dir.metrics, "a", encoding="utf-8") as file:
@@ -322,6 +361,17 @@ class GRPOTrainer:
             line["staleness_mean"],
             line["version"],
         )
+
+
+def _last_reported(path: Path) -> int:
+    """The step of the last line that was written whole."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return 0
 
 
 def _loss_config(config: Config) -> LossConfig:

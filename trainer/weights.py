@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from any_agent.atomic import remove_folder, whole_folder
@@ -46,10 +47,34 @@ def publish_to_disk(
     newest = max(published_versions(root), default=-1)
     if version <= newest:
         raise Conflict(f"version {version} is not above {newest}: versions are never reused")
-    target = root / f"v{version:08d}"
+    target = weights_folder(root, version)
     with whole_folder(target) as folder:
         save_pretrained(policy, tokenizer, folder, dtype=dtype)
     return target
+
+
+def weights_folder(root: Path, version: int) -> Path:
+    return root / f"v{version:08d}"
+
+
+def holds_weights(folder: Path, policy: Policy, *, dtype: torch.dtype | None = None) -> bool:
+    """Whether a published folder's weights are the policy's, bit for bit, in ``dtype``.
+
+    Tied weights are stored once, so what counts is that every stored tensor is the policy's.
+    """
+    state = policy.model.state_dict()
+    files = sorted(folder.glob("*.safetensors"))
+    for path in files:
+        with safe_open(path, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 - it is no mapping
+                mine = state.get(name)
+                if mine is None:
+                    return False
+                mine = mine if dtype is None else _cast(mine, dtype)
+                other = stored.get_tensor(name)
+                if other.dtype != mine.dtype or not torch.equal(other, mine.cpu()):
+                    return False
+    return bool(files)
 
 
 def tokenizer_of(model: str) -> Path:
@@ -75,7 +100,7 @@ def prune(root: Path, keep: int) -> list[int]:
         raise ValueError("at least one version must be kept")
     removed = published_versions(root)[:-keep]
     for version in removed:
-        remove_folder(root / f"v{version:08d}")
+        remove_folder(weights_folder(root, version))
     return removed
 
 

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -38,6 +38,8 @@ class RolloutExecutor:
     It renews the leases of what it holds from ``start`` on, and admits sessions and takes
     episodes from ``begin`` on. ``reject`` looks at an episode and says why it is not worth
     training on, or None: such episodes are rejected at once and their slots refilled.
+    ``consumed`` holds the sessions that steps took, and why one was rejected: those that come
+    again, because their acknowledgement was lost, are acknowledged again and nothing more.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class RolloutExecutor:
         config: RolloutConfig,
         *,
         owner: str,
+        consumed: Mapping[str, str | None] | None = None,
         reject: Callable[[Episode], str | None] = lambda _: None,
     ) -> None:
         self._make_ranks = make_ranks
         self._make_workflow = make_workflow
         self._config = config
         self._owner = owner
+        self._consumed = consumed if consumed is not None else {}
         self._reject = reject
         self._buffer: deque[Episode] = deque()
         self._held: set[str] = set()
@@ -216,12 +220,21 @@ class RolloutExecutor:
                 continue
             # What is held already was handed out twice: its lease had run out, or seemed to.
             fresh = [t for t in episode or () if t.session_id not in self._held]
-            if fresh:
-                await self._receive(fresh)
+            self._held.update(t.session_id for t in fresh)
+            again = [t.session_id for t in fresh if t.session_id in self._consumed]
+            if again:
+                await self._ack_again(again)
+            if left := [t for t in fresh if t.session_id not in again]:
+                await self._receive(left)
+
+    async def _ack_again(self, session_ids: list[str]) -> None:
+        reasons = {id: self._consumed.get(id) for id in session_ids}
+        trained = [id for id, reason in reasons.items() if reason is None]
+        rejected = [Rejection(session_id=id, reason=r) for id, r in reasons.items() if r]
+        await self._acks.send(trained, rejected, patience=_ACK_PATIENCE)
 
     async def _receive(self, episode: Episode) -> None:
         ids = [trajectory.session_id for trajectory in episode]
-        self._held.update(ids)
         try:
             reason = self._reject(episode)
         except Exception:

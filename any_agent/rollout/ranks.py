@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from any_agent.client import RLClient
+from any_agent.errors import NotFound
 from any_agent.keys import rank_of_session
 from any_agent.registry import Entry, Registry, rank_name
 
@@ -50,10 +51,13 @@ class Ranks:
         return self._registry.get(rank_name(rank))
 
     def home(self, session_id: str) -> int:
-        """The rank that a session lives on; ValueError if the run has no such rank."""
+        """The rank that a session lives on; NotFound if the run has no such rank."""
         rank = rank_of_session(session_id)
         if rank is None or rank >= len(self):
-            raise ValueError(f"no rank of this run holds a session {session_id[:80]!r}")
+            raise NotFound(
+                f"none of {len(self)} ranks holds a session {session_id[:80]!r}; a trial goes on "
+                "with as many ranks (server.ranks) as before"
+            )
         return rank
 
     async def all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:

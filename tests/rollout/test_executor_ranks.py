@@ -58,11 +58,16 @@ class Fleet(Ranks):
 
 class Lab:
     def __init__(self, *, begin: bool = True, **settings: Any) -> None:
+        self.consumed: dict[str, str | None] = {}
         self.services = (Home(), Home())
         self.workflows: dict[RLClient, Scripted] = {s: Scripted() for s in self.services}
         config = {"batch_size": 4, "max_concurrent": 8, "eta": 1, **settings}
         self.executor = RolloutExecutor(
-            lambda: Fleet(*self.services), self.workflow, RolloutConfig(**config), owner="me"
+            lambda: Fleet(*self.services),
+            self.workflow,
+            RolloutConfig(**config),
+            owner="me",
+            consumed=self.consumed,
         )
         self.executor.start()
         if begin:
@@ -133,6 +138,19 @@ def test_what_is_handed_out_twice_is_taken_once(lab: Lab) -> None:
         [sid(0, 1), sid(0, 2)],
         [sid(0, 3), sid(0, 4)],
     ]
+
+
+def test_what_a_step_took_is_acknowledged_again_and_nothing_more(lab: Lab) -> None:
+    """Its acknowledgement was lost with the trainer that sent it."""
+    zero, one = lab.services
+    lab.consumed |= {sid(0, 1): None, sid(0, 2): "stale", sid(1, 1): None}
+    lab.give(0, group(0, "a", 1, 2), group(0, "new", 5, 6))
+    lab.give(1, group(1, "b", 1, 2, 3))
+    batch = lab.executor.prepare_batch(timeout=10)
+    assert {t.session_id for e in batch for t in e} == {sid(0, 5), sid(0, 6), sid(1, 2), sid(1, 3)}
+    until(lambda: zero.acks == [([sid(0, 1)], [sid(0, 2)])])
+    until(lambda: one.acks == [([sid(1, 1)], [])])
+    until(lambda: zero.held[-1] == [sid(0, 5), sid(0, 6)])
 
 
 def test_before_it_begins_it_holds_and_replays_and_admits_nothing() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from any_agent.errors import ServiceUnavailable
+from any_agent.errors import NotFound, ServiceUnavailable
 from any_agent.registry import Entry, publish, rank_name
 from any_agent.rollout import Ranks
 from any_agent.rollout import ranks as module
@@ -108,7 +108,7 @@ def test_a_session_names_its_rank(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, 2)
     assert [ranks.home(f"ses-{rank}-{'0' * 16}") for rank in (0, 1)] == [0, 1]
     for wrong in (f"ses-2-{'0' * 16}", "ses-0-x", ""):
-        with pytest.raises(ValueError, match="no rank of this run"):
+        with pytest.raises(NotFound, match="none of 2 ranks"):
             ranks.home(wrong)
 
 

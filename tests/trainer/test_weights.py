@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import any_agent.atomic
 from any_agent.errors import Conflict, StartupError
 from trainer.policy import Policy, PolicyConfig
-from trainer.weights import prune, publish_to_disk, published_versions
+from trainer.weights import holds_weights, prune, publish_to_disk, published_versions
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +105,21 @@ def test_prune_keeps_the_newest(tmp_path: Path) -> None:
     assert (tmp_path / "notes").exists()
     with pytest.raises(ValueError):
         prune(tmp_path, 0)
+
+
+def test_a_folder_holds_the_policys_weights_or_does_not(
+    policy: Policy, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    folder = publish_to_disk(policy, tiny_model_dir, tmp_path, 1)
+    assert holds_weights(folder, policy)
+    assert not holds_weights(folder, policy, dtype=torch.bfloat16)
+    half = publish_to_disk(policy, tiny_model_dir, tmp_path, 2, dtype=torch.bfloat16)
+    assert holds_weights(half, policy, dtype=torch.bfloat16)
+    assert not holds_weights(tmp_path / "nothing", policy)
+    first = next(policy.model.parameters()).view(-1)
+    with torch.no_grad():
+        value = first[0].clone()
+        first[0] = torch.nextafter(value, torch.tensor(9.0))
+        assert not holds_weights(folder, policy)
+        first[0] = value
+    assert holds_weights(folder, policy)

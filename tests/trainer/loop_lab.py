@@ -1,0 +1,166 @@
+"""The training loop's surroundings: a service that hands out made-up episodes, and forgets none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter, deque
+from collections.abc import Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from any_agent.config import Config, load_config
+from any_agent.errors import Conflict
+from any_agent.protocol import Rejection
+from any_agent.rollout import Ranks
+from any_agent.types import Trajectory
+from any_agent.workflow import Episode
+from trainer.loop import GRPOTrainer
+from trainer.policy import Policy
+
+
+class Service:
+    """What the trainer tells it."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.states: list[tuple[str, int]] = []
+        self.published: list[tuple[int, int]] = []
+        self.resumed = 0
+
+    async def resume(self) -> None:
+        self.resumed += 1
+
+    async def run_info(self) -> SimpleNamespace:
+        return SimpleNamespace(version=self.version)
+
+    async def set_run(self, state: str, *, step: int, checkpoint: str | None) -> None:
+        self.states.append((state, step))
+
+
+class OneRank:
+    """Stands for `Ranks`."""
+
+    def __init__(self, service: Service) -> None:
+        self.clients = (service,)
+
+    def __len__(self) -> int:
+        return 1
+
+    all = Ranks.all
+
+
+class Sync:
+    """An engine that takes every version."""
+
+    async def update(self, ranks: OneRank, path: Path, *, version: int, step: int) -> None:
+        assert (path / "config.json").is_file()
+        ranks.clients[0].published.append((version, step))
+        ranks.clients[0].version = version
+
+    async def repair(self, ranks: OneRank, path: Path, *, version: int, step: int) -> None:
+        if ranks.clients[0].version != version:
+            await self.update(ranks, path, version=version, step=step)
+
+
+class Executor:
+    """Hands out episodes in the order of a script, one per batch."""
+
+    journal: dict[str, Trajectory]
+    """What was ever handed out."""
+    settled: set[str]
+    """Acknowledged, in this life or an earlier one."""
+
+    def __init__(self, episodes: list[Episode], version: int) -> None:
+        self.ranks = OneRank(Service(version))
+        self.acks: list[tuple[list[str], dict[str, str]]] = []
+        self.capacity = None
+        self.rejected: Counter[str] = Counter()
+        self.begun = False
+        self.replayed: list[list[str]] = []
+        self._episodes = deque(episodes)
+
+    def start(self) -> None: ...
+
+    def begin(self) -> None:
+        self.begun = True
+
+    def stop(self) -> None: ...
+
+    def call(self, coroutine: Coroutine[Any, Any, Any], timeout: float = 1.0) -> Any:
+        return asyncio.run(coroutine)
+
+    def prepare_batch(self, timeout: float) -> list[Episode]:
+        if not self._episodes:
+            raise InterruptedError
+        episode = self._episodes.popleft()
+        self.journal.update((t.session_id, t) for t in episode)
+        return [episode]
+
+    def interrupt(self) -> None:
+        self._episodes.clear()
+
+    def replay(self, session_ids: list[str], timeout: float) -> dict[str, Trajectory]:
+        assert not self.begun
+        self.replayed.append(session_ids)
+        missing = [id for id in session_ids if id not in self.journal]
+        if missing:
+            raise Conflict(f"these are open: {missing}")
+        return {id: self.journal[id] for id in reversed(session_ids)}
+
+    def ack(self, trained: list[str], rejected: list[Rejection]) -> None:
+        self.acks.append((list(trained), {r.session_id: r.reason for r in rejected}))
+        self.settled.update(trained, self.acks[-1][1])
+
+
+class Lab:
+    """One start of the run in a folder."""
+
+    def __init__(
+        self,
+        config: Config,
+        episodes: list[Episode],
+        version: int = 0,
+        *,
+        before: Lab | None = None,
+    ) -> None:
+        """``before``: the start whose ranks and journals these are."""
+        self.trainer = GRPOTrainer(config)
+        self.trainer.dir.create()
+        self.executor = Executor(episodes, before.service.version if before else version)
+        self.executor.journal = before.executor.journal if before else {}
+        self.executor.settled = before.executor.settled if before else set()
+        self.trainer._executor = self.executor  # type: ignore[assignment]
+        self.trainer._publisher._executor = self.executor  # type: ignore[assignment]
+        self.trainer._publisher._sync = Sync()  # type: ignore[assignment]
+
+    @property
+    def service(self) -> Service:
+        return self.executor.ranks.clients[0]
+
+    @property
+    def manifests(self) -> list[int]:
+        paths = self.trainer.dir.manifests.glob("*.json")
+        return sorted(int(path.stem.removeprefix("step-")) for path in paths)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.trainer.dir.metrics.read_text().splitlines()]
+
+    def weights(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.trainer.policy.model.parameters()]
+
+
+def config_of(settings: list[str], *more: str) -> Config:
+    return load_config(None, [*settings, *more], environ={})
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def moments_of(policy: Policy) -> list[torch.Tensor]:
+    return [policy.optimizer.state[p]["exp_avg_sq"] for p in policy.model.parameters()]

@@ -1,0 +1,80 @@
+"""Manifests are read back as they were written, and missed where one is missing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from any_agent.errors import TrainingError
+from trainer.manifests import Manifest, Manifests
+
+ONE = Manifest(
+    step=1,
+    groups=[["b", "a"], ["c"]],
+    trained=["b", "c"],
+    rejected={"a": "stale"},
+    tokens=[3, 1],
+    versions={0: 0, 7: -(10**9)},
+    eta=2,
+    discount=0.9,
+    normalize_std=False,
+)
+
+
+@pytest.fixture
+def manifests(tmp_path: Path) -> Manifests:
+    return Manifests(tmp_path)
+
+
+def write(manifests: Manifests, *steps: int) -> None:
+    for step in steps:
+        manifests.write(replace(ONE, step=step))
+
+
+def test_there_and_back(manifests: Manifests) -> None:
+    manifests.write(ONE)
+    assert manifests.read(1) == ONE
+    assert ONE.sessions == ["b", "a", "c"]
+
+
+def test_later_ones_belong_to_a_history_that_was_given_up(manifests: Manifests) -> None:
+    write(manifests, 1, 2, 3)
+    write(manifests, 2)
+    assert manifests.steps() == [1, 2]
+
+
+def test_what_came_after_a_checkpoint(manifests: Manifests, tmp_path: Path) -> None:
+    assert manifests.after(0) == []
+    write(manifests, 3, 4, 5)
+    (tmp_path / "step-00000009.json.tmp").write_text("x")
+    assert manifests.after(2) == [3, 4, 5]
+    assert manifests.after(4) == [5]
+    assert manifests.after(5) == []
+    for oldest in (1, 0):
+        with pytest.raises(TrainingError, match="only 3, 4, 5 left manifests"):
+            manifests.after(oldest)
+    manifests.remove(4)
+    with pytest.raises(TrainingError, match="only 3, 5 left"):
+        manifests.after(2)
+
+
+def test_those_that_no_resume_needs_go(manifests: Manifests) -> None:
+    write(manifests, 1, 2, 3, 4)
+    manifests.prune(2)
+    assert manifests.steps() == [3, 4]
+    manifests.remove(9)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", json.dumps({"format": 2}), json.dumps({"format": 1, "step": 1})],
+)
+def test_a_file_that_is_no_manifest(manifests: Manifests, tmp_path: Path, text: str) -> None:
+    (tmp_path / "step-00000001.json").write_text(text)
+    with pytest.raises(TrainingError, match="cannot be read"):
+        manifests.read(1)
+    with pytest.raises(TrainingError, match="cannot be read"):
+        manifests.read(2)

@@ -1,0 +1,310 @@
+"""A trainer that dies anywhere and is started again ends where one that lives on ends."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from episode_lab import pair
+from loop_lab import Lab, config_of, moments_of, same
+from safetensors.torch import load_file
+
+from any_agent.config import Config
+from any_agent.errors import Conflict, TrainingError
+from any_agent.workflow import Episode
+from trainer.manifests import Manifests
+
+STEPS = 5
+RUN = (f"train.steps={STEPS}", "train.checkpoint_every=2", "rollout.eta=9")
+
+
+class Killed(BaseException):
+    """The process ends here; nothing after it runs."""
+
+
+def killed(what: Callable[..., Any], when: int, *, before: bool = False) -> Callable[..., Any]:
+    """The function, and death after (or before) it is called for the n-th time."""
+    calls = 0
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if before and calls == when:
+            raise Killed
+        result = what(*args, **kwargs)
+        if calls == when:
+            raise Killed
+        return result
+
+    return dying
+
+
+def place(lab: Lab, boundary: str) -> tuple[Any, str, bool]:
+    """The object and the method whose end (or begin: True) is the boundary."""
+    trainer = lab.trainer
+    return {
+        "lease": (lab.executor, "prepare_batch", False),
+        "manifest": (trainer._manifests, "write", False),
+        "step": (trainer.policy, "step", False),
+        "published": (trainer._publisher, "publish", False),
+        "before ack": (lab.executor, "ack", True),
+        "ack": (lab.executor, "ack", False),
+        "before checkpoint": (trainer, "_save", True),
+        "checkpoint": (trainer, "_save", False),
+    }[boundary]
+
+
+def die_at(lab: Lab, boundary: str, when: int) -> None:
+    load = lab.trainer._load
+
+    def loaded() -> None:
+        load()
+        owner, name, before = place(lab, boundary)
+        setattr(owner, name, killed(getattr(owner, name), when, before=before))
+
+    lab.trainer._load = loaded  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        lab.trainer.train()
+
+
+def episodes() -> list[Episode]:
+    return [pair(f"p{k}", turns=1 + k % 3) for k in range(STEPS)]
+
+
+def left_for(lab: Lab) -> list[Episode]:
+    """What the ranks hand out again: sessions that no step took for good."""
+    manifests = Manifests(lab.trainer.dir.manifests)
+    taken = {id for step in manifests.steps() for id in manifests.read(step).sessions}
+    taken |= lab.executor.settled
+    return [e for e in episodes() if not {t.session_id for t in e} & taken]
+
+
+def outcome(config: Config, lab: Lab) -> dict[str, Any]:
+    """Everything that the last checkpoint holds, tensor by tensor, but for versions."""
+    checkpoint = lab.trainer.checkpoint
+    assert checkpoint is not None
+    state = json.loads((checkpoint / "trainer" / "state.json").read_text())
+    del state["state"]["version"]
+    tensors = {
+        f"{path.name}/{name}": tensor
+        for path in sorted(checkpoint.rglob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+    assert len(tensors) > 20
+    return {"name": checkpoint.name, "state": state, "tensors": tensors}
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["name"] == other["name"] == f"step-{STEPS:08d}"
+    assert one["state"] == other["state"]
+    assert one["tensors"].keys() == other["tensors"].keys()
+    different = [k for k, t in one["tensors"].items() if not torch.equal(t, other["tensors"][k])]
+    assert different == []
+
+
+@pytest.fixture
+def settings(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
+    return [f"root={tmp_path}", f"model.path={tiny_model_dir}", "train.lr=1e-3", "train.seed=1"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("whole")
+    base = [f"root={root}", f"model.path={tiny_model_dir}", "train.lr=1e-3", "train.seed=1"]
+    config = config_of(base, *RUN)
+    lab = Lab(config, episodes())
+    assert lab.trainer.train()
+    return outcome(config, lab)
+
+
+@pytest.mark.parametrize("when", [1, 2, 3])
+@pytest.mark.parametrize(
+    "boundary",
+    [
+        "lease",
+        "manifest",
+        "step",
+        "published",
+        "before ack",
+        "ack",
+        "before checkpoint",
+        "checkpoint",
+    ],
+)
+def test_killed_at_each_boundary(
+    settings: list[str], uninterrupted: dict[str, Any], boundary: str, when: int
+) -> None:
+    config = config_of(settings, *RUN)
+    first = Lab(config, episodes())
+    die_at(first, boundary, when)
+    again = Lab(config, left_for(first), before=first)
+    assert again.trainer.train()
+    assert_same(uninterrupted, outcome(config, again))
+    # Every session is acknowledged in the end, and metrics know each step once.
+    acked = [id for lab in (first, again) for trained, _ in lab.executor.acks for id in trained]
+    assert set(acked) == {t.session_id for e in episodes() for t in e}
+    assert [line["step"] for line in again.metrics] == list(range(1, STEPS + 1))
+
+
+def test_killed_at_every_start(settings: list[str], uninterrupted: dict[str, Any]) -> None:
+    """It dies in each life after one more step, and once in the replay."""
+    config = config_of(settings, *RUN)
+    lab = Lab(config, episodes())
+    die_at(lab, "step", 2)
+    for _ in range(3):
+        lab = Lab(config, left_for(lab), before=lab)
+        die_at(lab, "published", 1)
+    lab = Lab(config, left_for(lab), before=lab)
+    die_at(lab, "before ack", 1)
+    lab = Lab(config, left_for(lab), before=lab)
+    assert lab.trainer.train()
+    assert_same(uninterrupted, outcome(config, lab))
+
+
+def test_what_the_ranks_serve_already_is_not_published_again(settings: list[str]) -> None:
+    """Calls under way would be interrupted for nothing."""
+    config = config_of(settings, *RUN)
+    first = Lab(config, episodes())
+    die_at(first, "ack", 3)
+    assert first.service.published == [(1, 1), (2, 2), (3, 3)]
+    again = Lab(config, left_for(first), before=first)
+    again.trainer.train()
+    assert again.executor.replayed == [["p2-good", "p2-bad"]]
+    assert again.service.published == [(4, 4), (5, 5)]
+    # It may have died in the middle of an update, so nobody stays paused.
+    assert again.service.resumed == 1
+    assert again.executor.acks[0] == (["p2-good", "p2-bad"], {})
+
+
+def test_what_they_do_not_serve_is_published_as_a_new_version(settings: list[str]) -> None:
+    config = config_of(settings, *RUN)
+    first = Lab(config, episodes())
+    die_at(first, "step", 3)
+    again = Lab(config, left_for(first), before=first)
+    again.trainer.train()
+    assert again.service.published == [(3, 3), (4, 4), (5, 5)]
+    # An engine from somebody else may hold anything under that number.
+    more = ("train.steps=6", "engine.urls=http://e", "server.ranks=1", "train.checkpoint_every=2")
+    other = Lab(config_of(settings, *more), [pair("q", version=5)], before=again)
+    other.trainer.train()
+    assert other.service.published == [(6, 5), (7, 6)]
+
+
+def test_the_masks_of_a_step_are_its_own(settings: list[str]) -> None:
+    """Neither a later eta nor what is known of versions by then changes it."""
+    config = config_of(settings, "train.steps=3", "rollout.eta=1", "train.discount=0.5")
+    script = [pair("a"), [*pair("b"), *pair("old", version=99)], pair("c", version=1)]
+    first = Lab(config, script)
+    die_at(first, "step", 2)
+    manifest = Manifests(first.trainer.dir.manifests).read(2)
+    assert manifest.rejected == {"old-good": "stale", "old-bad": "stale"}
+    more = ("train.steps=3", "rollout.eta=0", "train.discount=1")
+    again = Lab(config_of(settings, *more), [], before=first)
+    again.trainer._load()
+    again.trainer._catch_up()
+    assert same(first.weights(), again.weights())
+    assert same(moments_of(first.trainer.policy), moments_of(again.trainer.policy))
+    assert again.executor.acks == [(["a-good", "a-bad", "b-good", "b-bad"], manifest.rejected)]
+
+
+def test_a_batch_that_is_not_the_same_stops_the_resume(settings: list[str]) -> None:
+    config = config_of(settings, *RUN)
+    first = Lab(config, episodes())
+    die_at(first, "step", 2)
+    changed = first.executor.journal["p1-bad"]
+    for interaction in changed.interactions:
+        interaction.untrainable_reason = "undelivered"
+    again = Lab(config, [], before=first)
+    with pytest.raises(TrainingError, match=r"step 2 cannot be made again.*p1-bad"):
+        again.trainer.train()
+    assert again.executor.acks == []
+    del first.executor.journal["p0-good"]
+    with pytest.raises(Conflict, match="p0-good"):
+        Lab(config, [], before=first).trainer.train()
+
+
+def test_a_step_that_was_left_out_is_not_made_again(settings: list[str]) -> None:
+    config = config_of(settings, *RUN, "train.steps=1")
+    first = Lab(config, [pair("bad", logprob=math.nan)])
+    first.trainer._load()
+    first.trainer._step()
+    assert first.manifests == []
+    # Now it is killed before it knows that the step is not finite.
+    first = Lab(config, [pair("bad", logprob=math.nan)])
+    die_at(first, "manifest", 1)
+    assert first.manifests == [1]
+    again = Lab(config, [pair("good")], before=first)
+    again.trainer.train()
+    assert again.executor.acks == [
+        ([], {"bad-good": "not_finite", "bad-bad": "not_finite"}),
+        (["good-good", "good-bad"], {}),
+    ]
+
+
+def test_a_finished_run_that_is_started_again(settings: list[str]) -> None:
+    config = config_of(settings, *RUN)
+    first = Lab(config, episodes())
+    assert first.trainer.train()
+    saved = first.trainer.checkpoint
+    assert saved is not None
+    written = saved.stat().st_mtime_ns
+    again = Lab(config, [pair("late")], before=first)
+    assert again.trainer.train()
+    assert again.service.states == [("finished", STEPS)]
+    assert again.service.published == []
+    assert not again.executor.begun
+    assert saved.stat().st_mtime_ns == written
+    # With more steps to make it goes on.
+    more = Lab(config_of(settings, *RUN, f"train.steps={STEPS + 1}"), [pair("late")], before=first)
+    assert more.trainer.train()
+    assert more.service.states[0] == ("training", STEPS)
+    assert more.executor.acks == [(["late-good", "late-bad"], {})]
+
+
+def test_fewer_steps_than_were_made_are_no_reason_to_forget_the_rest(settings: list[str]) -> None:
+    first = Lab(config_of(settings, *RUN), episodes())
+    die_at(first, "ack", 4)
+    short = Lab(config_of(settings, *RUN, "train.steps=3"), [], before=first)
+    assert short.trainer.train()
+    assert short.trainer.policy.steps == 3
+    again = Lab(config_of(settings, *RUN), [pair("p4", turns=2)], before=first)
+    again.trainer.train()
+    assert again.executor.replayed == [["p3-good", "p3-bad"]]
+
+
+def test_rejected_sessions_of_a_step_are_consumed_too(settings: list[str]) -> None:
+    """Otherwise they would stand in a second baseline."""
+    config = config_of(settings, *RUN)
+    lab = Lab(config, [[*pair("a"), *pair("odd", untrainable="x")]])
+    lab.trainer.train()
+    assert lab.trainer._consumed == {
+        "a-good": None,
+        "a-bad": None,
+        "odd-good": "untrainable",
+        "odd-bad": "untrainable",
+    }
+    again = Lab(config, [], before=lab)
+    again.trainer._load()
+    assert again.trainer._consumed == lab.trainer._consumed
+    assert again.trainer._executor is not None
+    assert replace(pair("a")[0]).session_id in again.trainer._consumed
+
+
+def test_weights_that_a_rank_lost_are_given_to_it_again(settings: list[str]) -> None:
+    """Its engine was restarted with old ones, so nothing that it samples can be trained on."""
+    config = config_of(settings, "rollout.eta=0", "train.steps=3")
+    lab = Lab(config, [pair("a"), pair("b", version=1), pair("stale", version=1)])
+    lab.trainer._load()
+    lab.trainer._catch_up()
+    lab.trainer._step()
+    lab.trainer._step()
+    lab.service.version = 1
+    lab.trainer._step()
+    assert lab.executor.acks[-1] == ([], {"stale-good": "stale", "stale-bad": "stale"})
+    assert lab.service.published == [(1, 1), (2, 2), (2, 2)]

@@ -1,0 +1,194 @@
+"""Weights reach every rank; one that is away keeps none of the others, and never gets a version
+that its engine does not hold."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from any_agent.client import RLClient
+from any_agent.errors import EngineUnavailable, ServiceUnavailable, TrainingError
+from any_agent.ports import free_port
+from any_agent.registry import Entry
+from any_agent.rollout import Ranks
+from trainer import sync
+from trainer.sync import DiskSync
+
+
+class Engine:
+    """Takes weights as its ``answers`` say (the last one stays), or is away."""
+
+    def __init__(self) -> None:
+        self.port = free_port("127.0.0.1")
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.answers: list[int] = [200]
+        self.loaded: list[dict[str, Any]] = []
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[None]:
+        async def load(request: web.Request) -> web.Response:
+            status = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+            if status == 0:
+                await asyncio.Event().wait()
+            if status == 200:
+                self.loaded.append(await request.json())
+            return web.json_response({"success": status == 200, "message": "m"}, status=status)
+
+        app = web.Application()
+        app.router.add_post("/update_weights_from_disk", load)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self.port).start()
+        try:
+            yield
+        finally:
+            await runner.cleanup()
+
+    @property
+    def version(self) -> int:
+        return int(self.loaded[-1]["weight_version"]) if self.loaded else 0
+
+
+class Proxy(RLClient):
+    """Notes what it is told; asserts that its engine holds what is published."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.events: list[str] = []
+        self.fails: list[Exception] = []
+
+    async def pause(self, *, ttl: float) -> None:
+        if self.fails:
+            raise self.fails.pop(0)
+        self.events.append("pause")
+
+    async def publish_version(self, *, version: int, path: str, step: int) -> None:
+        assert self.engine.version == version
+        self.events.append(f"v{version}")
+
+    async def resume(self) -> None:
+        self.events.append("resume")
+
+    async def run_info(self) -> Any:
+        return SimpleNamespace(version=self.engine.version)
+
+
+class Fleet(Ranks):
+    def __init__(self, *engines: Engine) -> None:
+        self.clients = tuple(Proxy(engine) for engine in engines)
+
+    def entry(self, rank: int) -> Entry | None:
+        engine = self.clients[rank].engine
+        return Entry(
+            name=f"rank-{rank}", boot_id="b", url="u", pid=os.getpid(), engine_url=engine.url
+        )
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync, "_AGAIN_AFTER", 0.01)
+
+
+@pytest.fixture
+def engines() -> tuple[Engine, Engine]:
+    return Engine(), Engine()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.005)
+
+
+def update(fleet: Fleet, *, load_timeout: float = 30.0) -> asyncio.Task[None]:
+    disk = DiskSync(load_timeout=load_timeout)
+    return asyncio.create_task(disk.update(fleet, Path("/weights/v7"), version=7, step=3))
+
+
+WHOLE = ["pause", "v7", "resume"]
+
+
+async def test_every_rank_gets_them(engines: tuple[Engine, Engine]) -> None:
+    fleet = Fleet(*engines)
+    async with engines[0].serve(), engines[1].serve():
+        await update(fleet)
+    assert [client.events for client in fleet.clients] == [WHOLE, WHOLE]
+    told = {"model_path": "/weights/v7", "weight_version": "7", "flush_cache": True}
+    assert [engine.loaded for engine in engines] == [[told], [told]]
+
+
+async def test_a_rank_that_is_away_keeps_nobody(engines: tuple[Engine, Engine]) -> None:
+    zero, one = engines
+    fleet = Fleet(zero, one)
+    here, away = fleet.clients
+    async with zero.serve():
+        running = update(fleet)
+        await until(lambda: here.events == WHOLE)
+        await until(lambda: away.events.count("resume") > 1)
+        assert not running.done()
+        async with one.serve():
+            await running
+    assert here.events == WHOLE
+    # Never was it left paused, nor told of weights that its engine did not hold.
+    attempts = away.events[:-3]
+    assert attempts == ["pause", "resume"] * (len(attempts) // 2)
+    assert away.events[-3:] == WHOLE
+
+
+async def test_a_proxy_that_restarts_in_between(engines: tuple[Engine, Engine]) -> None:
+    fleet = Fleet(*engines)
+    fleet.clients[1].fails = [ServiceUnavailable("away"), ServiceUnavailable("away")]
+    async with engines[0].serve(), engines[1].serve():
+        await update(fleet)
+    assert [client.events for client in fleet.clients] == [WHOLE, WHOLE]
+
+
+async def test_an_engine_that_fails_for_a_moment(engines: tuple[Engine, Engine]) -> None:
+    engines[1].answers = [503, 500, 200]
+    fleet = Fleet(*engines)
+    async with engines[0].serve(), engines[1].serve():
+        await update(fleet)
+    assert fleet.clients[1].events == ["pause", "resume"] * 2 + WHOLE
+
+
+@pytest.mark.parametrize("answer", [503, 0], ids=["fails", "silent"])
+async def test_one_that_never_takes_them(
+    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    monkeypatch.setattr(sync, "_AWAY", -0.5)
+    engines[0].answers = [answer]
+    fleet = Fleet(*engines)
+    async with engines[0].serve(), engines[1].serve():
+        with pytest.raises(EngineUnavailable, match=r"rank 0 did not take version 7"):
+            await update(fleet, load_timeout=3)
+    assert fleet.clients[1].events == WHOLE
+    assert fleet.clients[0].events[-1] == "resume"
+    assert "v7" not in fleet.clients[0].events
+
+
+async def test_one_that_refuses_them_is_not_asked_again(engines: tuple[Engine, Engine]) -> None:
+    engines[0].answers = [400]
+    fleet = Fleet(*engines)
+    async with engines[0].serve(), engines[1].serve():
+        with pytest.raises(TrainingError, match="refused version 7"):
+            await update(fleet)
+    assert [client.events for client in fleet.clients] == [["pause", "resume"], WHOLE]
+
+
+async def test_a_repair_is_for_those_that_need_it(engines: tuple[Engine, Engine]) -> None:
+    fleet = Fleet(*engines)
+    engines[0].loaded = [{"weight_version": "7"}]
+    async with engines[0].serve(), engines[1].serve():
+        disk = DiskSync(load_timeout=30)
+        await disk.repair(fleet, Path("/weights/v7"), version=7, step=3)
+    assert [client.events for client in fleet.clients] == [[], WHOLE]

@@ -1,0 +1,99 @@
+"""What each optimizer step took: written, durably, before the step changes anything.
+
+A trainer that resumes from a checkpoint makes the steps that came after it again, from these.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from any_agent.errors import TrainingError
+from any_agent.rundir import write_json
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One step: its sessions in their order, and all that decides on what they are worth."""
+
+    step: int
+    """The optimizer steps made once this one is."""
+    groups: list[list[str]]
+    """Every session of the batch by its group, also those with nothing to train on."""
+    trained: list[str]
+    rejected: dict[str, str]
+    """Session and reason."""
+    tokens: list[int]
+    """Trained tokens of each row."""
+    versions: dict[int, int]
+    """The optimizer steps behind each weight version that sampled a token."""
+    eta: int
+    discount: float
+    normalize_std: bool
+
+    @property
+    def sessions(self) -> list[str]:
+        return [id for group in self.groups for id in group]
+
+
+class Manifests:
+    """The manifests of a run, one file per step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, manifest: Manifest) -> None:
+        """On disk when it returns. Those of later steps, of a history given up, are removed."""
+        write_json(self._path(manifest.step), {"format": FORMAT, **asdict(manifest)})
+        for step in self.steps():
+            if step > manifest.step:
+                self.remove(step)
+
+    def read(self, step: int) -> Manifest:
+        """Raises TrainingError for a file that is none of this version's."""
+        path = self._path(step)
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data.pop("format") != FORMAT:
+                raise ValueError("it was written by another version of any-agent")
+            data["versions"] = {int(version): of for version, of in data["versions"].items()}
+            return Manifest(**data)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TrainingError(f"{path} cannot be read: {error}") from error
+
+    def after(self, step: int) -> list[int]:
+        """The later steps that were taken; TrainingError where one in between is missing."""
+        later = [taken for taken in self.steps() if taken > step]
+        if later != list(range(step + 1, step + 1 + len(later))):
+            raise TrainingError(
+                f"the newest usable checkpoint is of step {step}, but of the steps after it only "
+                f"{_listed(later)} left manifests in {self._folder}; remove these files to go on "
+                "from that checkpoint without them"
+            )
+        return later
+
+    def steps(self) -> list[int]:
+        names = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
+        return sorted(int(match[1]) for match in names if match)
+
+    def remove(self, step: int) -> None:
+        self._path(step).unlink(missing_ok=True)
+
+    def prune(self, oldest: int) -> None:
+        """Remove those that no resume needs: from ``oldest``, the oldest checkpoint's step, on
+        they are kept."""
+        for step in self.steps():
+            if step <= oldest:
+                self.remove(step)
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}.json"
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
