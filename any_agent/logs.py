@@ -27,8 +27,9 @@ _PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {
     "asctime",
     "message",
     "taskName",
-    # uvicorn's copy of the message with colours.
+    # uvicorn's copy of the message with colours, and a mark of LiteLLM's.
     "color_message",
+    "litellm_redacted",
 }
 """What every record has; the rest is somebody's ``extra``."""
 
