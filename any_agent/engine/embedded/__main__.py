@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import signal
 import sys
 
 from any_agent.logs import set_up_logging
+
+log = logging.getLogger(__name__)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,7 +63,7 @@ async def _serve(args: argparse.Namespace) -> None:
             runner, port = await listen(server, args.host, args.port)
         except OSError as exc:
             raise StartupError(f"cannot listen on {args.host}:{args.port}: {exc}") from exc
-        print(f"ready on http://{args.host}:{port}", flush=True)
+        log.info("ready on http://%s:%d", args.host, port)
         told = asyncio.create_task(stop.wait())
         ended = asyncio.create_task(engine.ended())
         await asyncio.wait({told, ended}, return_when=asyncio.FIRST_COMPLETED)
