@@ -224,12 +224,15 @@ async def _published(run_dir: RunDir, url: str) -> AsyncIterator[None]:
     """Keep the router's own registry entry."""
     entry = Entry(name="router", boot_id=secrets.token_hex(8), url=url, pid=os.getpid())
 
+    def tell(entry: Entry) -> None:
+        try:
+            publish(run_dir.registry, entry)
+        except OSError as error:
+            log.warning("cannot write the registry entry: %s", error.strerror)
+
     async def beat() -> None:
         while True:
-            try:
-                publish(run_dir.registry, entry)
-            except OSError as error:
-                log.warning("cannot write the registry entry: %s", error.strerror)
+            tell(entry)
             await asyncio.sleep(HEARTBEAT)
 
     task = asyncio.create_task(beat())
@@ -238,4 +241,4 @@ async def _published(run_dir: RunDir, url: str) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.wait([task])
-        publish(run_dir.registry, entry.model_copy(update={"state": "stopping"}))
+        tell(entry.model_copy(update={"state": "stopping"}))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from any_agent.errors import ServiceUnavailable
 from any_agent.registry import Entry, Registry, rank_name
+
+log = logging.getLogger(__name__)
 
 _REFRESH = 0.5
 _MAX_WAITING = 1024
@@ -38,6 +41,9 @@ class Ranks:
         urls = [self._url(rank) for rank in range(self.count)]
         if urls == self._urls:
             return
+        for rank, (before, now) in enumerate(zip(self._urls, urls, strict=True)):
+            if before != now:
+                log.info("rank %d serves at %s" if now else "rank %d is away%s", rank, now)
         self._urls = urls
         self.live = [rank for rank, url in enumerate(urls) if url]
         self._changed.set()

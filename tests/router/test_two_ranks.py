@@ -1,0 +1,399 @@
+"""Two real proxies behind a router, in one process, over scripted engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import httpx
+import pytest
+
+from any_agent.chat import ChatFormat
+from any_agent.client import RLClient
+from any_agent.config import Config
+from any_agent.errors import SessionClosed
+from any_agent.keys import rank_of_session
+from any_agent.launcher.trial import trial_dir
+from any_agent.ports import free_port
+from any_agent.protocol import Rejection
+from any_agent.record import unpack_trajectories
+from any_agent.registry import publish
+from proxy_ext.presence import entry_of
+from router.affinity import home_of
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, config_for, running_proxy, until
+from tests.router.router_lab import serving
+
+T = TypeVar("T")
+Start: TypeAlias = Callable[..., Awaitable["Pair"]]
+
+
+@dataclass
+class Pair:
+    """A router before two ranks."""
+
+    config: Config
+    chat: ChatFormat
+    engines: list[ScriptedEngine]
+    port: int
+    proxies: dict[int, Proxy]
+    stacks: dict[str, AsyncExitStack]
+    """What ends a part, by its name."""
+    boots: itertools.count[int]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start_rank(self, rank: int) -> None:
+        stack = self.stacks[f"rank-{rank}"] = AsyncExitStack()
+        context = running_proxy(
+            self.config, self.chat, engine_url=self.engines[rank].url, rank=rank
+        )
+        self.proxies[rank] = await stack.enter_async_context(context)
+        boot = f"boot-{next(self.boots)}"
+        self._tell(rank, boot)
+        stack.callback(asyncio.create_task(self._beat(rank, boot)).cancel)
+
+    async def _beat(self, rank: int, boot: str) -> None:
+        while True:
+            await asyncio.sleep(0.2)
+            self._tell(rank, boot)
+
+    def _tell(self, rank: int, boot: str) -> None:
+        proxy = self.proxies[rank]
+        entry = entry_of(proxy.service, url=proxy.url, boot_id=boot)
+        publish(trial_dir(self.config).registry, entry)
+
+    async def start_router(self) -> None:
+        stack = self.stacks["router"] = AsyncExitStack()
+        await stack.enter_async_context(serving(self.config, self.port))
+
+    async def end(self, part: str) -> None:
+        await self.stacks.pop(part).aclose()
+
+    async def admit(self, each: int) -> None:
+        for proxy in self.proxies.values():
+            await proxy.admit(each)
+
+
+@asynccontextmanager
+async def running_pair(root: Path, chat: ChatFormat, *settings: str) -> AsyncIterator[Pair]:
+    config = config_for(root, "server.ranks=2", *settings)
+    trial_dir(config).create()
+    engines = [ScriptedEngine(decode=chat.decode) for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine.serve())
+        pair = Pair(config, chat, engines, free_port("127.0.0.1"), {}, {}, itertools.count())
+        try:
+            for rank in range(2):
+                await pair.start_rank(rank)
+            await pair.start_router()
+            yield pair
+        finally:
+            for part in ("router", "rank-0", "rank-1"):
+                if part in pair.stacks:
+                    await pair.end(part)
+
+
+@pytest.fixture
+async def start(tmp_path: Path, chat: ChatFormat) -> AsyncIterator[Start]:
+    async with AsyncExitStack() as stack:
+
+        async def make(*settings: str) -> Pair:
+            return await stack.enter_async_context(running_pair(tmp_path, chat, *settings))
+
+        yield make
+
+
+@pytest.fixture
+async def pair(start: Start) -> Pair:
+    pair = await start()
+    await pair.admit(100)
+    return pair
+
+
+@pytest.fixture
+async def client(pair: Pair) -> AsyncIterator[RLClient]:
+    async with RLClient(pair.url, timeout=LIMIT, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+async def http(pair: Pair) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=pair.url, timeout=LIMIT) as http:
+        yield http
+
+
+async def several(work: Iterable[Awaitable[T]], at_once: int = 16) -> list[T]:
+    """Do it with so many at a time; the results in order."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(item: Awaitable[T]) -> T:
+        async with gate:
+            return await item
+
+    return await asyncio.gather(*map(one, work))
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "gpt-4o", "messages": HELLO, "max_tokens": 4, **fields}
+
+
+async def call(http: httpx.AsyncClient, key: str) -> str:
+    """One model call; the session that it was recorded in."""
+    response = await http.post(
+        "/v1/chat/completions", json=body(), headers={"Authorization": f"Bearer {key}"}
+    )
+    assert response.status_code == 200, response.text
+    return response.headers["x-any-agent-session"]
+
+
+# -- sessions ----------------------------------------------------------------------------------
+
+
+async def test_a_thousand_sessions_and_a_new_router(start: Start) -> None:
+    pair = await start("rollout.max_concurrent=1000", "rollout.batch_size=1000")
+    await pair.admit(1000)
+    async with (
+        RLClient(pair.url, timeout=60, trust_env=False) as client,
+        httpx.AsyncClient(base_url=pair.url, timeout=60) as http,
+    ):
+        started = await several(client.start_session(wait=10) for _ in range(1000))
+        ranks = Counter(rank_of_session(s.session_id) for s in started)
+        assert abs(ranks[0] - ranks[1]) <= 1, ranks
+        recorded = await several(call(http, s.api_key) for s in started[:500])
+        await pair.end("router")
+        await pair.start_router()
+        recorded += await several(call(http, s.api_key) for s in started[500:])
+        assert recorded == [s.session_id for s in started]
+        done = await several(client.finalize(s.api_key, 1.0) for s in started)
+    assert [(info.session_id, info.interactions) for info in done] == [
+        (s.session_id, 1) for s in started
+    ]
+    for rank, proxy in pair.proxies.items():
+        assert len(proxy.service.sessions.live) == ranks[rank]
+
+
+async def test_groups_stay_together(start: Start) -> None:
+    pair = await start("rollout.max_concurrent=1000")
+    await pair.admit(1000)
+    async with RLClient(pair.url, timeout=60, trust_env=False) as client:
+        names = [f"group-{k}" for k in range(100)] * 2
+        started = await several(client.start_session(group_id=name) for name in names)
+    ranks = [rank_of_session(s.session_id) for s in started]
+    assert ranks == [home_of(name, 2) for name in names]
+    # Five standard deviations of a fair coin.
+    assert 25 <= sum(rank == 0 for rank in ranks[:100]) <= 75
+
+
+async def test_a_rank_starts_again_and_its_sessions_go_on(
+    pair: Pair, client: RLClient, http: httpx.AsyncClient
+) -> None:
+    started = [await client.start_session() for _ in range(4)]
+    for session in started:
+        await call(http, session.api_key)
+    await pair.end("rank-0")
+    waiting = [asyncio.create_task(call(http, session.api_key)) for session in started]
+    there = {s.session_id for s in started if rank_of_session(s.session_id) == 1}
+    await until(lambda: sum(task.done() for task in waiting) == len(there), "rank 1 goes on")
+    await pair.start_rank(0)
+    assert await asyncio.gather(*waiting) == [s.session_id for s in started]
+    for session in started:
+        assert (await client.finalize(session.api_key, 0.5)).interactions == 2
+
+
+async def test_a_prefix_is_a_base_url(
+    pair: Pair, client: RLClient, http: httpx.AsyncClient
+) -> None:
+    for _ in range(2):
+        session = await client.start_session()
+        for name in (session.api_key, session.session_id):
+            response = await http.post(
+                f"/{name}/v1/chat/completions", json=body(), headers={"Authorization": "DUMMY"}
+            )
+            assert response.headers["x-any-agent-session"] == session.session_id
+        response = await http.post(f"/{session.api_key}/rl/v1/finalize", json={"final_reward": 1})
+        assert response.json()["interactions"] == 2
+
+
+async def test_without_slots_an_open_waits_for_one_anywhere(start: Start) -> None:
+    pair = await start()
+    async with RLClient(pair.url, timeout=60, trust_env=False) as client:
+        opens = [asyncio.create_task(client.start_session(wait=60)) for _ in range(4)]
+        waiting = [p.service.sessions.admission for p in pair.proxies.values()]
+        await until(lambda: [a.waiting for a in waiting] == [2, 2], "two wait at each rank")
+        await pair.admit(2)
+        assert len({s.session_id for s in await asyncio.gather(*opens)}) == 4
+
+
+# -- calls -------------------------------------------------------------------------------------
+
+
+async def test_the_first_chunk_arrives_with_the_first_token(
+    pair: Pair, client: RLClient, http: httpx.AsyncClient
+) -> None:
+    """The engine makes its second token only after the client has seen the first."""
+    for _ in range(2):
+        session = await client.start_session()
+        engine = pair.engines[rank_of_session(session.session_id) or 0]
+        second = engine.hold(1)
+        texts: list[str] = []
+        async with (
+            asyncio.timeout(60),
+            http.stream(
+                "POST",
+                "/v1/chat/completions",
+                json=body(stream=True, max_tokens=500),
+                headers={"Authorization": f"Bearer {session.api_key}"},
+            ) as response,
+        ):
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                text = json.loads(line[6:])["choices"][0]["delta"].get("content")
+                if not text:
+                    continue
+                if not texts:
+                    (running,) = engine.running.values()
+                    assert len(running.ids) == 1
+                    second.set()
+                texts.append(text)
+        assert len(texts) == 500
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_its_generation(
+    pair: Pair, client: RLClient, stream: bool
+) -> None:
+    session = await client.start_session()
+    engine = pair.engines[rank_of_session(session.session_id) or 0]
+    engine.hold(2)
+    async with httpx.AsyncClient(base_url=pair.url) as http:
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        work = asyncio.create_task(
+            http.post("/v1/chat/completions", json=body(stream=stream), headers=headers)
+        )
+        await until(lambda: engine.running, "the engine samples")
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+    await until(lambda: not engine.running, "the generation ends")
+    assert engine.aborted or engine.cancelled
+
+
+# -- the operator and the trainer --------------------------------------------------------------
+
+
+async def test_the_trainers_routes(pair: Pair, client: RLClient, http: httpx.AsyncClient) -> None:
+    capacity = await client.set_capacity(limit=50, ttl=60, owner="me", held=[])
+    assert capacity.limit == 100
+    await client.pause(ttl=60)
+    for engine in pair.engines:
+        engine.weight_version = "3"
+    await client.publish_version(version=3, path="/somewhere", step=2)
+    await client.resume()
+    await client.set_run("training", step=2, checkpoint="/checkpoint")
+    info = await client.run_info()
+    assert (info.version, info.step, info.checkpoint) == (3, 2, "/checkpoint")
+    for proxy in pair.proxies.values():
+        assert proxy.service.run.version == 3
+        assert proxy.service.sessions.admission.limit == 50
+    for engine in pair.engines:
+        assert engine.pauses == ["abort"]
+    assert (await http.get("/rl/v1/version")).json()["ranks"].keys() == {"0", "1"}
+
+
+async def finished(client: RLClient, http: httpx.AsyncClient, **fields: Any) -> str:
+    session = await client.start_session(**fields)
+    await call(http, session.api_key)
+    await client.finalize(session.api_key, 1.0)
+    return session.session_id
+
+
+async def test_lease_export_and_ack_over_ranks(
+    pair: Pair, client: RLClient, http: httpx.AsyncClient
+) -> None:
+    ids = [await finished(client, http) for _ in range(4)]
+    assert (await client.get_capacity()).buffered == 4
+    listed = (await http.get("/rl/v1/sessions")).json()
+    assert [info["session_id"] for info in listed] == ids[::-1]
+    leased: list[str] = []
+    while len(leased) < 4:
+        packed = await client.lease(owner="me", wait=10)
+        assert packed is not None
+        leased += [t.session_id for t in unpack_trajectories(packed)]
+    assert sorted(leased) == sorted(ids)
+    assert await client.lease(owner="me", wait=0) is None
+    assert await client.ack(owner="me", trained=ids[:3], rejected=[]) == 3
+    rejected = [Rejection(session_id=ids[3], reason="stale")]
+    assert await client.ack(owner="me", trained=ids[:3], rejected=rejected) == 1
+    assert (await client.get_capacity()).buffered == 0
+    for session_id in ids[:3]:
+        assert (await client.session_info(session_id)).state == "trained"
+    others = [await finished(client, http) for _ in range(2)]
+    exported = await http.post("/rl/v1/export_trajectories", json={"session_ids": others})
+    assert list(exported.json()["trajectories"]) == others
+
+
+async def test_a_poll_hears_of_what_becomes_ready(
+    pair: Pair, client: RLClient, http: httpx.AsyncClient
+) -> None:
+    for _ in range(2):
+        poll = asyncio.create_task(client.lease(owner="me", wait=60))
+        session_id = await finished(client, http)
+        packed = await poll
+        assert packed is not None
+        assert [t.session_id for t in unpack_trajectories(packed)] == [session_id]
+
+
+async def test_keys_and_admin_routes(start: Start) -> None:
+    pair = await start("server.admin_key=operator-secret")
+    await pair.admit(10)
+    async with (
+        RLClient(pair.url, admin_key="operator-secret", trust_env=False) as client,
+        httpx.AsyncClient(base_url=pair.url, timeout=LIMIT) as http,
+    ):
+        key = (await client.start_session()).api_key
+        for bearer, status in ((None, 401), ("wrong", 401), (key, 403), ("operator-secret", 200)):
+            headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
+            for path in ("/rl/v1/capacity", "/rl/v1/sessions"):
+                assert (await http.get(path, headers=headers)).status_code == status, path
+        # Its own rank answers for its session.
+        headers = {"Authorization": f"Bearer {key}"}
+        assert "ranks" not in (await http.get("/rl/v1/run", headers=headers)).json()
+        for path in ("/rl/v1/start_session", "/v1/chat/completions"):
+            assert (await http.post(path, json={})).status_code == 401
+        await client.abort(await client.start_session())
+
+
+async def test_a_body_names_a_session(
+    pair: Pair, client: RLClient, http: httpx.AsyncClient
+) -> None:
+    for _ in range(2):
+        session = await client.start_session()
+        await call(http, session.api_key)
+        names = {"session_id": session.session_id}
+        assert (await http.post("/rl/v1/set_reward", json=names | {"reward": 1})).status_code == 200
+        assert (await http.post("/rl/v1/finalize", json=names)).json()["state"] == "finalized"
+        with pytest.raises(SessionClosed):
+            await client.set_reward(session.api_key, 1.0)
+        info = (await http.get(f"/rl/v1/sessions/{session.session_id}")).json()
+        assert info["session_id"] == session.session_id
+
+
+async def test_paths_that_no_part_has(http: httpx.AsyncClient) -> None:
+    for path in ("/settings", "/debug/memory", "/nothing", "/v1/nothing"):
+        response = await http.get(path)
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "not_found"
+    assert (await http.get("/openapi.json")).json()["info"]["title"] == "any-agent"
