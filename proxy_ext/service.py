@@ -82,7 +82,6 @@ async def open_service(
     )
     journal = SQLiteJournal(run_dir.journal(rank))
     try:
-        await engine.wait_until_up()
         known = await engine.context_length()
         context = min(config.engine.context_length or known, known)
         signer = KeySigner(run_dir.signing_secret())

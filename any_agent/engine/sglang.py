@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 _KEEPALIVE = 3.0
 """Seconds; below the 5 after which uvicorn, and so SGLang, closes an idle connection."""
 _CONTROL_TIMEOUT = 30.0
-_HEALTH_TIMEOUT = 5.0
+_HEALTH_TIMEOUT = 20.0
+"""As SGLang's own: a long prefill is no illness."""
 _MAX_FRUITLESS = 5
 """Resubmissions in a row of one call whose engine died before a token came."""
 
@@ -94,12 +95,6 @@ class SGLangEngine:
             await asyncio.wait(self._aborts, timeout=2)
         await self._outage.close()
         await self._http.close()
-
-    async def wait_until_up(self) -> None:
-        """Return once the engine serves; EngineUnavailable if it does not in ``update_wait``."""
-        if not await self._outage.is_over():
-            self._outage.begin()
-        await self._outage.gate.passed()
 
     async def info(self) -> dict[str, Any]:
         """The engine's `/get_model_info`; EngineUnavailable if it does not answer."""
@@ -250,7 +245,9 @@ class SGLangEngine:
     async def _serves(self) -> bool:
         """Whether the engine would take a call; learns its version."""
         try:
-            await self._control("GET", "/health", within=_HEALTH_TIMEOUT)
+            if not self.paused:
+                # SGLang samples a token for it, which it cannot while it is paused.
+                await self._control("GET", "/health", within=_HEALTH_TIMEOUT)
             await self.info()
         except EngineUnavailable:
             return False

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.engine import SGLangEngine, agenerate
+from any_agent.engine import SGLangEngine
 from any_agent.errors import EngineUnavailable
 from any_agent.types import GenerationChunk
 from tests.engine.sglang_lab import (
@@ -312,16 +312,17 @@ async def test_the_version_of_an_engine_that_was_restarted_unnoticed(
     assert client.version == 7
 
 
-async def test_waiting_for_an_engine_that_starts(scripted: ScriptedEngine) -> None:
-    async with client_of(scripted, update_wait=0.2) as client:
-        await client.wait_until_up()
-        await scripted.die()
-        with pytest.raises(EngineUnavailable, match="took more than"):
-            await asyncio.wait_for(client.wait_until_up(), 10)
-    async with client_of(scripted) as client:
-        waiting = asyncio.create_task(client.wait_until_up())
+async def test_a_connection_that_breaks_in_a_pause(scripted: ScriptedEngine) -> None:
+    """A paused SGLang does not call itself healthy, and is none the less there."""
+    async with client_of(scripted, update_mode="in_place") as client:
+        scripted.hold(2)
+        work: Work = asyncio.create_task(all_of(client, request(), stream=True))
+        await at_token(scripted, 2, work)
+        await client.pause()
+        scripted.ill = True
+        scripted.cut()
         await until(lambda: client.away)
-        await scripted.revive("4")
-        await waiting
-        assert client.version == 4
-        assert (await agenerate(client, request())).output_ids == FORMULA[:10]
+        await until(lambda: not client.away)
+        scripted.ill = False
+        await client.resume(1)
+        assert joined(await work)[0] == FORMULA[:10]

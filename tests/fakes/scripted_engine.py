@@ -111,7 +111,11 @@ class ScriptedEngine:
         assert self._runner is not None
         for site in list(self._runner.sites):
             await site.stop()
-        assert self._runner.server is not None
+        self.cut()
+
+    def cut(self) -> None:
+        """Every connection breaks; the engine lives."""
+        assert self._runner is not None and self._runner.server is not None
         for connection in self._runner.server.connections:
             if connection.transport is not None:
                 connection.transport.abort()
