@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from any_agent.demo.report import Report
+from any_agent.demo.report import Report, times
 from any_agent.demo.state import Part, State
 
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -141,10 +141,6 @@ def sparkline(values: Sequence[float], width: int, *, low: float = 0.0, high: fl
 
 def clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-def times(count: int) -> str:
-    return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def _progress(state: State, room: int) -> RenderableType:

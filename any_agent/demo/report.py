@@ -60,18 +60,21 @@ class Report:
             out.append((label, f"{prompt}  ->  {answer}"))
             label = ""
         out.append(("took", f"{self.seconds:.1f} s, peak memory {self.peak_mib} MiB in all"))
-        for name, count in self.restarts.items():
-            out.append(("restarts", f"{name}: {count}"))
+        if self.restarts:
+            counts = [f"{name} {times(count)}" for name, count in self.restarts.items()]
+            out.append(("restarted", ", ".join(counts)))
         if self.failed:
-            out.append(("failed", f"{self.failed} sessions of the agents: {self.error}"))
+            out.append(("failed", f"{self.failed} of the agents' sessions, at last: {self.error}"))
         return out
+
+
+def times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def next_lines(config: Config, command: str) -> list[tuple[str, list[str]]]:
     """Commands that work as they are, in a shell, from the folder that the demo was started in."""
     url = f"http://127.0.0.1:{PORT}"
-    opened = f"curl -s '{url}/rl/v1/start_session?mode=eval'"
-    field = r"""sed 's/.*"api_key":"\([^"]*\)".*/\1/'"""
     return [
         (
             "Serve what was learned:",
@@ -82,15 +85,16 @@ def next_lines(config: Config, command: str) -> list[tuple[str, list[str]]]:
             ],
         ),
         (
-            "Connect your own agent to it, in a session of its own, then run it as it is:",
+            "Connect your own agent to it, as it is, in a session of its own:",
             [
                 f"export OPENAI_BASE_URL={url}/v1",
-                f"export OPENAI_API_KEY=$({opened} \\",
-                f"  | {field})",
+                "export OPENAI_API_KEY=$(curl -s \\",
+                f"  '{url}/rl/v1/start_session?mode=eval' |",
+                r"""  sed 's/.*"api_key":"\([^"]*\)".*/\1/')""",
             ],
         ),
         (
-            "Train a model on your agent's work; the README's first example opens its sessions:",
+            "Train a model on the work of your agents, as README.md tells:",
             [f"{command} serve --model Qwen/Qwen3-0.6B"],
         ),
     ]

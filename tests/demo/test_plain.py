@@ -48,7 +48,7 @@ def test_lines_are_printed_when_something_changed() -> None:
 
 
 def test_the_summary_is_a_table_and_what_to_type() -> None:
-    assert summary(report(restarts={"rank-1": 1}, failed=2, error="gone")) == [
+    assert summary(report(restarts={"rank-1": 1, "router": 3}, failed=2, error="gone")) == [
         "",
         "on prompts that training never sees     before   after",
         "first answer right                       35.8%   95.8%",
@@ -62,8 +62,8 @@ def test_the_summary_is_a_table_and_what_to_type() -> None:
         "asked     Say the digit 3, cat.  ->  3",
         "          Give the cat a 5.  ->  6",
         "took      67.8 s, peak memory 2741 MiB in all",
-        "restarts  rank-1: 1",
-        "failed    2 sessions of the agents: gone",
+        "restarted rank-1 once, router 3 times",
+        "failed    2 of the agents' sessions, at last: gone",
         "",
         "Serve it:",
         "    any-agent serve \\",
