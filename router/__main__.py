@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import resource
 import signal
 import socket
 import sys
@@ -28,11 +29,18 @@ def main() -> int:
         if args.host not in LOOPBACK and config.server.admin_key is None:
             raise ConfigError(f"--host {args.host} needs an admin key; without one, only loopback")
         listener = listen(args.host, args.port)
+        _allow_many_connections()
         _run(config, listener, args.public_url)
     except AnyAgentError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     return 0
+
+
+def _allow_many_connections() -> None:
+    """Two for each call under way; many systems allow a process 1024 unless it asks for more."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _run(config: Config, listener: socket.socket, public_url: str | None) -> None:

@@ -113,4 +113,8 @@ class Ranks:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_REFRESH)
-            self.refresh()
+            try:
+                self.refresh()
+            except Exception:
+                # Without it no rank would ever come back.
+                log.exception("the registry could not be read and will be tried again")

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 import orjson
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11, StreamWriter
 from multidict import CIMultiDict
 
@@ -136,6 +136,8 @@ class Replies:
 
 
 async def _begun(response: web.StreamResponse, request: web.BaseRequest) -> StreamWriter:
+    # Not the library and its version.
+    response.headers.setdefault(hdrs.SERVER, "any-agent")
     writer = await response.prepare(request)
     # Its own type has neither writing without waiting nor ending without it.
     assert isinstance(writer, StreamWriter)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from any_agent.keys import KeySigner, Lane, SecretHash
+from any_agent.keys import KeySigner, Lane, SecretHash, session_prefix
 
 SECRET = bytes(range(32))
 
@@ -48,3 +48,21 @@ def test_secrets_are_compared_by_hash(candidate: str) -> None:
     assert hashed.matches("operator-secret")
     assert not hashed.matches(candidate)
     assert "operator" not in repr(vars(hashed))
+
+
+@pytest.mark.parametrize(
+    ("path", "prefix"),
+    [
+        ("/sk-v1.0.a.b/v1/x", "sk-v1.0.a.b"),
+        ("/ses-0-a/", "ses-0-a"),
+        ("/sk-v1./v1", "sk-v1."),
+        ("/sk-v1.0.a.b", None),
+        ("/v1/ses-0-a/x", None),
+        ("/sk-v2.0.a.b/v1", None),
+        ("ses-0-a/v1", None),
+        ("/", None),
+        ("", None),
+    ],
+)
+def test_a_session_in_front_of_a_path(path: str, prefix: str | None) -> None:
+    assert session_prefix(path) == prefix

@@ -76,3 +76,21 @@ def test_no_folder_is_no_entry(tmp_path: Path) -> None:
     reader = Registry(tmp_path / "none")
     reader.refresh()
     assert reader.get("rank-0") is None
+
+
+def test_when_a_part_was_last_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(registry.time, "monotonic", lambda: now)
+    reader = Registry(tmp_path)
+    assert reader.heard("rank-0") == 0.0
+    publish(tmp_path, entry())
+    # A temporary file of another writer, which may be gone at any moment, is no entry.
+    (tmp_path / ".rank-1.77").symlink_to(tmp_path / "gone")
+    reader.refresh()
+    assert reader.heard("rank-0") == 100.0
+    now = 105.0
+    reader.refresh()
+    assert reader.heard("rank-0") == 100.0
+    publish(tmp_path, entry())
+    reader.refresh()
+    assert reader.heard("rank-0") == 105.0

@@ -1,0 +1,136 @@
+"""Which ranks count as serving, and how they are waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent import registry
+from any_agent.errors import ServiceUnavailable
+from any_agent.registry import Entry, Registry, publish, rank_name
+from router import health
+from router.health import Ranks
+from tests.proxy_ext.proxy_lab import until
+
+
+def tell(folder: Path, rank: int, **fields: Any) -> None:
+    url = f"http://127.0.0.1:{9000 + rank}/"
+    entry = Entry(name=rank_name(rank), boot_id="b", url=url, pid=1)
+    publish(folder, entry.model_copy(update=fields))
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    return Ranks(Registry(tmp_path), 3, wait=5)
+
+
+def soon(seconds: float = 15) -> float:
+    return time.monotonic() + seconds
+
+
+def test_ranks_come_and_go(tmp_path: Path, ranks: Ranks) -> None:
+    ranks.refresh()
+    assert ranks.live == []
+    tell(tmp_path, 2)
+    tell(tmp_path, 0)
+    ranks.refresh()
+    assert ranks.live == [0, 2]
+    assert [ranks.url(k) for k in range(3)] == [
+        "http://127.0.0.1:9000",
+        "",
+        "http://127.0.0.1:9002",
+    ]
+    tell(tmp_path, 0, state="stopping")
+    ranks.refresh()
+    assert ranks.live == [2]
+
+
+def test_ranks_beyond_the_configured_ones_do_not_count(tmp_path: Path, ranks: Ranks) -> None:
+    tell(tmp_path, 7)
+    ranks.refresh()
+    assert ranks.live == []
+
+
+def test_a_silent_rank_is_away(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(tmp_path, 0)
+    ranks.refresh()
+    assert ranks.live == [0]
+    monkeypatch.setattr(registry, "SILENT_AFTER", 0.0)
+    ranks.refresh()
+    assert ranks.live == []
+
+
+def test_a_failed_rank_is_away_until_it_writes_again(tmp_path: Path, ranks: Ranks) -> None:
+    tell(tmp_path, 0)
+    tell(tmp_path, 1)
+    ranks.refresh()
+    # Written before the failure, though not read before it.
+    tell(tmp_path, 0)
+    ranks.failed(0)
+    assert ranks.live == [1]
+    ranks.refresh()
+    assert ranks.live == [1]
+    tell(tmp_path, 0)
+    ranks.refresh()
+    assert ranks.live == [0, 1]
+
+
+def test_half_an_entry_keeps_the_last_good_one(tmp_path: Path, ranks: Ranks) -> None:
+    tell(tmp_path, 0, version=4)
+    ranks.refresh()
+    (tmp_path / "rank-0.json").write_text('{"name": "rank-0", "boo')
+    ranks.refresh()
+    entry = ranks.entry(0)
+    assert entry is not None
+    assert entry.version == 4
+    assert ranks.live == [0]
+
+
+async def test_reaching(tmp_path: Path, ranks: Ranks) -> None:
+    async with ranks.watched():
+        one = asyncio.create_task(ranks.reach(1, soon()))
+        some = asyncio.create_task(ranks.reach_any(soon()))
+        await until(lambda: ranks.waiting == 2, "both wait")
+        tell(tmp_path, 0)
+        assert await some == [0]
+        await until(lambda: ranks.waiting == 1, "the other waits on")
+        tell(tmp_path, 1)
+        assert await one == "http://127.0.0.1:9001"
+        assert ranks.waiting == 0
+
+
+async def test_waiting_ends(ranks: Ranks) -> None:
+    for deadline in (0.0, soon(0.05)):
+        with pytest.raises(ServiceUnavailable) as error:
+            await ranks.reach(2, deadline)
+        assert "rank 2" in error.value.message
+        assert error.value.headers() == {"Retry-After": "2"}
+        with pytest.raises(ServiceUnavailable):
+            await ranks.reach_any(deadline)
+    assert ranks.waiting == 0
+
+
+async def test_the_watch_survives_a_fault(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "_REFRESH", 0.01)
+    refresh, faults = Registry.refresh, 0
+
+    def faulty(self: Registry) -> None:
+        nonlocal faults
+        if faults < 3:
+            faults += 1
+            raise RuntimeError("planted")
+        refresh(self)
+
+    async with ranks.watched():
+        monkeypatch.setattr(Registry, "refresh", faulty)
+        tell(tmp_path, 0)
+        await until(lambda: ranks.live == [0], "the rank is seen")
+    assert faults == 3
