@@ -1,0 +1,174 @@
+"""A trainer killed -9 at each boundary ends with the weights and the sessions of one that lives.
+
+Two real services of two ranks each, deterministic agents, and every process is the product's own,
+but for the trainer's deaths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from any_agent.client import RLClient
+from any_agent.config import Config
+from any_agent.errors import RunFinished
+from any_agent.keys import rank_of_session
+from any_agent.launcher import Node, NodeOptions
+from any_agent.launcher.trial import trial_dir
+from tests.e2e.live_run import live_config
+
+STEPS = 6
+DEATHS = ("lease=1", "step=2", "publish=3", "checkpoint=4", "ack=5")
+LIMIT = 500.0
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class DyingNode(Node):
+    """A service whose trainer dies where it is told to."""
+
+    def __init__(self, config: Config, marks: Path) -> None:
+        super().__init__(config, NodeOptions(say=lambda _: None))
+        self._marks = marks
+
+    def _start_trainer(self) -> None:
+        arguments = ["tests.e2e.dying_trainer", str(self._marks), *DEATHS, "--", *self._config]
+        self._add("trainer", lambda: arguments, finishes=True, verb="started")
+
+
+def config_for(root: Path, model: Path) -> Config:
+    settings = {
+        "rollout.deterministic": "true",
+        "rollout.eta": 0,
+        "rollout.batch_size": 4,
+        "rollout.max_concurrent": 4,
+        "sessions.group_size": 2,
+        "engine.max_running_requests": 1,
+        "sampling.max_new_tokens": 12,
+        "train.steps": STEPS,
+        "train.checkpoint_every": 2,
+        "train.keep_checkpoints": 2,
+        "train.seed": 3,
+    }
+    return live_config(root, model, **settings)
+
+
+async def agent(service: RLClient, number: int) -> None:
+    """One session of two turns; what it does follows from its number and what the model says."""
+    session = await service.start_session(
+        group_id=f"g{number // 2}", group_size=2, wait=60, patience=LIMIT
+    )
+    talk: list[Any] = [{"role": "user", "content": f"count from {number}"}]
+    said = ""
+    async with openai.AsyncOpenAI(
+        base_url=session.base_url, api_key=session.api_key, max_retries=0, timeout=60
+    ) as sdk:
+        for _ in range(1 + number % 2):
+            done = await sdk.chat.completions.create(model="m", messages=talk)
+            text = done.choices[0].message.content or ""
+            talk += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+            said += text
+    await service.finalize(session.api_key, (sum(map(ord, said)) % 101) / 100)
+
+
+async def drive(node: Node) -> None:
+    """One agent after the other until training has ended."""
+
+    async def watch() -> None:
+        while True:
+            node.check()
+            await asyncio.sleep(0.05)
+
+    async with (
+        asyncio.timeout(LIMIT),
+        RLClient(node.url, retry_for=60) as service,
+        asyncio.TaskGroup() as tasks,
+    ):
+        watching = tasks.create_task(watch())
+        with contextlib.suppress(RunFinished):
+            for number in range(10**6):
+                await agent(service, number)
+        while not node.check():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        watching.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to, but for the numbers of its weight versions."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """Weights, optimizer's moments and generators of the last checkpoint."""
+    consumed: Mapping[str, str | None]
+    rewards: list[tuple[int, float, int]]
+    """Step, reward and sessions of every line of metrics.jsonl."""
+
+
+def outcome(config: Config) -> Outcome:
+    run = trial_dir(config)
+    checkpoint = run.checkpoints / (run.checkpoints / "latest").read_text().strip()
+    assert checkpoint.name == f"step-{STEPS:08d}"
+    state = json.loads((checkpoint / "trainer" / "state.json").read_text())
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert {line["staleness_max"] for line in lines} == {0}, "with eta 0 everything is on-policy"
+    return Outcome(
+        tensors={
+            f"{path.relative_to(checkpoint)}:{name}": tensor
+            for path in sorted(checkpoint.rglob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+        },
+        consumed=state["state"]["consumed"],
+        rewards=[(line["step"], line["reward"], line["sessions"]) for line in lines],
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Outcome:
+    config = config_for(tmp_path_factory.mktemp("whole"), tiny_model_dir)
+    with Node(config, NodeOptions(say=lambda _: None)) as node:
+        asyncio.run(drive(node))
+    return outcome(config)
+
+
+def test_the_run_is_worth_comparing(uninterrupted: Outcome) -> None:
+    assert [step for step, _, _ in uninterrupted.rewards] == list(range(1, STEPS + 1))
+    assert len(uninterrupted.consumed) == 4 * STEPS
+    assert {rank_of_session(id) for id in uninterrupted.consumed} == {0, 1}
+    moments = [t for name, t in uninterrupted.tensors.items() if name.endswith("exp_avg_sq")]
+    assert moments and all(bool(moment.any()) for moment in moments[:1])
+
+
+def test_killed_at_each_boundary(
+    uninterrupted: Outcome,
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    config = config_for(tmp_path / "runs", tiny_model_dir)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    with DyingNode(config, marks) as node:
+        asyncio.run(drive(node))
+        assert node.parts["trainer"].restarts == len(DEATHS)
+    assert sorted(mark.name for mark in marks.iterdir()) == sorted(DEATHS)
+    again = outcome(config)
+    assert again.rewards == uninterrupted.rewards
+    assert again.consumed == uninterrupted.consumed
+    assert again.tensors.keys() == uninterrupted.tensors.keys()
+    different = [
+        name
+        for name, tensor in again.tensors.items()
+        if not torch.equal(tensor, uninterrupted.tensors[name])
+    ]
+    assert different == []
