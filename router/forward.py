@@ -50,6 +50,7 @@ class Forwarder:
         elif body.short:
             content = await body.whole()
         deadline = time.monotonic() + self._ranks.wait
+        repeatable = content == b"" and _repeatable(request)
         while True:
             to = rank if rank is not None else await self._next(deadline)
             origin = self._ranks.url(to) or await self._ranks.reach(to, deadline)
@@ -69,8 +70,10 @@ class Forwarder:
                 if body.error is not None:
                     raise body.error from None
                 self.lost += 1
-                if content != b"" or not repeatable(request):
+                if not repeatable:
                     raise
+                # Once: if the rank has died, it is waited for now.
+                repeatable = False
         async with response:
             return await self._replies.relay(request, response)
 
@@ -124,6 +127,6 @@ def outgoing(request: web.BaseRequest) -> CIMultiDict[str]:
     return headers
 
 
-def repeatable(request: web.BaseRequest) -> bool:
+def _repeatable(request: web.BaseRequest) -> bool:
     """Whether doing it twice changes nothing."""
     return request.method in _REPEATABLE and "start_session" not in request.raw_path

@@ -16,6 +16,7 @@ from router.body import Body, json_object, seconds
 from router.fanout import Handler
 from router.forward import Forwarder
 from router.health import Ranks
+from router.opens import MAX_BYTES
 from router.reply import Replies
 from router.upstream import Answer
 
@@ -48,7 +49,7 @@ class Leasing:
 
     async def ack(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
         """The acks of all ranks, counted together."""
-        content = await body.whole()
+        content = await body.whole(MAX_BYTES)
         data = json_object(content) or {}
         trained = merge.split(data.get("trained", []), self._rank_of)
         rejected = merge.split(data.get("rejected", []), self._rank_of_rejection)
@@ -68,7 +69,7 @@ class Leasing:
 
     async def export(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
         """The trajectories of all ranks, in the order asked for."""
-        content = await body.whole()
+        content = await body.whole(MAX_BYTES)
         data = json_object(content) or {}
         ids = data.get("session_ids")
         by_rank = merge.split(ids, self._rank_of)
@@ -87,7 +88,7 @@ class Leasing:
 
     async def lease(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
         """Sessions by name from their rank, or whatever is ready at any of them."""
-        content = await body.whole()
+        content = await body.whole(MAX_BYTES)
         data = json_object(content)
         wait = seconds((data or {}).get("wait", 30.0))
         if data is None or wait is None:

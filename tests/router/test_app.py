@@ -103,6 +103,16 @@ async def _parts(count: int) -> object:
         yield b"x" * 40_000
 
 
+async def test_a_chunked_body_over_the_limit_that_arrives_at_once(start_lab: StartLab) -> None:
+    lab = await start_lab("server.max_body_bytes=1024")
+    for path in ("/v1/x", "/rl/v1/finalize"):
+        wire = await lab.connect()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        await wire.send(head.encode() + b"800\r\n" + b"x" * 2048 + b"\r\n0\r\n\r\n")
+        assert " 413 " in await wire.head()
+    assert not lab.ranks[0].received
+
+
 async def test_a_client_that_asks_first_does_not_send_too_much(start_lab: StartLab) -> None:
     lab = await start_lab("server.max_body_bytes=100000")
     wire = await lab.connect()

@@ -103,6 +103,12 @@ async def test_a_lost_read_is_repeated(lab: Lab) -> None:
     assert (await lab.get("/v1/models")).json() == {"n": 2}
 
 
+async def test_a_read_is_repeated_once(lab: Lab) -> None:
+    lab.ranks[0].handler = die
+    assert (await lab.get("/v1/models")).status_code == 502
+    assert len(lab.ranks[0].received) == 2
+
+
 async def test_a_garbled_answer_is_a_lost_reply(lab: Lab) -> None:
     async def answer(received: Received) -> None:
         await received.send(b"not HTTP at all\r\n\r\n")

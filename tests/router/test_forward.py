@@ -132,6 +132,22 @@ async def test_compressed_bodies_pass_as_they_are(lab: Lab) -> None:
     assert lab.ranks[0].received[0].body == packed
 
 
+@pytest.mark.parametrize(("text", "kept"), [("café", "utf-8"), ("caf\xe9", "latin-1")])
+async def test_headers_beyond_ascii(lab: Lab, text: str, kept: str) -> None:
+    """UTF-8 passes; a byte that is no text is left out, and breaks nothing."""
+    line = b"X-Place: %s\r\n" % text.encode(kept)
+
+    async def answer(received: Received) -> None:
+        await received.send(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n%s\r\n" % line)
+
+    lab.ranks[0].handler = answer
+    wire = await lab.connect()
+    await wire.send(b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % line)
+    whole = text.encode().decode("latin-1") if kept == "utf-8" else "caf"
+    assert f"X-Place: {whole}\r\n" in await wire.head()
+    assert lab.ranks[0].received[0].values("x-place") == [whole]
+
+
 async def test_a_head_request_has_no_body(lab: Lab) -> None:
     async def answer(received: Received) -> None:
         await received.send(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import AsyncIterator
 
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
@@ -49,6 +50,22 @@ async def test_a_connection_closed_meanwhile_is_not_used(
         else:
             with pytest.raises(ReplyLost):
                 await post(client, rank)
+    await rank.kill()
+
+
+async def test_a_body_that_streams_is_not_begun_on_a_closed_connection() -> None:
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield b"x" * 1000
+
+    rank = FakeRank()
+    await rank.start()
+    async with open_upstream() as client:
+        assert await post(client, rank) == 200
+        close_behind_the_loops_back(rank)
+        async with await client.send("POST", rank.url, "/v1/x", CIMultiDict(), body()) as answer:
+            assert answer.status == 200
+    assert rank.received[1].body == b"x" * 3000
     await rank.kill()
 
 
