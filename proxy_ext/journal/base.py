@@ -110,10 +110,6 @@ class Journal(Protocol):
         """Every member that a group ever had, oldest first."""
         ...
 
-    async def count(self, mode: str) -> int:
-        """Sessions of a mode, whatever their state."""
-        ...
-
     async def counts(self) -> dict[tuple[str, SessionState], int]:
         """How many sessions there are of each mode in each state."""
         ...

@@ -137,11 +137,6 @@ class SQLiteJournal:
         rows = await self._read(lambda c: c.execute(sql, (group_id,)).fetchall())
         return [_row(row) for row in rows]
 
-    async def count(self, mode: str) -> int:
-        sql = "SELECT COUNT(*) FROM sessions WHERE mode = ?"
-        row = await self._read(lambda c: c.execute(sql, (str(mode),)).fetchone())
-        return int(row[0])
-
     async def counts(self) -> dict[tuple[str, SessionState], int]:
         sql = "SELECT mode, state, COUNT(*) FROM sessions GROUP BY state, mode"
         rows = await self._read(lambda c: c.execute(sql).fetchall())

@@ -52,7 +52,7 @@ async def test_round_trip(journal: SQLiteJournal, tmp_path: Path) -> None:
     assert await journal.sessions([SessionState.TRAINED]) == []
     assert await journal.session_of_lane("lane-s2") == second
     assert await journal.group("g") == [first, second]
-    assert await journal.count("train") == 1
+    assert await journal.counts() == {("train", "open"): 1, ("eval", "open"): 1}
     assert await journal.meta("run") == {"step": 3}
     assert await journal.meta("none") is None
     stored = await journal.interactions("s1")

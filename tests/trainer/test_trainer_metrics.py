@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from episode_lab import pair
+from loop_lab import Lab, config_of
 from prometheus_client.parser import text_string_to_metric_families
-from test_loop import Lab, config_of
 
 from trainer.metrics import METRICS, TrainerMetrics
 
