@@ -101,7 +101,7 @@ one JSON object each:
 
 Further fields are those that a message brings along. Session keys, everything else that begins
 with `sk-`, and the configured admin key are cut out of every line, in both forms. There are no
-access logs.
+access logs. A process that cannot start says why in a plain line that begins with `error:`.
 """
 
 
