@@ -8,7 +8,8 @@ import logging
 import pytest
 
 from any_agent.registry import Entry, publish
-from tests.proxy_ext.proxy_lab import until
+from router import app
+from tests.proxy_ext.proxy_lab import LIMIT, until
 from tests.router.conftest import StartLab
 from tests.router.router_lab import Lab, serving
 from tests.router.test_affinity import IDS, SIGNER
@@ -240,12 +241,20 @@ async def test_it_writes_its_own_entry(lab: Lab) -> None:
     await until(lambda: path.stat().st_mtime_ns > before, "it is written again")
 
 
-async def test_a_stop_finishes_what_is_under_way(lab: Lab) -> None:
+async def test_a_stop_finishes_what_is_under_way(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_STOP_SECONDS", LIMIT)
     go = asyncio.Event()
 
     async def answer(received: object) -> None:
         await go.wait()
         await received.answer({"done": True})  # type: ignore[attr-defined]
+
+    async def closed() -> bool:
+        try:
+            (await lab.connect()).close()
+        except ConnectionRefusedError:
+            return True
+        return False
 
     lab.ranks[0].handler = answer
     async with serving(lab.config) as (_, port):
@@ -253,7 +262,9 @@ async def test_a_stop_finishes_what_is_under_way(lab: Lab) -> None:
         wire = await lab.connect()
         await wire.send(b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await until(lambda: lab.ranks[0].received, "the call is under way")
-        asyncio.get_running_loop().call_later(0.2, go.set)
+        ending = asyncio.create_task(until(closed, "the stop begins"))
+        ending.add_done_callback(lambda _: go.set())
+    await ending
     assert "200" in await wire.head()
     entry = Entry.model_validate_json((lab.registry / "router.json").read_bytes())
     assert entry.state in ("stopping", "ready")
@@ -261,7 +272,9 @@ async def test_a_stop_finishes_what_is_under_way(lab: Lab) -> None:
         await lab.connect()
 
 
-async def test_a_stop_ends_what_does_not_end(lab: Lab) -> None:
+async def test_a_stop_ends_what_does_not_end(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_STOP_SECONDS", 0.2)
+
     async def answer(received: object) -> None:
         await asyncio.Event().wait()
 

@@ -83,7 +83,7 @@ async def test_a_rank_that_dies_over_it_is_named(pair: Lab) -> None:
 
 
 async def test_a_rank_that_hangs_is_named(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fanout, "_READ_TIMEOUT", 0.3)
+    monkeypatch.setattr(fanout, "_READ_TIMEOUT", 2.0)
 
     async def hang(received: Received) -> None:
         await asyncio.Event().wait()

@@ -135,7 +135,7 @@ async def test_with_no_slot_anywhere_it_waits_at_one(pair: Lab) -> None:
     (at,) = (number for number, tried in waits.items() if len(tried) == 2)
     assert waits[1 - at] == [0]
     assert waits[at][0] == 0
-    assert 10 < waits[at][1] <= 14
+    assert 0 < waits[at][1] <= 14
     more[at]()
     assert (await call).json() == {"rank": at}
 
@@ -181,7 +181,7 @@ async def test_by_query(pair: Lab) -> None:
             await received.answer(NO_SLOT, status=429)
 
         rank.handler = full
-    await pair.get(f"{START}?mode=train&wait=0.2&metadata=")
+    await pair.get(f"{START}?mode=train&wait=30&metadata=")
     targets = [r.target for rank in pair.ranks for r in rank.received]
     assert len(targets) == 3
     assert sum("wait=0&" in target or target.endswith("wait=0") for target in targets) == 2

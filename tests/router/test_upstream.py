@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
@@ -93,6 +95,13 @@ async def test_a_connection_that_is_not_accepted_in_time(monkeypatch: pytest.Mon
                 await client.send("POST", url, "/", CIMultiDict(), b"{}")
         for one in waiting:
             one.close()
+
+
+def test_connections_are_let_go_before_a_proxy_closes_them() -> None:
+    """They meet over HTTP only, so each has its own number."""
+    source = (Path(__file__).parents[2] / "proxy_ext" / "__main__.py").read_text()
+    (seconds,) = re.findall(r"timeout_keep_alive=(\d+)", source)
+    assert upstream._KEEPALIVE <= 0.9 * float(seconds)
 
 
 def test_end_to_end_headers() -> None:

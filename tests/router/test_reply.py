@@ -1,0 +1,75 @@
+"""When a client counts as one that takes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from aiohttp import web
+from aiohttp.http import StreamWriter
+
+from router.reply import Replies
+
+
+class Transport:
+    """``sizes``: what waits to be taken, each time that somebody looks; then the last for good."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self._sizes = sizes
+        self.looks = 0
+        self.aborted = asyncio.Event()
+
+    def get_write_buffer_size(self) -> int:
+        size = self._sizes[min(self.looks, len(self._sizes) - 1)]
+        self.looks += 1
+        return size
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+class Request:
+    def __init__(self, transport: Transport | None) -> None:
+        self.transport = transport
+
+
+class Writer:
+    """Drained when its transport is aborted, or when told so."""
+
+    def __init__(self, drained: asyncio.Event) -> None:
+        self._drained = drained
+
+    async def drain(self) -> None:
+        async with asyncio.timeout(15):
+            await self._drained.wait()
+
+
+async def wait_for_client(replies: Replies, transport: Any, drained: asyncio.Event) -> None:
+    request = cast(web.BaseRequest, Request(transport))
+    await replies._taken(request, cast(StreamWriter, Writer(drained)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "looks"), [([100], 2), ([100, 90, 80, 80], 4), ([100, 99, 1, 1], 4)]
+)
+async def test_cut_once_nothing_is_taken(sizes: list[int], looks: int) -> None:
+    replies, transport = Replies(timeout=0.01), Transport(sizes)
+    await wait_for_client(replies, transport, transport.aborted)
+    assert transport.looks == looks
+    assert replies.cut == 1
+
+
+async def test_no_look_after_the_wait() -> None:
+    replies, transport = Replies(timeout=0.01), Transport([100, 0])
+    drained = asyncio.Event()
+    drained.set()
+    await wait_for_client(replies, transport, drained)
+    looks = transport.looks
+    await asyncio.sleep(0.03)
+    assert transport.looks == looks
+    assert not transport.aborted.is_set()
+
+
+async def test_a_client_that_has_left_is_not_waited_for() -> None:
+    await wait_for_client(Replies(timeout=60), None, asyncio.Event())
