@@ -271,10 +271,11 @@ class GRPOTrainer:
             return
         differ = set(batch.trained) ^ set(taken.trained)
         differ |= {id for id, _ in batch.rejected.items() ^ taken.rejected.items()}
+        how = f"of {', '.join(sorted(differ)[:8])}" if differ else "in their order or tokens"
         raise TrainingError(
-            f"step {taken.step} cannot be made again as it was: of its {len(taken.sessions)} "
-            f"sessions these are another matter now: {', '.join(sorted(differ)[:8]) or 'none'}; "
-            f"it trained on {sum(taken.tokens)} tokens, now there are {sum(tokens)}"
+            f"step {taken.step} cannot be made again as it was: its {len(taken.sessions)} sessions "
+            f"are others now, {how}; it trained on {sum(taken.tokens)} tokens, now there are "
+            f"{sum(tokens)}"
         )
 
     # -- weights, checkpoints, files -----------------------------------------------------------
