@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import pytest
+from aiohttp import web
 
 from any_agent.registry import Entry, publish
 from router import app
+from router.reply import Replies
 from tests.proxy_ext.proxy_lab import LIMIT, until
 from tests.router.conftest import StartLab
 from tests.router.router_lab import Lab, serving
@@ -112,6 +115,23 @@ async def test_a_chunked_body_over_the_limit_that_arrives_at_once(start_lab: Sta
         await wire.send(head.encode() + b"800\r\n" + b"x" * 2048 + b"\r\n0\r\n\r\n")
         assert " 413 " in await wire.head()
     assert not lab.ranks[0].received
+
+
+async def test_nothing_is_kept_back_for_a_client_that_takes_none(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the last piece of an answer is either the kernel's or waited for."""
+    limits = []
+    whole = Replies.whole
+
+    async def looked_at(self: Replies, request: web.BaseRequest, *rest: Any, **more: Any) -> Any:
+        assert request.transport is not None
+        limits.append(request.transport.get_write_buffer_limits())
+        return await whole(self, request, *rest, **more)
+
+    monkeypatch.setattr(Replies, "whole", looked_at)
+    await lab.get("/v1/models")
+    assert limits == [(0, 0)]
 
 
 async def test_a_client_that_asks_first_does_not_send_too_much(start_lab: StartLab) -> None:
