@@ -30,7 +30,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The checkpoints' consumed sessions by step, and the manifests by step."""
+    """The sessions that checkpoints say were trained on by step, and the manifests by step."""
 
     consumed: Mapping[int, tuple[str, ...]]
     manifests: Mapping[int, Manifest]
@@ -54,7 +54,8 @@ def read_history(run: RunDir) -> History:
         # A later one is of a history that was given up.
         if step <= newest:
             state = read_json(path / "trainer" / "state.json")
-            consumed[step] = tuple(state["state"]["consumed"])
+            taken = state["state"]["consumed"]
+            consumed[step] = tuple(id for id, rejected in taken.items() if rejected is None)
     manifests = [_manifest(read_json(path)) for path in _manifests(run).values()]
     return History(consumed, {manifest.step: manifest for manifest in manifests})
 

@@ -156,7 +156,7 @@ def test_a_folders_history_is_read(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.create()
     assert (history.last_step(run), history.unsaved(run)) == (0, [])
-    for number, consumed in ((2, ["a", "b"]), (4, ["given", "up"])):
+    for number, consumed in ((2, {"a": None, "odd": "stale", "b": None}), (4, {"given": None})):
         folder = run.checkpoints / f"step-{number:08d}" / "trainer"
         folder.mkdir(parents=True)
         write_json(folder / "state.json", {"state": {"consumed": consumed}})
