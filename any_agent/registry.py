@@ -52,7 +52,7 @@ class Entry(BaseModel):
     url: str
     """Where it is reached by the other parts."""
     pid: int
-    state: Literal["ready", "stopping"] = "ready"
+    state: Literal["starting", "ready", "stopping"] = "ready"
     engine_url: str | None = None
     """The rank's engine."""
     version: int = 0

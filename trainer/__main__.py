@@ -34,7 +34,13 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
         key = config.server.admin_key
         admin_key = key.get_secret_value() if key is not None else None
-        with Presence(trainer.dir.registry, trainer.metrics, admin_key=admin_key):
+        present = Presence(
+            trainer.dir.registry,
+            trainer.metrics,
+            admin_key=admin_key,
+            ready=lambda: trainer.loaded,
+        )
+        with present:
             return 0 if trainer.train() else _STOPPED
     except AnyAgentError as error:
         logging.getLogger(__name__).error("%s", error.message)

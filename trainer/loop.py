@@ -72,6 +72,8 @@ class GRPOTrainer:
         self._loss = _loss_config(config)
         self.policy: Policy
         self._tokenizer: Path
+        self.loaded = False
+        """Model, optimizer and counters are there."""
         self._saved_step: int | None = None
         self.checkpoint: Path | None = None
         self._failed_steps = 0
@@ -90,6 +92,7 @@ class GRPOTrainer:
         False if it was stopped before.
         """
         self._load()
+        self.loaded = True
         self._executor.start()
         try:
             self._catch_up()

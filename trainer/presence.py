@@ -30,13 +30,24 @@ _HOST = "127.0.0.1"
 
 
 class Presence:
-    """A context manager: while it is open, `/metrics` is served and the registry entry is fresh."""
+    """A context manager: while it is open, `/metrics` is served and the registry entry is fresh.
 
-    def __init__(self, folder: Path, metrics: TrainerMetrics, *, admin_key: str | None) -> None:
+    ``ready`` tells whether the trainer has what it needs, or is still starting.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        metrics: TrainerMetrics,
+        *,
+        admin_key: str | None,
+        ready: Callable[[], bool],
+    ) -> None:
         self._folder = folder
         self._metrics = metrics
         self._server = _Server(metrics.exposition().render, admin_key)
         self.url = f"http://{_HOST}:{self._server.server_address[1]}"
+        self._ready = ready
         self._boot_id = secrets.token_hex(8)
         self._over = threading.Event()
         self._failed = False
@@ -67,7 +78,7 @@ class Presence:
 
     def _beat(self) -> None:
         while True:
-            self._write("ready")
+            self._write("ready" if self._ready() else "starting")
             if self._over.wait(HEARTBEAT):
                 return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import urllib.error
 import urllib.request
@@ -26,5 +27,5 @@ def answers(url: str) -> bool:
     try:
         with _DIRECT.open(url, timeout=2) as response:
             return int(response.status) == 200
-    except (urllib.error.URLError, OSError, ValueError):
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
         return False

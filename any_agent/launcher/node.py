@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import threading
@@ -220,11 +221,16 @@ class Node:
     def _start_trainer(self) -> None:
         self._add(
             "trainer",
-            lambda: ["trainer", *self._config],
+            self._trainer_arguments,
+            ready=self._registered("trainer"),
+            # However long its model takes to load.
+            timeout=math.inf,
             progress=lambda: _size(self.dir.metrics),
             finishes=True,
-            verb="started",
         )
+
+    def _trainer_arguments(self) -> list[str]:
+        return ["trainer", *self._config]
 
     @property
     def _config(self) -> list[str]:
@@ -255,7 +261,7 @@ class Node:
             self.check()
             time.sleep(0.02)
 
-    def _registered(self, name: str, url: str) -> Callable[[Process], bool]:
+    def _registered(self, name: str, url: str | None = None) -> Callable[[Process], bool]:
         """Whether the process itself has told that it is ready, and answers.
 
         By the address alone it could be its predecessor, or another program.
@@ -265,7 +271,8 @@ class Node:
             registry = Registry(self.dir.registry)
             registry.refresh()
             entry = registry.get(name)
-            return entry is not None and entry.pid == process.pid and answers(f"{url}/healthz")
+            told = entry is not None and entry.pid == process.pid and entry.state == "ready"
+            return told and (url is None or answers(f"{url}/healthz"))
 
         return ready
 

@@ -24,9 +24,9 @@ class Part:
     """Keeps one process running. :meth:`check`, called several times a second, never waits.
 
     ``make`` gives the process of each start, so that its arguments are those of that moment.
-    ``ready`` is asked in a thread, until it is true; without it, a part is ready once started.
+    ``ready`` is asked in a thread, until it is true.
     ``progress``: something that changes while it does its work. ``finishes``: exit code 0 is its
-    end, not a failure. ``verb`` and ``where`` make the line that tells that it is ready.
+    end, not a failure. ``where`` is said when it is ready first.
     """
 
     def __init__(
@@ -35,10 +35,9 @@ class Part:
         make: Callable[[], Process],
         *,
         say: Callable[[str], None],
-        ready: Callable[[Process], bool] | None = None,
+        ready: Callable[[Process], bool],
         progress: Callable[[], object] = lambda: None,
         finishes: bool = False,
-        verb: str = "ready",
         where: str = "",
         timeout: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
@@ -54,7 +53,6 @@ class Part:
         self._ready = ready
         self._progress = progress
         self._finishes = finishes
-        self._verb = verb
         self._where = where
         self._timeout = timeout
         self._clock = clock
@@ -82,10 +80,7 @@ class Part:
         self._process = process
         self._late = self._clock() + self._timeout
         self._begun = self._progress()
-        if self._ready is None:
-            self._tell_ready()
-        else:
-            self._probe = _Probe(self._ready, process)
+        self._probe = _Probe(self._ready, process)
 
     def check(self) -> None:
         """Look once, and do what is due.
@@ -130,7 +125,7 @@ class Part:
     def _tell_ready(self) -> None:
         again = self.state == "restarting"
         self.state = "ready"
-        self._say(f"{self.label:<9} {self._verb}{' again' if again else self._where}")
+        self._say(f"{self.label:<9} ready{' again' if again else self._where}")
 
     def _start_again(self) -> None:
         self._due = None
@@ -153,7 +148,7 @@ class Part:
             return
         if code == ConfigError.exit_code:
             raise ConfigError(f"{self.label} cannot go on as it is configured:\n{self._log()}")
-        if self.state == "starting":
+        if self.state == "starting" and code >= 0:
             raise StartupError(f"{self.label} could not start ({how}):\n{self._log()}")
         # Why it failed is in its log; why somebody killed it is not.
         self._again(how, hint=f" (log: {self._process.log})" if code > 0 and self._process else "")

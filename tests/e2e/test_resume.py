@@ -41,9 +41,8 @@ class DyingNode(Node):
         super().__init__(config, NodeOptions(say=lambda _: None))
         self._marks = marks
 
-    def _start_trainer(self) -> None:
-        arguments = ["tests.e2e.dying_trainer", str(self._marks), *DEATHS, "--", *self._config]
-        self._add("trainer", lambda: arguments, finishes=True, verb="started")
+    def _trainer_arguments(self) -> list[str]:
+        return ["tests.e2e.dying_trainer", str(self._marks), *DEATHS, "--", *self._config]
 
 
 def config_for(root: Path, model: Path) -> Config:

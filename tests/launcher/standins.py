@@ -76,7 +76,7 @@ def main(kind):
         sys.exit(int(open(bad).read()))
     if kind != "trainer":
         listen()
-    if kind in ("rank", "router"):
+    if kind != "engine":
         register()
     while True:
         signal.pause()

@@ -36,7 +36,8 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
 def test_parts_start_in_order_each_with_what_it_needs(lab: Lab) -> None:
     with lab.node("server.admin_key=a-secret-key") as node:
         assert list(node.parts) == [*ENGINES, *RANKS, "router", "trainer"]
-        checked_until(node, lambda: len(lab.events("starts")) == 6)
+        # The service is not kept waiting for its trainer.
+        checked_until(node, lambda: node.parts["trainer"].state == "ready")
         starts = lab.names("starts")
         assert starts[:2] == ["engine", "engine"]
         assert sorted(starts[2:4]) == RANKS
@@ -73,7 +74,7 @@ def test_parts_start_in_order_each_with_what_it_needs(lab: Lab) -> None:
     assert [name for name, _ in sorted(told[2:4])] == ["engine 0", "engine 1"]
     assert all(words.startswith("ready at http://127.0.0.1:") for _, words in told[2:4])
     assert sorted(told[4:6]) == [("rank 0", "ready"), ("rank 1", "ready")]
-    assert told[6:] == [("router", f"ready at {node.url}"), ("trainer", "started")]
+    assert told[6:] == [("router", f"ready at {node.url}"), ("trainer", "ready")]
 
 
 def test_parts_end_in_the_order_that_keeps_most(lab: Lab) -> None:
@@ -93,7 +94,7 @@ def test_a_killed_part_comes_back_in_its_place_and_the_others_never_notice(
 ) -> None:
     with lab.node() as node:
         before = {part.name: part.pid for part in node.parts.values()}
-        checked_until(node, lambda: len(lab.events("starts")) == 6)
+        checked_until(node, lambda: node.parts["trainer"].state == "ready")
         first = lab.start_of(node, name)
         for _ in range(2):
             kill_and_wait(node, name)
@@ -107,10 +108,9 @@ def test_a_killed_part_comes_back_in_its_place_and_the_others_never_notice(
         after = {part.name: part.pid for part in node.parts.values()}
     assert {n for n in before if before[n] != after[n]} == {name}
     label = name.replace("-", " ")
-    verb = "started" if name == "trainer" else "ready"
     assert lab.said[-4:] == 2 * [
         f"{label:<9} ended by SIGKILL; starting it again",
-        f"{label:<9} {verb} again",
+        f"{label:<9} ready again",
     ]
 
 
@@ -175,7 +175,7 @@ def test_a_host_of_ipv6(lab: Lab) -> None:
 def test_a_finished_trainer_is_left_alone(lab: Lab) -> None:
     with lab.node("server.ranks=1") as node:
         assert not node.check()
-        checked_until(node, lambda: "trainer" in lab.names("starts"))
+        checked_until(node, lambda: node.parts["trainer"].state == "ready")
         os.kill(node.parts["trainer"].pid, signal.SIGUSR1)
         node.watch(until_trained=True)
         assert node.check()
@@ -187,19 +187,20 @@ def test_a_finished_trainer_is_left_alone(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(("code", "kind"), [(1, StartupError), (2, ConfigError)])
-@pytest.mark.parametrize("name", ["engine", "rank-1", "router"])
+@pytest.mark.parametrize("name", ["engine", "rank-1", "router", "trainer"])
 def test_a_part_that_cannot_start_is_named_and_nothing_is_left(
     lab: Lab, name: str, code: int, kind: type[Exception]
 ) -> None:
     lab.refuse(name, code)
     with pytest.raises(kind, match=name.replace("-", " ")) as raised, lab.node() as node:
-        raise AssertionError(f"{node} started")
+        node.watch()
     assert f"    these are the last words of {name}\n  log: {lab.home}" in str(raised.value)
     for event in lab.events("starts"):
         pid = event["pid"]
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    # Such a start does not bind the trial to its settings.
-    assert not (trial_dir(lab.config()).path / "config.yaml").exists()
+    # A start without a service does not bind the trial to its settings.
+    bound = (trial_dir(lab.config()).path / "config.yaml").exists()
+    assert bound == (name == "trainer")
 
 
 def test_a_part_that_fails_later_ends_the_service(lab: Lab) -> None:

@@ -20,6 +20,12 @@ from any_agent.launcher.process import Process
 from tests.launcher.children import until
 
 SERVES = "import os, signal\nprint(f'serves as {os.getpid()}', flush=True)\nsignal.pause()"
+FAILS = """
+import os, signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit({code}))
+print(f"serves as {{os.getpid()}}", flush=True)
+signal.pause()
+"""
 SAYS = "import sys\nprint('first')\nprint('last words')\nsys.exit({code})"
 
 
@@ -194,17 +200,18 @@ def test_slow_deaths_before_it_is_ready_are_counted_too(lab: Lab) -> None:
 
 def test_lives_that_come_to_nothing_are_counted_too(lab: Lab) -> None:
     steps = [0]
-    part = lab.part(SAYS.format(code=1), progress=lambda: steps[0])
+    part = lab.part(FAILS.format(code=1), ready=serves, progress=lambda: steps[0])
     part.start()
+    lab.until_ready(part)
 
     def lives(count: int) -> None:
         for _ in range(count):
-            lab.until_noticed(part)
+            lab.die(part, signal.SIGUSR1)
             lab.now += 2 * WINDOW
-            part.check()
+            lab.until_ready(part)
 
     lives(MAX_RESTARTS - 1)
-    # What the life that has just begun comes to.
+    # What the present life comes to.
     steps[0] += 1
     lives(1 + MAX_RESTARTS)
     with pytest.raises(StartupError, match="ended 6 times"):
@@ -212,13 +219,26 @@ def test_lives_that_come_to_nothing_are_counted_too(lab: Lab) -> None:
 
 
 def test_a_part_that_is_killed_is_not_blamed_for_coming_to_nothing(lab: Lab) -> None:
-    part = lab.part(SERVES, progress=lambda: 0)
+    part = lab.part(SERVES, ready=serves, progress=lambda: 0)
     part.start()
+    lab.until_ready(part)
     for _ in range(2 * MAX_RESTARTS):
         lab.die(part)
         lab.now += 2 * WINDOW
         lab.until_ready(part)
     assert part.restarts == 2 * MAX_RESTARTS
+
+
+def test_a_part_that_is_killed_at_its_first_start_is_started_again(lab: Lab) -> None:
+    part = lab.part(SERVES, ready=lambda p: p is not lab.processes[0] and serves(p))
+    part.start()
+    until(lambda: serves(lab.processes[0]))
+    lab.die(part)
+    lab.again(part)
+    assert lab.said == [
+        "part 0    ended by SIGKILL; starting it again",
+        "part 0    ready again",
+    ]
 
 
 @pytest.mark.parametrize("code", [0, 1, 3])
@@ -257,28 +277,36 @@ def test_a_part_that_does_not_get_ready(lab: Lab) -> None:
         part.check()
 
 
-def test_a_part_that_has_done_its_work(lab: Lab) -> None:
-    part = lab.part(SAYS.format(code=0), verb="started", finishes=True)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_part_that_has_done_its_work(lab: Lab, when: str) -> None:
+    """Before or after it was seen to be ready."""
+    ready = serves if when == "after" else lambda _: False
+    part = lab.part(FAILS.format(code=0), ready=ready, finishes=True)
     part.start()
-    assert part.state == "ready"
+    until(lambda: serves(lab.processes[0]))
+    if when == "after":
+        lab.until_ready(part)
+    os.kill(part.pid, signal.SIGUSR1)
     lab.until_ended(part)
     assert part.finished
     lab.now += 100
     part.check()
-    assert (part.restarts, lab.said) == (0, ["part 0    started"])
+    assert (part.state, part.restarts) == ("ended", 0)
 
 
 def test_work_that_fails_is_begun_again(lab: Lab) -> None:
-    part = lab.part(SAYS.format(code=1), verb="started", finishes=True)
+    part = lab.part(FAILS.format(code=1), ready=serves, finishes=True)
     part.start()
-    lab.until_noticed(part)
-    lab.write(part, SAYS.format(code=0))
-    lab.now += 5
+    lab.until_ready(part)
+    lab.write(part, FAILS.format(code=0))
+    lab.die(part, signal.SIGUSR1)
+    lab.again(part)
+    os.kill(part.pid, signal.SIGUSR1)
     lab.until_ended(part)
     assert part.finished
     assert lab.said[1:] == [
         f"part 0    ended with code 1; starting it again (log: {lab.processes[0].log})",
-        "part 0    started again",
+        "part 0    ready again",
     ]
 
 

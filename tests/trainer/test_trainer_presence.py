@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from trainer.presence import Presence
 
 
 def opened(folder: Path, admin_key: str | None = None) -> Presence:
-    return Presence(folder, TrainerMetrics(dict), admin_key=admin_key)
+    return Presence(folder, TrainerMetrics(dict), admin_key=admin_key, ready=lambda: True)
 
 
 def entry_in(folder: Path) -> Entry | None:
@@ -42,12 +43,14 @@ def test_the_entry_lives_as_long_as_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(presence_module, "HEARTBEAT", 0.01)
-    metrics = TrainerMetrics(dict)
-    with Presence(tmp_path, metrics, admin_key=None) as presence:
+    metrics, loaded = TrainerMetrics(dict), threading.Event()
+    with Presence(tmp_path, metrics, admin_key=None, ready=loaded.is_set) as presence:
         until(lambda: entry_in(tmp_path))
         first = entry_in(tmp_path)
         assert first is not None
-        assert (first.url, first.pid, first.state) == (presence.url, os.getpid(), "ready")
+        assert (first.url, first.pid, first.state) == (presence.url, os.getpid(), "starting")
+        loaded.set()
+        until(lambda: (entry_in(tmp_path) or first).state == "ready")
         metrics.now(step=4, version=7)
         until(lambda: (entry_in(tmp_path) or first).version == 7)
         assert get(f"{presence.url}/metrics").status_code == 200
