@@ -85,10 +85,11 @@ async def test_death_before_the_answer_is_a_lost_reply(lab: Lab, how: str) -> No
     assert len(lab.ranks[0].received) == 1, "it was sent again"
 
 
-async def test_a_session_is_never_opened_twice(lab: Lab) -> None:
+@pytest.mark.parametrize("query", ["mode=eval", "group_id=g", "session_id=ses-0-0123456789abcdef"])
+async def test_a_session_is_never_opened_twice(lab: Lab, query: str) -> None:
     """A lost GET is repeated, unless it opens a session; aiohttp would repeat it by itself."""
     lab.ranks[0].handler = die
-    assert (await lab.get("/rl/v1/start_session?mode=eval")).status_code == 502
+    assert (await lab.get(f"/rl/v1/start_session?{query}")).status_code == 502
     assert len(lab.ranks[0].received) == 1
 
 
@@ -125,6 +126,7 @@ async def test_a_request_waits_for_its_rank(lab: Lab) -> None:
     await rank.kill()
     call = asyncio.create_task(lab.post("/v1/x", {"a": 1}, lab.key(0)))
     await until(lambda: lab.router.ranks.waiting == 1, "the request waits")
+    assert lab.router.forwarder.retried == 1, "it was tried over and over"
     await lab.restart(rank)
     assert (await call).status_code == 200
     assert [r.json for r in rank.received] == [{"a": 1}]
