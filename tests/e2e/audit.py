@@ -176,6 +176,9 @@ def sample_checks(
     config: Config, records: Mapping[str, Record], wanted: set[str], size: int, rng: random.Random
 ) -> list[Check]:
     """Recompute sessions with ``size`` interactions in all: those with ``wanted`` ones first."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     order = list(records.values())
     rng.shuffle(order)
     order.sort(key=lambda r: not any(i.id in wanted for i in r.interactions))

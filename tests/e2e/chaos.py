@@ -251,7 +251,7 @@ class Chaos:
         self._check("steps not made again as they were", [f"step {step}" for step in changed])
         trained = sum(state == SessionState.TRAINED for state in states.values())
         self.outcome.figures["history"] = (
-            f"{survived.last_step} steps, {trained} sessions trained on, "
+            f"{history.last_step(run)} steps, {trained} sessions trained on, "
             f"{len(self._redone)} steps made again"
         )
 
