@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-import httpx
-
-from any_agent.client import RLClient
 from any_agent.config import Config, load_config
-from any_agent.demo.child import Child
-from any_agent.demo.driver import (
-    DISCOUNT,
-    EVALS,
-    GROUP_SIZE,
-    SESSION_TTL,
-    Driver,
-    Tally,
-    workers,
-)
-from any_agent.demo.memory import PeakMemory
+from any_agent.demo.demo import Demo
+from any_agent.demo.driver import DISCOUNT, GROUP_SIZE, SESSION_TTL
 from any_agent.demo.plain import Lines
-from any_agent.demo.report import Report, command, next_lines
-from any_agent.demo.state import Metrics, Part, Rate, Sessions, State
-from any_agent.demo.task import items
-from any_agent.errors import AnyAgentError, ConfigError
-from any_agent.launcher import Node, NodeOptions
-from any_agent.registry import rank_name
+from any_agent.demo.state import State
+from any_agent.errors import ConfigError
 
 if TYPE_CHECKING:
     from any_agent.demo.display import Screen
 
 STEPS = 25
 RANKS = 2
-WORKERS = 4
 EXPERIMENT = "demo"
-_CHILD_TIMEOUT = 300.0
-_CHECK_EVERY = 0.2
-_POLL_EVERY = 1.0
 
 
 def run_demo(
@@ -61,6 +38,8 @@ def run_demo(
     permute: bool = False,
 ) -> int:
     """Run it, show it, write the figures; 0 when it went well."""
+    if json_path and not Path(json_path).absolute().parent.is_dir():
+        raise ConfigError(f"--json {json_path} cannot be written: there is no such folder")
     root = _folder(keep)
     config = demo_config(
         root,
@@ -78,191 +57,6 @@ def run_demo(
     if json_path:
         Path(json_path).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return 0
-
-
-class Demo:
-    """One demo. The main thread runs it; :meth:`look` may be called in any."""
-
-    def __init__(self, config: Config, root: Path, *, permute: bool = False) -> None:
-        self._config = config
-        self._permute = permute
-        self._started = time.monotonic()
-        self._node: Node | None = None
-        self._names = part_names(config.server.ranks)
-        self._shown: Screen | Lines
-        self._metrics: Metrics
-        self._before, self._training, self._after = Tally(), Tally(), Tally()
-        self._rate = Rate()
-        self._state = State(
-            seed=config.train.seed,
-            ranks=config.server.ranks,
-            steps=config.train.steps,
-            folder=str(root),
-            prompts=EVALS * len(items(held_out=True)),
-        )
-
-    def look(self) -> State:
-        """The state now."""
-        # No iteration: the main thread adds parts meanwhile.
-        known = self._node.parts if self._node is not None else {}
-        parts = [(name, known.get(name)) for name in self._names]
-        return replace(
-            self._state,
-            elapsed=time.monotonic() - self._started,
-            parts=tuple(
-                Part(name, part.state, part.restarts) if part else Part(name)
-                for name, part in parts
-            ),
-        )
-
-    def run(self, shown: Screen | Lines) -> dict[str, Any]:
-        """From nothing to the report; the figures."""
-        self._shown = shown
-        config = self._config
-        with PeakMemory() as memory:
-            with Child("model", config.model.path, "--seed", config.train.seed) as model:
-                model.output(_CHILD_TIMEOUT)
-            self._serve()
-            self._set(phase="asking the checkpoint, drawing the curve")
-            curve, said = self._look_back()
-            peak = round(memory.peak_mib)
-        report = Report(
-            before=self._before.measures(),
-            after=self._after.measures(),
-            rewards=self._state.rewards,
-            curve=curve,
-            checkpoint=said["checkpoint"],
-            answers=[(prompt, answer) for prompt, answer in said["answers"]],
-            seconds=round(time.monotonic() - self._started, 1),
-            peak_mib=peak,
-            next=next_lines(config, command()),
-            failed=self._tally("failed"),
-            error=(self._errors() or [""])[-1],
-            restarts={part.name: part.restarts for part in self.look().parts if part.restarts},
-        )
-        shown.end(report)
-        return self._figures(report)
-
-    # -- the service ---------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        self._set(phase="starting the service")
-        self._node = Node(self._config, NodeOptions(say=self._shown.say))
-        self._metrics = Metrics(self._node.dir.metrics)
-        with self._node as node:
-            try:
-                self._set(url=node.url)
-                asyncio.run(self._drive(node))
-                _finish(node)
-            except* AnyAgentError as group:
-                raise _first(group) from None
-            finally:
-                self._set(phase="ending the service")
-        self._read_steps()
-
-    async def _drive(self, node: Node) -> None:
-        client = RLClient(node.url, trust_env=False)
-        async with client, workers(WORKERS) as agents, asyncio.TaskGroup() as tasks:
-            seen = [tasks.create_task(self._check(node)), tasks.create_task(self._poll(node))]
-            driver = Driver(client, agents, seed=self._config.train.seed, permute=self._permute)
-            self._set(phase="asking held-out prompts, before training")
-            await driver.evaluate(self._before)
-            self._set(phase="training", before=self._before.measures())
-            await driver.train(self._training)
-            self._read_steps()
-            self._set(phase="asking held-out prompts, after training")
-            await driver.evaluate(self._after)
-            self._set(after=self._after.measures())
-            for task in seen:
-                task.cancel()
-
-    async def _check(self, node: Node) -> None:
-        """Keep the service running; raises when a part of it cannot go on."""
-        while True:
-            # Not in another thread: children end with the thread that started them.
-            node.check()
-            await asyncio.sleep(_CHECK_EVERY)
-
-    async def _poll(self, node: Node) -> None:
-        """Follow what trainer, service and agents say of themselves."""
-        sessions = Sessions()
-        async with httpx.AsyncClient(base_url=node.url, timeout=5, trust_env=False) as service:
-            while True:
-                # While the router restarts, the last numbers stand.
-                with suppress(httpx.HTTPError):
-                    answer = await service.get("/metrics")
-                    if answer.is_success:
-                        self._state = replace(self._state, sessions=sessions.read(answer.text))
-                self._read_steps()
-                await asyncio.sleep(_POLL_EVERY)
-
-    def _read_steps(self) -> None:
-        asking = self._after if self._training.sessions else self._before
-        self._state = self._state.plus(self._metrics.new())
-        self._set(
-            tokens_per_second=self._rate.add(self._tally("tokens")),
-            asked=0 if self._state.phase == "training" else asking.sessions,
-        )
-
-    # -- the end -------------------------------------------------------------------------------
-
-    def _look_back(self) -> tuple[Path, dict[str, Any]]:
-        """The curve's file, and what the checkpoint answers; both from what lies on disk."""
-        config, state = self._config, self._state
-        assert self._node is not None and state.before is not None and state.after is not None
-        run = self._node.dir
-        curve = run.path / "reward.png"
-        names = [config.experiment, config.trial, "--user", config.user, "--root", config.root]
-        marks = ["--before", state.before.accuracy, "--after", state.after.accuracy]
-        title = f"any-agent demo, seed {state.seed}"
-        if self._permute:
-            title += ", each session rewarded as another one (control)"
-        with (
-            Child("sample", *names, "--seed", state.seed) as sample,
-            Child("curve", run.metrics, curve, *marks, "--title", title) as drawing,
-        ):
-            drawing.output(_CHILD_TIMEOUT)
-            said: dict[str, Any] = json.loads(sample.output(_CHILD_TIMEOUT))
-        return curve, said
-
-    def _figures(self, report: Report) -> dict[str, Any]:
-        assert self._node is not None
-        return {
-            "seed": self._config.train.seed,
-            "steps": self._config.train.steps,
-            "ranks": self._config.server.ranks,
-            "permuted_rewards": self._permute,
-            "before": report.before.accuracy,
-            "after": report.after.accuracy,
-            "measures": {"before": asdict(report.before), "after": asdict(report.after)},
-            "eval_sessions": self._before.sessions + self._after.sessions,
-            "train_sessions": self._training.sessions,
-            "failed_sessions": report.failed,
-            "errors": self._errors(),
-            "restarts": report.restarts,
-            "seconds": report.seconds,
-            "peak_memory_mib": report.peak_mib,
-            "run": str(self._node.dir.path),
-            "checkpoint": report.checkpoint,
-            "curve": str(report.curve),
-            "answers": report.answers,
-        }
-
-    def _tally(self, name: str) -> int:
-        return sum(getattr(t, name) for t in (self._before, self._training, self._after))
-
-    def _errors(self) -> list[str]:
-        return [*self._before.errors, *self._training.errors, *self._after.errors]
-
-    def _set(self, **changes: Any) -> None:
-        self._state = replace(self._state, **changes)
-        self._shown.changed()
-
-
-def part_names(ranks: int) -> list[str]:
-    """The service's processes, in the order of starting."""
-    engines = [f"engine-{rank}" for rank in range(ranks)]
-    return [*engines, *map(rank_name, range(ranks)), "router", "trainer"]
 
 
 def demo_config(root: Path, *, seed: int, steps: int, ranks: int) -> Config:
@@ -336,17 +130,3 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _first(error: BaseException) -> BaseException:
-    """What went wrong first, out of nested groups of concurrent tasks."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def _finish(node: Node) -> None:
-    """The trainer tells `finished` before it exits; let it."""
-    deadline = time.monotonic() + 30
-    while not node.check() and time.monotonic() < deadline:
-        time.sleep(0.05)

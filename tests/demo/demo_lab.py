@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from any_agent.demo.demo import part_names
 from any_agent.demo.driver import Measures
 from any_agent.demo.report import Report
-from any_agent.demo.run import part_names
 from any_agent.demo.state import Part, State, Step
 
 BEFORE = Measures(accuracy=0.358, reward=0.612, turns=1.64, tokens=2.1)

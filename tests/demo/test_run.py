@@ -6,16 +6,14 @@ import io
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from any_agent.cli import main
-from any_agent.demo import run
-from any_agent.demo.run import Demo, can_draw, demo_config, part_names, run_demo
-from any_agent.demo.state import Part
-from any_agent.errors import AnyAgentError, ConfigError
+from any_agent.demo import demo, run
+from any_agent.demo.run import can_draw, demo_config, run_demo
+from any_agent.errors import ConfigError
 
 
 class WentOn(Exception):
@@ -27,7 +25,7 @@ def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(*_: object) -> None:
         raise WentOn
 
-    monkeypatch.setattr(run, "Child", made)
+    monkeypatch.setattr(demo, "Child", made)
 
 
 def test_a_folder_that_holds_a_demo_is_not_used_again(tmp_path: Path) -> None:
@@ -41,6 +39,11 @@ def test_a_new_folder_is_made(tmp_path: Path) -> None:
     with pytest.raises(WentOn):
         run_demo(seed=0, steps=1, keep=str(tmp_path / "a" / "b"))
     assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_figures_that_could_not_be_written_at_the_end(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--json .*none/figures\.json cannot be written"):
+        run_demo(seed=0, keep=str(tmp_path), json_path=str(tmp_path / "none" / "figures.json"))
 
 
 @pytest.mark.parametrize("option", ["--steps", "--ranks"])
@@ -71,12 +74,6 @@ def test_two_ranks_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (asked["ranks"], asked["steps"]) == (2, 25)
 
 
-def test_what_went_wrong_first_is_told() -> None:
-    first = AnyAgentError("first")
-    group = ExceptionGroup("", [ExceptionGroup("", [first, AnyAgentError("second")])])
-    assert run._first(group) is first
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, WentOn])
 def test_whoever_stops_it_is_told_where_the_files_are(
     error: type[BaseException],
@@ -87,7 +84,7 @@ def test_whoever_stops_it_is_told_where_the_files_are(
     def stopped(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(run, "Child", stopped)
+    monkeypatch.setattr(demo, "Child", stopped)
     with pytest.raises(error):
         run_demo(seed=0, keep=str(tmp_path))
     assert capsys.readouterr().out.splitlines()[-1] == f"stopped   files are in {tmp_path}"
@@ -95,7 +92,7 @@ def test_whoever_stops_it_is_told_where_the_files_are(
 
 def test_sigterm_is_as_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(run, "Child", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(demo, "Child", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(KeyboardInterrupt):
         run_demo(seed=0, keep=str(tmp_path))
     assert signal.getsignal(signal.SIGTERM) is before
@@ -117,15 +114,3 @@ def test_a_frame_needs_a_terminal_that_can_draw() -> None:
     ascii_only = Terminal()
     ascii_only.encoding = "ansi_x3.4-1968"  # type: ignore[misc]
     assert not can_draw(ascii_only, {"TERM": "xterm"})
-
-
-def test_parts_are_seen_before_they_are_started(tmp_path: Path) -> None:
-    demo = Demo(demo_config(tmp_path, seed=0, steps=1, ranks=2), tmp_path)
-    names = ["engine-0", "engine-1", "rank-0", "rank-1", "router", "trainer"]
-    assert part_names(2) == names
-    assert demo.look().parts == tuple(Part(name) for name in names)
-    known = {"engine-0": SimpleNamespace(state="ready", restarts=1)}
-    demo._node = SimpleNamespace(parts=known)  # type: ignore[assignment]
-    seen = demo.look().parts
-    assert seen[:2] == (Part("engine-0", "ready", 1), Part("engine-1"))
-    assert demo.look().elapsed > 0

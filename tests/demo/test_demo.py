@@ -1,0 +1,30 @@
+"""What is seen of a demo while its service comes up, and what is told when it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from any_agent.demo import demo as module
+from any_agent.demo.demo import Demo, part_names
+from any_agent.demo.run import demo_config
+from any_agent.demo.state import Part
+from any_agent.errors import AnyAgentError
+
+
+def test_parts_are_seen_before_they_are_started(tmp_path: Path) -> None:
+    demo = Demo(demo_config(tmp_path, seed=0, steps=1, ranks=2), tmp_path)
+    names = ["engine-0", "engine-1", "rank-0", "rank-1", "router", "trainer"]
+    assert part_names(2) == names
+    assert demo.look().parts == tuple(Part(name) for name in names)
+    known = {"engine-0": SimpleNamespace(state="ready", restarts=1)}
+    demo._node = SimpleNamespace(parts=known)  # type: ignore[assignment]
+    seen = demo.look().parts
+    assert seen[:2] == (Part("engine-0", "ready", 1), Part("engine-1"))
+    assert demo.look().elapsed > 0
+
+
+def test_what_went_wrong_first_is_told() -> None:
+    first = AnyAgentError("first")
+    group = ExceptionGroup("", [ExceptionGroup("", [first, AnyAgentError("second")])])
+    assert module._first(group) is first
