@@ -59,6 +59,8 @@ def _run(config: Config, listener: socket.socket, public_url: str | None) -> Non
             # What is there now stays, so the garbage collector need not walk it again and again.
             gc.collect()
             gc.freeze()
+            # And requests leave few cycles behind.
+            gc.set_threshold(10_000, 20, 20)
             await stop.wait()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,11 +1,12 @@
 """Which rank a request belongs to: read from its key or id, computed from its group's name.
 
-Nothing is looked up and nothing is kept, so a router that restarts, or a second one, decides alike.
+No table tells it, so a router that restarts, or a second one, decides alike.
 """
 
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from urllib.parse import parse_qsl
 
 from aiohttp import hdrs
@@ -23,6 +24,7 @@ from any_agent.keys import (
 SESSION_HEADER = istr("X-Any-Agent-Session")
 API_KEY_HEADER = istr("X-Api-Key")
 SESSIONS_PATH = "/rl/v1/sessions/"
+_KEYS_KEPT = 16_384
 
 
 def home_of(name: str, ranks: int) -> int:
@@ -42,6 +44,8 @@ class Affinity:
 
     def __init__(self, signer: KeySigner, ranks: int) -> None:
         self._signer = signer
+        # An agent makes many calls under one key. Only genuine keys, which are short, are kept.
+        self._rank_of_key = lru_cache(_KEYS_KEPT)(self._checked)
         self.ranks = ranks
 
     def place(
@@ -73,10 +77,7 @@ class Affinity:
     def rank_of(self, name: str) -> int | None:
         """The rank of a session key or id; None for what is no id. Errors as for `place`."""
         if name.startswith(SESSION_KEY_PREFIX):
-            lane = self._signer.verify(name)
-            if lane is None:
-                raise Unauthenticated("this session key is not valid here")
-            rank: int | None = lane.rank
+            rank: int | None = self._rank_of_key(name)
         else:
             rank = rank_of_session(name)
         if rank is not None and rank >= self.ranks:
@@ -86,6 +87,12 @@ class Affinity:
                 code="unknown_rank",
             )
         return rank
+
+    def _checked(self, key: str) -> int:
+        lane = self._signer.verify(key)
+        if lane is None:
+            raise Unauthenticated("this session key is not valid here")
+        return lane.rank
 
     def home(self, *, api_key: str | None, group_id: str | None, task_id: str | None) -> int | None:
         """Where a session must be opened; None: anywhere.

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from any_agent.errors import AnyAgentError, Conflict, NotFound, SessionMismatch, Unauthenticated
-from any_agent.keys import KeySigner
+from any_agent.keys import KeySigner, Lane
 from router.affinity import Affinity, home_of
 
 RANKS = 3
@@ -83,6 +83,22 @@ def test_bad_keys_are_refused_everywhere(key: str) -> None:
         with pytest.raises(Unauthenticated) as error:
             where()
         assert key not in error.value.message
+
+
+def test_genuine_keys_are_checked_once_and_others_are_not_kept() -> None:
+    checked: list[str] = []
+
+    class Signer(KeySigner):
+        def verify(self, key: str) -> Lane | None:
+            checked.append(key)
+            return super().verify(key)
+
+    affinity = Affinity(Signer(b"s" * 32), RANKS)
+    for _ in range(2):
+        assert affinity.rank_of(KEYS[1]) == 1
+        with pytest.raises(Unauthenticated):
+            affinity.rank_of(BAD_KEYS["forged"])
+    assert checked == [KEYS[1], BAD_KEYS["forged"], BAD_KEYS["forged"]]
 
 
 def test_a_rank_that_the_service_does_not_have() -> None:
