@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from any_agent.cli import _parser
+from any_agent.config import Config
+from any_agent.rundir import RunDir
 from tests.e2e.serving import environment, run_cli
 
 HEAVY = ("torch", "litellm", "transformers", "numpy", "fastapi", "openai", "pydantic", "yaml")
@@ -138,6 +140,41 @@ def busy_port() -> Iterator[int]:
 def test_port_in_use(busy_port: int, tmp_path: Path, tiny_model_dir: Path) -> None:
     done = run_cli("serve", "--model", str(tiny_model_dir), "--port", str(busy_port), cwd=tmp_path)
     refused(done, f"127.0.0.1:{busy_port}", "server.port")
+
+
+@pytest.fixture
+def earlier_run(tmp_path: Path) -> RunDir:
+    """A trial that was started with two ranks."""
+    run = RunDir.of(tmp_path / "runs", Config().user, "my-exp", "trial-1")
+    run.create()
+    (run.path / "config.yaml").write_text("model: {path: /models/a}\nserver: {ranks: 2}\n")
+    return run
+
+
+@pytest.mark.parametrize("command", [["serve"], ["serve", "--no-train"], ["train"]])
+def test_a_trial_keeps_its_model_and_its_ranks(
+    command: list[str], earlier_run: RunDir, tmp_path: Path
+) -> None:
+    done = run_cli(*command, "server.ranks=3", cwd=tmp_path)
+    refused(done, "my-exp/trial-1", "2 ranks, not 3", "server.ranks=2", "--trial")
+    done = run_cli(*command, "--model", "/models/b", cwd=tmp_path)
+    refused(done, "my-exp/trial-1", "/models/a", "/models/b", "--trial")
+
+
+def test_a_run_of_an_older_format(earlier_run: RunDir, tmp_path: Path) -> None:
+    (earlier_run.path / "format").unlink()
+    (earlier_run.path / "config.yaml").write_text("engine: {url: http://old}\n")
+    refused(run_cli("serve", cwd=tmp_path), str(earlier_run.path), "format '1'", "--trial")
+
+
+def test_a_run_directory_in_use(tmp_path: Path, tiny_model_dir: Path) -> None:
+    run = RunDir.of(tmp_path / "runs", Config().user, "my-exp", "trial-1")
+    run.create()
+    with run.lock():
+        done = run_cli("serve", "--model", str(tiny_model_dir), "--port", "0", cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"error: another service is using {run.path}" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_config_prints_what_would_be_used(tmp_path: Path) -> None:
