@@ -114,8 +114,9 @@ class Leasing:
         moment, then all are looked at again.
         """
         deadline = time.monotonic() + wait
+        give_up = time.monotonic() + max(wait, self._ranks.wait)
         while True:
-            live = await self._ranks.reach_any(time.monotonic() + self._ranks.wait)
+            live = await self._ranks.reach_any(give_up)
             self._turn += 1
             quiet: Answer | None = None
             for k in range(len(live)):

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from any_agent.registry import Entry, publish
 from router import app
+from router.affinity import home_of
 from router.reply import Replies
 from tests.proxy_ext.proxy_lab import LIMIT, until
 from tests.router.conftest import StartLab
@@ -37,9 +38,18 @@ async def test_keys_and_ids_find_their_rank(pair: Lab) -> None:
 
 async def test_an_escaped_prefix_is_a_prefix(pair: Lab) -> None:
     """The proxies decode a path before they look at it."""
-    key = pair.key(1).replace("sk-", "sk%2D")
-    await pair.post(f"/{key}/v1/x")
-    assert pair.ranks[1].received[0].target == f"/{key}/v1/x"
+    for number, rank in enumerate(pair.ranks):
+        key = pair.key(number).replace("sk-", "sk%2D")
+        for _ in range(2):
+            await pair.post(f"/{key}/v1/x")
+        assert [r.target for r in rank.received] == [f"/{key}/v1/x"] * 2
+
+
+async def test_an_escaped_route_is_that_route(pair: Lab) -> None:
+    home = pair.ranks[home_of("g", 2)]
+    for _ in range(3):
+        await pair.post("/rl/v1/%73tart_session", {"group_id": "g"})
+    assert len(home.received) == 3
 
 
 async def test_behind_a_prefix_everything_is_a_route_of_the_rank(pair: Lab) -> None:

@@ -156,6 +156,29 @@ async def test_what_is_ready_is_handed_out_at_once(pair: Lab) -> None:
     assert found[0].headers["content-type"] == "application/x-msgpack"
 
 
+async def test_ranks_are_emptied_in_turn(pair: Lab) -> None:
+    for rank in pair.ranks:
+        shelf = Shelf(rank)
+        for _ in range(3):
+            shelf.ready.put_nowait(b"%d" % rank.number)
+    found = [(await lease(pair, wait=0)).content for _ in range(6)]
+    assert sorted(found[:2]) == sorted(found[2:4]) == [b"0", b"1"]
+
+
+async def test_a_poll_of_ranks_that_only_hang_up(start_lab: StartLab) -> None:
+    """It is neither made over and over, nor without an end."""
+
+    async def die(received: Received) -> None:
+        received.die()
+
+    lab = await start_lab("server.rank_wait=0.5", ranks=2)
+    for rank in lab.ranks:
+        rank.handler = die
+        lab.silent.add(rank.number)
+    assert (await lease(lab, wait=0)).status_code == 503
+    assert [len(rank.received) for rank in lab.ranks] == [1, 1]
+
+
 async def test_a_poll_sees_every_rank(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leasing, "_SLICE", 0.05)
     shelves = [Shelf(rank) for rank in pair.ranks]

@@ -150,6 +150,22 @@ async def test_waiting_opens_are_spread_too(pair: Lab) -> None:
     assert found == {0: 5, 1: 5}
 
 
+async def test_it_waits_where_fewer_do_now(pair: Lab) -> None:
+    """What the registry says of the queues is up to a second old."""
+    more = [slots(rank) for rank in pair.ranks]
+    calls = [asyncio.create_task(pair.post(START, {"wait": 14})) for _ in range(4)]
+    await until(lambda: sum(opened(pair)) == 12, "all of them wait")
+    more[0](2)
+    await until(lambda: sum(call.done() for call in calls) == 2, "two are served")
+    before = opened(pair)
+    calls += [asyncio.create_task(pair.post(START, {"wait": 14})) for _ in range(2)]
+    await until(lambda: sum(opened(pair)) == 18, "all of them wait")
+    assert [now - then for now, then in zip(opened(pair), before, strict=True)] == [4, 2]
+    for release in more:
+        release(2)
+    await asyncio.gather(*calls)
+
+
 async def test_it_waits_where_others_do_not(pair: Lab) -> None:
     """Waiting opens that did not come through this router are known from the registry."""
     pair.ranks[0].load = Load(waiting=8)
