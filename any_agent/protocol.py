@@ -139,7 +139,7 @@ class Capacity(BaseModel):
     admitted: int
     """Train sessions ever admitted, reservations of open groups counted in."""
     reserved: int
-    """Slots kept for members of open groups that did not open yet."""
+    """Slots taken by sessions that are not open yet: being opened, or members of open groups."""
     waiting: int
     running: int
     """Open train sessions."""

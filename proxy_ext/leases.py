@@ -68,7 +68,8 @@ class Leases:
         admission = self._sessions.admission
         return Capacity(
             admitted=admission.admitted,
-            reserved=self._sessions.groups.reserved,
+            # Also those of sessions that are being written: they are neither open nor free.
+            reserved=admission.admitted - self._sessions.counts.created[SessionMode.TRAIN],
             waiting=admission.waiting,
             running=running,
             buffered=len(live) - running,

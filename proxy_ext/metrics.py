@@ -38,7 +38,7 @@ SLOTS_LIMIT = Metric(
     "any_agent_slots_limit", "gauge", "Slots for train sessions that the trainer allows so far."
 )
 SLOTS_RESERVED = Metric(
-    "any_agent_slots_reserved", "gauge", "Slots kept for members of groups that are not full."
+    "any_agent_slots_reserved", "gauge", "Slots taken by sessions that are not open yet."
 )
 SLOTS_WAITING = Metric("any_agent_slots_waiting", "gauge", "Slots that opens wait for.")
 CALLS_RUNNING = Metric("any_agent_calls_running", "gauge", "Model calls under way.")

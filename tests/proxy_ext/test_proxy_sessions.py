@@ -11,6 +11,7 @@ import pytest
 from any_agent.client import RLClient
 from any_agent.errors import RunFinished
 from any_agent.types import SessionState
+from proxy_ext.journal import Statement
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy, noticed_hang_up, signer, until
 
@@ -200,6 +201,31 @@ async def test_a_group_takes_its_slots_at_its_first_open(start: Start) -> None:
     await proxy.open(group_id="a", group_size=2)
     now = await proxy.capacity()
     assert (now["admitted"], now["reserved"], now["running"]) == (2, 0, 2)
+
+
+@pytest.mark.parametrize("group", [{}, {"group_id": "g", "group_size": 3}])
+async def test_a_session_that_is_being_written_has_its_slot(
+    start: Start, monkeypatch: pytest.MonkeyPatch, group: dict[str, Any]
+) -> None:
+    """Neither open nor lost: the trainer would otherwise give its slot away a second time."""
+    proxy = await start()
+    go, commit = asyncio.Event(), proxy.service.journal.commit
+
+    async def slow(*statements: Statement) -> None:
+        await go.wait()
+        await commit(*statements)
+
+    monkeypatch.setattr(proxy.service.journal, "commit", slow)
+    tasks = [start_waiting(proxy, **group) for _ in range(2)]
+    await until(lambda: proxy.service.sessions.admission.waiting in (2, 3))
+    await proxy.admit(3)
+    slots = len(tasks) if not group else 3
+    now = await proxy.capacity()
+    assert (now["admitted"], now["reserved"], now["running"]) == (slots, slots, 0)
+    go.set()
+    assert [(await task).status_code for task in tasks] == [200, 200]
+    now = await proxy.capacity()
+    assert (now["admitted"], now["reserved"], now["running"]) == (slots, slots - 2, 2)
 
 
 async def test_groups_that_arrive_together_cannot_starve_each_other(start: Start) -> None:
