@@ -21,7 +21,8 @@ from tests.engine.sglang_lab import (
     request,
     until,
 )
-from tests.fakes.scripted_engine import FaultKind, ScriptedEngine
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.fakes.scripted_run import FaultKind
 
 
 @BOTH

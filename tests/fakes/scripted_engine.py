@@ -12,15 +12,13 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 from aiohttp import web
 
-FaultKind = Literal[
-    "die", "status", "error_event", "nan", "null", "disagree", "garbage", "spans", "no_end"
-]
+from tests.fakes.scripted_run import Fault, FaultKind, Running
+
 _SAMPLING = {
     "max_new_tokens",
     "temperature",
@@ -31,28 +29,6 @@ _SAMPLING = {
     "stop_token_ids",
     "sampling_seed",
 }
-
-
-@dataclass(slots=True)
-class Fault:
-    kind: FaultKind
-    after: int = 0
-    """Tokens that come out before it."""
-    status: int = 500
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    rid: str
-    prompt: list[int]
-    params: dict[str, Any]
-    script: list[int] | None
-    fault: Fault | None
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[str] = field(default_factory=list)
-    finish: dict[str, Any] | None = None
-    aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ScriptedEngine:

@@ -13,7 +13,8 @@ from starlette.types import Message
 from any_agent.errors import StoreUnavailable
 from proxy_ext.journal import Statement
 from proxy_ext.wire.http import EventStream
-from tests.fakes.scripted_engine import FaultKind, ScriptedEngine
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.fakes.scripted_run import FaultKind
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, noticed_hang_up, until
 

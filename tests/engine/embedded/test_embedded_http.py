@@ -254,14 +254,13 @@ def test_a_process_of_its_own(tiny_model_dir: Path) -> None:
     command = [sys.executable, "-m", "any_agent.engine.embedded", "--port", "0"]
     with subprocess.Popen(
         [*command, "--model-path", str(tiny_model_dir), "--weight-version", "3"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
     ) as process:
         try:
-            assert process.stdout is not None
-            url = process.stdout.readline().split()[-1]
+            assert process.stderr is not None
+            url = next(line for line in process.stderr if "ready on" in line).split()[-1]
             ask = urllib.request.Request(url + "/generate", orjson.dumps(body()))
             with urllib.request.urlopen(ask, timeout=LIMIT) as response:
                 answer = orjson.loads(response.read())
