@@ -51,9 +51,6 @@ class Body:
             if size > limit:
                 raise self._too_large(limit)
             parts.append(part)
-            if self._content.at_eof():
-                # As a rule: it came together with the head.
-                break
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def stream(self) -> AsyncIterator[bytes]:

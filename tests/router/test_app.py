@@ -103,10 +103,11 @@ async def test_malformed_bodies_are_a_ranks_business(pair: Lab) -> None:
 
 async def test_bodies_over_the_limit(start_lab: StartLab) -> None:
     lab = await start_lab("server.max_body_bytes=100000")
-    for content in (b"x" * 100_001, _parts(3)):
-        response = await lab.http.post("/v1/x", content=content)
-        assert response.status_code == 413
-        assert "server.max_body_bytes" in response.json()["error"]["message"]
+    for path in ("/v1/x", "/rl/v1/x"):
+        for content in (b"x" * 100_001, _parts(3)):
+            response = await lab.http.post(path, content=content)
+            assert response.status_code == 413
+            assert "server.max_body_bytes" in response.json()["error"]["message"]
     for content in (b"x" * 100_000, _parts(2)):
         assert (await lab.http.post("/v1/x", content=content)).status_code == 200
     assert len(lab.ranks[0].received) == 2
