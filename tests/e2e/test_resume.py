@@ -132,11 +132,17 @@ def outcome(config: Config) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Outcome:
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Config:
+    """A run that nobody interrupted."""
     config = config_for(tmp_path_factory.mktemp("whole"), tiny_model_dir)
     with Node(config, NodeOptions(say=lambda _: None)) as node:
         asyncio.run(drive(node))
-    return outcome(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(whole: Config) -> Outcome:
+    return outcome(whole)
 
 
 def test_the_run_is_worth_comparing(uninterrupted: Outcome) -> None:
@@ -171,3 +177,37 @@ def test_killed_at_each_boundary(
         if not torch.equal(tensor, uninterrupted.tensors[name])
     ]
     assert different == []
+
+
+async def visit(node: Node) -> None:
+    """An agent that wants to train, and one that does not."""
+    async with asyncio.timeout(LIMIT), RLClient(node.url, retry_for=60) as service:
+        while not node.check():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        run = await service.run_info()
+        assert (run.state, run.step, run.trial) == ("finished", STEPS, node.config.trial)
+        for _ in range(2):  # on either rank
+            with pytest.raises(RunFinished) as refused:
+                await service.start_session(wait=60)
+            assert refused.value.code == "run_finished"
+            session = await service.start_session(mode="eval")
+            assert session.version == run.version
+            async with openai.AsyncOpenAI(
+                base_url=session.base_url, api_key=session.api_key
+            ) as sdk:
+                done = await sdk.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": "count"}]
+                )
+            assert done.choices[0].message.content
+            assert (await service.finalize(session.api_key)).state == "evaluated"
+
+
+def test_a_finished_run_that_is_started_again_serves(whole: Config, uninterrupted: Outcome) -> None:
+    run = trial_dir(whole)
+    published = sorted(path.name for path in run.weights.iterdir())
+    with Node(whole, NodeOptions(say=lambda _: None)) as node:
+        asyncio.run(visit(node))
+        assert node.parts["trainer"].restarts == 0
+    # What the engines serve is what was trained; nothing had to be published or saved again.
+    assert sorted(path.name for path in run.weights.iterdir()) == published
+    assert outcome(whole).consumed == uninterrupted.consumed
