@@ -1,41 +1,41 @@
-"""Trajectories per second of the whole service, training and not: ``python benchmarks/loop.py``.
+"""Trajectories per second of the whole service: ``python benchmarks/loop.py``.
 
-The demo's tiny model behind a real service (engine, proxy, trainer; each one process), used by
-concurrent scripted agents over HTTP: two calls, a reward, the end, in groups of eight. First with
-training on, then the same load as eval sessions on a service without a trainer. The learning rate
-is negligible, so that both sample from the same policy. Rewards are drawn at random, so that no
-group is without variance. CPU seconds are of each process, per trajectory.
+The demo's tiny model behind a real service of two ranks (engines, proxies, router, trainer; each
+a process), used by concurrent scripted agents over HTTP. Two tables:
+
+- what training costs: agents that never pause (two calls, a reward, the end, in groups of eight),
+  first with training on, then as eval sessions on a service without a trainer. The learning rate
+  is negligible, so that both sample from the same policy; rewards are drawn at random, so that no
+  group is without variance. CPU seconds are of the processes, per trajectory.
+- what eta buys: see `staleness.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import itertools
 import os
 import random
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import orjson
-import psutil
-from common import child, cpu_seconds, machine
+import staleness
+from agents import Job, Service, groups, load, look_after, make_model, service
+from common import cpu_seconds, machine
 
-from any_agent.config import Config, load_config
-from any_agent.demo.driver import GROUP_SIZE
-from any_agent.demo.run import demo_config
-from any_agent.demo.task import RETRY, Item, items, messages
+from any_agent.config import Config
+from any_agent.demo.run import RANKS, demo_config
+from any_agent.demo.task import RETRY, items
 from any_agent.launcher import Node, NodeOptions
 
-MODULES = {"any_agent.engine.embedded": "engine", "proxy_ext": "proxy", "trainer": "trainer"}
-LOAD = "agents"
+PARTS = ("engine", "proxy", "router", "trainer", "agents")
+AGENTS, SECONDS, WARM_UP = 32, 12.0, 3.0
+TO_START = 180.0
+"""The most seconds to the first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Phase:
     seconds: float
     steps: int
     cpu: dict[str, float]
-    """CPU seconds by process."""
+    """CPU seconds by kind of part, all ranks together."""
 
     @property
     def rate(self) -> float:
@@ -54,103 +54,50 @@ class Phase:
 
 
 class Agents:
-    """Scripted agents: as fast as the service lets them, until told to stop."""
+    """As fast as the service lets them."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, *, train: bool) -> None:
-        self._http = http
-        self._url = url
-        self._train = train
+    def __init__(self, service: Service, *, train: bool) -> None:
+        self._service = service
         self._random = random.Random(0)
-        self._jobs = self._all_jobs()
+        self._jobs: Iterator[Job] = groups(items(held_out=False))
+        self._train = train
         self.done = 0
 
-    async def run(self, count: int) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(count):
-                tasks.create_task(self._work())
-
-    async def _work(self) -> None:
-        while True:
-            item, opening = next(self._jobs)
-            await self._session(item, opening)
+    async def work(self) -> None:
+        for item, group in self._jobs:
+            key, talk = await self._service.open(item, group if self._train else "")
+            for _ in range(2):
+                await self._service.ask(key, talk)
+                talk.append({"role": "user", "content": RETRY})
+            await self._service.end(key, float(self._random.random() < 0.5))
             self.done += 1
 
-    def _all_jobs(self) -> Iterator[tuple[Item, dict[str, Any]]]:
-        for number, item in enumerate(itertools.cycle(items(held_out=False))):
-            for _ in range(GROUP_SIZE):
-                if self._train:
-                    group = {"group_id": f"{item.task_id}-{number}", "group_size": GROUP_SIZE}
-                    yield item, {"mode": "train", "task_id": item.task_id, **group, "wait": 60}
-                else:
-                    yield item, {"mode": "eval", "task_id": item.task_id}
 
-    async def _session(self, item: Item, opening: dict[str, Any]) -> None:
-        key = (await self._post("/rl/v1/start_session", opening, ""))["api_key"]
-        talk: list[dict[str, Any]] = [*messages(item)]
-        for _ in range(2):
-            body = {"model": "policy", "messages": talk}
-            answer = await self._post("/v1/chat/completions", body, key)
-            text = answer["choices"][0]["message"]["content"]
-            talk += [{"role": "assistant", "content": text}, {"role": "user", "content": RETRY}]
-        reward = float(self._random.random() < 0.5)
-        await self._post("/rl/v1/set_reward", {"reward": reward}, key)
-        await self._post("/rl/v1/finalize", {}, key)
-
-    async def _post(self, path: str, body: dict[str, Any], key: str) -> Any:
-        headers = {"content-type": "application/json"}
-        if key:
-            headers["authorization"] = f"Bearer {key}"
-        for attempt in itertools.count():
-            async with self._http.post(
-                self._url + path, data=orjson.dumps(body), headers=headers
-            ) as response:
-                answer = await response.read()
-                if response.status == 200:
-                    return orjson.loads(answer)
-                if response.status != 429 or attempt > 20:
-                    raise RuntimeError(f"{path}: {response.status} {answer[:300]!r}")
-            await asyncio.sleep(0.2)
-
-
-def processes() -> dict[str, int]:
-    """The service's process ids by part, and this process, which is the agents."""
-    found = {LOAD: os.getpid()}
-    for process in psutil.Process().children():
-        command = process.cmdline()
-        if "-m" in command and (part := MODULES.get(command[command.index("-m") + 1])):
-            found[part] = process.pid
+def processes(node: Node) -> list[tuple[str, int]]:
+    """Each process of the service by its kind, and this one, which is the agents."""
+    found = [("agents", os.getpid())]
+    for name, part in node.parts.items():
+        kind = name.partition("-")[0]
+        found.append(("proxy" if kind == "rank" else kind, part.pid))
     return found
 
 
-async def measure(node: Node, args: argparse.Namespace, *, train: bool) -> Phase:
-    timeout = aiohttp.ClientTimeout(total=120)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
-        agents = Agents(http, node.url, train=train)
-        load = asyncio.create_task(agents.run(args.agents))
-        try:
-            await _until(load, args.warm_up)
-            pids = processes()
-            before = {part: cpu_seconds(pid) for part, pid in pids.items()}
+async def measure(node: Node, seconds: float, *, train: bool) -> Phase:
+    async with service(node) as reached:
+        agents = Agents(reached, train=train)
+        async with load(agents.work, AGENTS) as running:
+            if train:
+                await look_after(node, running, TO_START, until=lambda: _steps(node) > 0)
+            await look_after(node, running, WARM_UP)
+            pids = processes(node)
+            before = [cpu_seconds(pid) for _, pid in pids]
             done, steps, began = agents.done, _steps(node), time.perf_counter()
-            await _until(load, args.seconds)
-            return Phase(
-                agents.done - done,
-                time.perf_counter() - began,
-                _steps(node) - steps,
-                {part: cpu_seconds(pid) - before[part] for part, pid in pids.items()},
-            )
-        finally:
-            load.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await load
-
-
-async def _until(load: asyncio.Task[None], seconds: float) -> None:
-    """Let the load run; raise what it fails with."""
-    done, _ = await asyncio.wait([load], timeout=seconds)
-    if done:
-        await load
+            await look_after(node, running, seconds)
+            cpu = dict.fromkeys(PARTS, 0.0)
+            for (kind, pid), spent in zip(pids, before, strict=True):
+                cpu[kind] += cpu_seconds(pid) - spent
+            lasted = time.perf_counter() - began
+            return Phase(agents.done - done, lasted, _steps(node) - steps, cpu)
 
 
 def _steps(node: Node) -> int:
@@ -158,68 +105,52 @@ def _steps(node: Node) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def run_phase(folder: Path, args: argparse.Namespace, *, train: bool) -> Phase:
+def run_phase(folder: Path, seconds: float, *, train: bool) -> Phase:
     quiet = NodeOptions(train=train, say=lambda _: None)
     with Node(_config(folder, train=train), quiet) as node:
-        phase = asyncio.run(measure(node, args, train=train))
-        node.check()
-    return phase
+        return asyncio.run(measure(node, seconds, train=train))
 
 
 def _config(folder: Path, *, train: bool) -> Config:
     """The demo's settings, but for the learning rate, the number of steps and the trial's name."""
-    demo = demo_config(folder, seed=0, steps=10**6)
-    changes = {"trial": f"train-{train}", "train.lr": 1e-9, "train.checkpoint_every": 10**6}
-    settings = {**_flat(demo.dump()), **changes}
-    return load_config(None, [f"{k}={v}" for k, v in settings.items()], environ={})
+    demo = demo_config(folder, seed=0, steps=10**6, ranks=RANKS)
+    slow: dict[str, Any] = {"lr": 1e-9, "checkpoint_every": 10**6}
+    return demo.model_copy(
+        update={"trial": f"train-{train}", "train": demo.train.model_copy(update=slow)}
+    )
 
 
-def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted names; what is None stays the default."""
-    out: dict[str, Any] = {}
-    for key, value in data.items():
-        if isinstance(value, dict):
-            out |= _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            out[prefix + key] = orjson.dumps(value).decode() if isinstance(value, list) else value
-    return out
-
-
-def print_table(phases: dict[str, Phase]) -> None:
-    parts = [*MODULES.values(), LOAD]
-    print(f"\n{'':<18} {'trajectories/s':>14} {'steps/s':>8}   CPU ms per trajectory")
-    print(f"{'':<18} {'':>14} {'':>8}   {'  '.join(f'{p:>7}' for p in parts)}")
+def print_cost(phases: dict[str, Phase]) -> None:
+    print(f"\n{'what training costs':<20} {'trajectories/s':>14} {'steps/s':>8}", end="")
+    print(f"   CPU ms per trajectory\n{'':<44}   {'  '.join(f'{p:>7}' for p in PARTS)}")
     for name, phase in phases.items():
-        cpu = Counter(phase.cpu)
         each = "  ".join(
-            f"{1000 * cpu[p] / phase.trajectories:>7.1f}" if p in cpu else f"{'-':>7}"
-            for p in parts
+            f"{1000 * phase.cpu[p] / phase.trajectories:>7.1f}" if phase.cpu[p] else f"{'-':>7}"
+            for p in PARTS
         )
-        print(f"{name:<18} {phase.rate:>14.1f} {phase.steps / phase.seconds:>8.2f}   {each}")
+        print(f"{name:<20} {phase.rate:>14.1f} {phase.steps / phase.seconds:>8.2f}   {each}")
     with_training, without = phases.values()
-    print(f"{'ratio':<18} {with_training.rate / without.rate:>14.2f}")
+    print(f"{'ratio':<20} {with_training.rate / without.rate:>14.2f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--agents", type=int, default=32, help="at once")
-    parser.add_argument("--seconds", type=float, default=12.0, help="measured in each phase")
-    parser.add_argument("--warm-up", type=float, default=3.0, help="seconds before measuring")
+    parser.add_argument("--quick", action="store_true", help="4 s a phase; one seed, fewer steps")
+    parser.add_argument("--only", choices=("cost", "eta"), help="one of the two tables")
     args = parser.parse_args()
-    print(f"{machine()}; {args.agents} agents, {args.seconds:g} s each", flush=True)
-    with tempfile.TemporaryDirectory() as name:
+    seconds = SECONDS / 3 if args.quick else SECONDS
+    print(f"{machine()}; {RANKS} ranks", flush=True)
+    with tempfile.TemporaryDirectory(prefix="any-agent-loop-") as name:
         folder = Path(name)
-        log = folder / "model.log"
-        # More threads than free cores cost such a small model ten times the time.
-        model = ["-m", "any_agent.demo.model", str(folder / "model")]
-        with child(model, log, {"OMP_NUM_THREADS": "1"}) as process:
-            if process.wait(300):
-                raise RuntimeError(log.read_text())
-        phases = {
-            "training": run_phase(folder, args, train=True),
-            "eval, no trainer": run_phase(folder, args, train=False),
-        }
-    print_table(phases)
+        if args.only != "eta":
+            make_model(folder / "model", 0)
+            phases = {
+                "training": run_phase(folder, seconds, train=True),
+                "eval, no trainer": run_phase(folder, seconds, train=False),
+            }
+            print_cost(phases)
+        if args.only != "cost":
+            staleness.compare(folder, quick=args.quick)
 
 
 if __name__ == "__main__":

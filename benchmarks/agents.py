@@ -1,0 +1,148 @@
+"""What `loop.py` and `staleness.py` share: scripted agents and the service that they use.
+
+Agents are coroutines of this process over raw aiohttp, so that they take little of the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+from common import child
+
+from any_agent.demo.driver import GROUP_SIZE
+from any_agent.demo.task import Item, messages
+from any_agent.errors import TooManyRequests, from_response
+from any_agent.launcher import Node
+
+Talk = list[dict[str, Any]]
+Job = tuple[Item, str]
+"""What to ask, and the group to do it in; "" for an eval session."""
+_MOST_REFUSALS = 20
+_LOOK_EVERY = 0.1
+
+
+class Service:
+    """The service as an agent sees it; every call raises the AnyAgentError that it answered."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http = http
+        self._url = url
+
+    async def open(self, item: Item, group: str) -> tuple[str, Talk]:
+        """Open a session, waiting for a slot: its key, and the talk so far."""
+        opening: dict[str, Any] = {"mode": "eval", "task_id": item.task_id}
+        if group:
+            opening |= {"mode": "train", "group_id": group, "group_size": GROUP_SIZE, "wait": 60}
+        for attempt in itertools.count():
+            try:
+                started = await self._post("/rl/v1/start_session", opening)
+                return str(started["api_key"]), [*messages(item)]
+            except TooManyRequests:
+                if attempt >= _MOST_REFUSALS:
+                    raise
+                await asyncio.sleep(0.2)
+        raise AssertionError
+
+    async def ask(self, key: str, talk: Talk) -> str:
+        """The next answer, which becomes part of the talk."""
+        body = {"model": "policy", "messages": talk}
+        answer = await self._post("/v1/chat/completions", body, key)
+        text = answer["choices"][0]["message"]["content"] or ""
+        talk.append({"role": "assistant", "content": text})
+        return str(text)
+
+    async def end(self, key: str, reward: float) -> None:
+        """Reward the last answer, and finalize."""
+        await self._post("/rl/v1/set_reward", {"reward": reward}, key)
+        await self._post("/rl/v1/finalize", {}, key)
+
+    async def _post(self, path: str, body: dict[str, Any], key: str = "") -> Any:
+        headers = {"content-type": "application/json"}
+        if key:
+            headers["authorization"] = f"Bearer {key}"
+        async with self._http.post(
+            self._url + path, data=orjson.dumps(body), headers=headers
+        ) as response:
+            answer = await response.read()
+            if response.status != 200:
+                raise from_response(response.status, answer, response.headers.get("retry-after"))
+            return orjson.loads(answer)
+
+
+@asynccontextmanager
+async def service(node: Node) -> AsyncIterator[Service]:
+    """The node's service; connections without limit."""
+    timeout = aiohttp.ClientTimeout(total=180)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+        yield Service(http, node.url)
+
+
+@asynccontextmanager
+async def load(
+    work: Callable[[], Coroutine[Any, Any, None]], agents: int
+) -> AsyncIterator[asyncio.Task[None]]:
+    """So many agents at ``work`` at once, as one task; stopped with the context."""
+
+    async def crowd() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(agents):
+                tasks.create_task(work())
+
+    running = asyncio.create_task(crowd())
+    try:
+        yield running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def look_after(
+    node: Node,
+    running: asyncio.Task[None],
+    seconds: float,
+    *,
+    until: Callable[[], bool] | None = None,
+) -> None:
+    """Let the load run for so long, or ``until`` something holds, which must not take longer.
+
+    Raises what an agent or the service failed with.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while (remaining := deadline - loop.time()) > 0:
+        # Here and not in a thread: children end with the thread that started them.
+        node.check()
+        if died := [part.name for part in node.parts.values() if part.restarts]:
+            raise RuntimeError(f"{died[0]} died; its log is in {node.dir.logs}")
+        if until is not None and until():
+            return
+        if running.done():
+            running.result()
+        await asyncio.sleep(min(_LOOK_EVERY, remaining))
+    if until is not None:
+        raise TimeoutError(f"not there after {seconds:g} s; logs are in {node.dir.logs}")
+
+
+def groups(items: list[Item]) -> Iterator[Job]:
+    """Each item once for every member of a group; again and again, in new groups."""
+    for number, item in enumerate(itertools.cycle(items)):
+        for _ in range(GROUP_SIZE):
+            yield item, f"{item.task_id}-{number}"
+
+
+def make_model(folder: Path, seed: int) -> None:
+    """The demo's warmed-up model, in a process of its own."""
+    log = folder.with_suffix(".log")
+    command = ["-m", "any_agent.demo.model", str(folder), "--seed", str(seed)]
+    # More threads than free cores cost such a small model ten times the time.
+    with child(command, log, {"OMP_NUM_THREADS": "1"}) as process:
+        if process.wait(300):
+            raise RuntimeError(log.read_text())

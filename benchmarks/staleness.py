@@ -1,0 +1,219 @@
+"""What letting tokens be up to two steps old buys; a part of `loop.py`.
+
+Agents whose work has a long tail train the demo's tiny model twice from the same start: with
+`rollout.eta=0`, where a step's sessions are opened once the step before is done, and with
+`rollout.eta=2`, where agents go on meanwhile. Everything else is the same: 192 agents, the order
+of prompts, and how long the k-th session's agent needs. The agent tries each answer out, which
+takes it a log-normal time: half of them under a sixth of a second, one in a hundred over 16 times
+as long. Nothing of that is work for this machine, so the tail decides how long a step takes.
+
+Measured from the end of the first step to the end of the last one, by the trainer's own record
+(`metrics.jsonl`): starting is not in it, nor is the first batch, which finds the service empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from agents import Job, Service, groups, load, look_after, make_model, service
+
+from any_agent.config import Config
+from any_agent.demo.driver import score
+from any_agent.demo.run import RANKS, demo_config
+from any_agent.demo.task import RETRY, Item, is_correct, items, shuffled
+from any_agent.errors import RunFinished
+from any_agent.launcher import Node, NodeOptions
+
+ETAS = (0, 2)
+SEEDS, STEPS = 2, 25
+QUICK_SEEDS, QUICK_STEPS = 1, 8
+MEDIAN, SIGMA = 0.15, 1.2
+"""Seconds that an agent needs to try an answer out: log-normal."""
+AGENTS = 192
+"""As many as may be open at once (`rollout.max_concurrent`): three batches."""
+ASKED = 4
+"""Eval sessions per held-out prompt, before and after."""
+ASKING = 48
+"""Of these at once."""
+LAST = 5
+"""Steps whose mean is the final reward."""
+EQUAL = 0.05
+"""Final rewards that differ by no more than this, averaged over seeds, count as equal."""
+_LONGEST = 300.0
+"""Seconds of one run's training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training from its first to its last step."""
+
+    seed: int
+    eta: int
+    steps: Sequence[dict[str, Any]]
+    """The lines of `metrics.jsonl`."""
+    ended: Sequence[float]
+    """When the agents' sessions were finalized (Unix time)."""
+    before: float
+    after: float
+    """Mean score of held-out prompts."""
+
+    @property
+    def seconds(self) -> float:
+        last, first = self.steps[-1]["time"], self.steps[0]["time"]
+        return float(last - first)
+
+    @property
+    def finalized(self) -> float:
+        """Trajectories per second that agents ended."""
+        first, last = self.steps[0]["time"], self.steps[-1]["time"]
+        return sum(first < at <= last for at in self.ended) / self.seconds
+
+    @property
+    def trained(self) -> float:
+        """Trajectories per second that steps consumed."""
+        return float(sum(step["sessions"] for step in self.steps[1:])) / self.seconds
+
+    @property
+    def reward(self) -> float:
+        return mean(step["reward"] for step in self.steps[-LAST:])
+
+    def each(self, read: Callable[[dict[str, Any]], float]) -> float:
+        """A step's figure, on average."""
+        return mean(read(step) for step in self.steps[1:])
+
+
+class Agents:
+    """Agents that take their time; ``ended`` holds when their sessions did."""
+
+    def __init__(self, service: Service, seed: int) -> None:
+        self._service = service
+        self._seed = seed
+        self._jobs: Iterator[tuple[int, Job]] = enumerate(
+            groups(shuffled(items(held_out=False), seed))
+        )
+        self.ended: list[float] = []
+
+    async def work(self) -> None:
+        """Sessions until the run has finished."""
+        for number, (item, group) in self._jobs:
+            # Of the session's number, so that both runs meet the same agents.
+            draws = random.Random(f"{self._seed}-{number}")
+            try:
+                await session(self._service, item, group, draws)
+            except RunFinished:
+                return
+            self.ended.append(time.time())
+
+
+async def session(
+    service: Service, item: Item, group: str, draws: random.Random | None = None
+) -> float:
+    """One session, with at most two answers; its score. It takes its time if ``draws`` is given."""
+    key, talk = await service.open(item, group)
+    right: list[bool] = []
+    while len(right) < 2 and not any(right):
+        if right:
+            talk.append({"role": "user", "content": RETRY})
+        right.append(is_correct(await service.ask(key, talk), item))
+        if draws is not None:
+            await asyncio.sleep(MEDIAN * draws.lognormvariate(0.0, SIGMA))
+    await service.end(key, float(right[-1]))
+    return score(right)
+
+
+async def held_out(node: Node, service: Service) -> float:
+    """Mean score of eval sessions on prompts that are never trained on."""
+    todo = iter(items(held_out=True) * ASKED)
+    scores: list[float] = []
+
+    async def work() -> None:
+        scores.extend([await session(service, item, "") for item in todo])
+
+    async with load(work, ASKING) as running:
+        await look_after(node, running, _LONGEST, until=running.done)
+    return mean(scores)
+
+
+async def _train(node: Node, seed: int, eta: int) -> Run:
+    async with service(node) as reached:
+        before = await held_out(node, reached)
+        agents = Agents(reached, seed)
+        async with load(agents.work, AGENTS) as running:
+            await look_after(node, running, _LONGEST, until=node.check)
+        lines = [json.loads(line) for line in node.dir.metrics.read_text().splitlines()]
+        return Run(seed, eta, lines, agents.ended, before, await held_out(node, reached))
+
+
+def _config(folder: Path, *, seed: int, eta: int, steps: int) -> Config:
+    """The demo's settings, but for eta and the trial's name."""
+    demo = demo_config(folder, seed=seed, steps=steps, ranks=RANKS)
+    rollout = demo.rollout.model_copy(update={"eta": eta})
+    return demo.model_copy(update={"trial": f"eta-{eta}", "rollout": rollout})
+
+
+def compare(folder: Path, *, quick: bool) -> None:
+    """Train with each eta from each seed, in turns, and print what came of it."""
+    seeds, steps = (QUICK_SEEDS, QUICK_STEPS) if quick else (SEEDS, STEPS)
+    print(
+        f"\nwhat eta buys: {steps} steps of 64 sessions, {AGENTS} agents; trying out an answer "
+        f"takes {MEDIAN} s (median), log-normal with sigma {SIGMA}"
+    )
+    print(
+        f"{'seed':>4} {'eta':>3} {'seconds':>8} {'s/step':>7} {'waiting':>8} {'finalized/s':>12} "
+        f"{'trained/s':>10} {'stale':>6} {'reward':>14} {'held out':>14}",
+        flush=True,
+    )
+    runs: list[Run] = []
+    for seed in range(seeds):
+        here = folder / f"seed-{seed}"
+        here.mkdir()
+        make_model(here / "model", seed)
+        for eta in ETAS if seed % 2 == 0 else reversed(ETAS):
+            config = _config(here, seed=seed, eta=eta, steps=steps)
+            with Node(config, NodeOptions(say=lambda _: None)) as node:
+                runs.append(asyncio.run(_train(node, seed, eta)))
+            _print_run(runs[-1])
+    _print_ratios(runs)
+
+
+def _print_run(run: Run) -> None:
+    each = run.seconds / (len(run.steps) - 1)
+    reward = f"{run.steps[0]['reward']:.2f} -> {run.reward:.3f}"
+    held = f"{run.before:.2f} -> {run.after:.3f}"
+    print(
+        f"{run.seed:>4} {run.eta:>3} {run.seconds:>8.1f} {each:>7.2f} "
+        f"{run.each(lambda s: s['seconds']['wait']):>8.2f} {run.finalized:>12.1f} "
+        f"{run.trained:>10.1f} {run.each(lambda s: s['staleness_mean']):>6.2f} "
+        f"{reward:>14} {held:>14}",
+        flush=True,
+    )
+
+
+def _print_ratios(runs: Sequence[Run]) -> None:
+    sync, ahead = ([run for run in runs if run.eta == eta] for eta in ETAS)
+
+    def ratio(read: Callable[[Run], float]) -> float:
+        return mean(map(read, ahead)) / mean(map(read, sync))
+
+    def more(read: Callable[[Run], float]) -> float:
+        return mean(map(read, ahead)) - mean(map(read, sync))
+
+    print(
+        f"eta {ETAS[1]} over eta {ETAS[0]}: {ratio(lambda r: r.finalized):.2f} x finalized/s, "
+        f"{ratio(lambda r: r.trained):.2f} x trained/s"
+    )
+    reward, held = more(lambda r: r.reward), more(lambda r: r.after)
+    equal = max(abs(reward), abs(held)) <= EQUAL
+    print(
+        f"final reward: {reward:+.3f} in the last {LAST} steps, {held:+.3f} held out: "
+        f"{'equal' if equal else 'NOT equal'} within {EQUAL}",
+        flush=True,
+    )
