@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from any_agent.config import Config
 from any_agent.keys import rank_of_session
+from any_agent.record import discarded
 from any_agent.registry import Registry, rank_name
 from any_agent.rundir import RunDir
 from any_agent.types import Interaction, SessionState
@@ -105,13 +106,13 @@ def unseen(ledger: Ledger, records: Mapping[str, Record]) -> list[str]:
 
     Their answer was recorded, and whoever was to bring it to the agent was killed.
     """
-    return [
-        interaction.id
-        for told in ledger.sessions
-        if told.finalized and told.mode == "train" and told.session_id in records
-        for interaction in records[told.session_id].interactions
-        if interaction.trainable and interaction.id not in told.answers
-    ]
+    out = []
+    for told in ledger.sessions:
+        if told.finalized and told.mode == "train" and told.session_id in records:
+            interactions = records[told.session_id].interactions
+            known = told.answers.keys() | discarded(interactions)
+            out += [i.id for i in interactions if i.trainable and i.id not in known]
+    return out
 
 
 # -- counters ----------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ def worst_error(checks: Iterable[Check]) -> float:
     return float(np.max([check.error for check in checks], initial=0.0))
 
 
-# -- secrets -----------------------------------------------------------------------------------
+# -- logs ------------------------------------------------------------------------------------
 
 
 def leaks(run: RunDir, secrets: Iterable[str]) -> list[str]:
@@ -212,3 +213,9 @@ def leaks(run: RunDir, secrets: Iterable[str]) -> list[str]:
         if SESSION_KEY.search(data) or any(secret in data for secret in wanted):
             out.append(str(path.relative_to(run.path)))
     return out
+
+
+def complaints(run: RunDir) -> dict[str, int]:
+    """Tracebacks in the parts' logs: a kill elsewhere is no surprise to any part."""
+    counts = {p.name: p.read_bytes().count(b"Traceback") for p in run.logs.glob("*.log")}
+    return {name: count for name, count in sorted(counts.items()) if count}

@@ -46,8 +46,8 @@ TOLERANCE = 1e-4
 _CHECKED = 200
 """Interactions whose log-probabilities are computed anew."""
 _ENDLESS = 1_000_000
-_MIN_STEPS = 25
-"""As many as the demo makes: enough to learn from, if training survives."""
+_STEPS = 25
+"""As many as the demo makes."""
 _STALLED = 240.0
 _SETTLE = 3
 """Steps after the last kill."""
@@ -55,12 +55,16 @@ _SETTLE = 3
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run. ``limit`` is the most seconds that agents are at work."""
+    """One run."""
 
     kills: int
+    """Of each kind."""
     agents: int
     seed: int
+    steps: int
+    """At least so many."""
     limit: float
+    """The most seconds that agents are at work."""
 
 
 @dataclass(slots=True)
@@ -159,7 +163,7 @@ class Chaos:
         try:
             await self._until_step(2, work)
             await self._kill_all(node, work)
-            await self._until_step(max(_MIN_STEPS, self._step() + _SETTLE), work)
+            await self._until_step(max(self.plan.steps, self._step() + _SETTLE), work)
             crowd.leave()
             await work
         finally:
@@ -234,10 +238,12 @@ class Chaos:
         if self._counters is not None:
             self._check("counters out of balance", audit.unbalanced(self._counters, records, RANKS))
         self._audit_exactness(records)
+        self._audit_training(run, records)
         self._check("keys in logs", audit.leaks(run, [self._admin_key]))
         known = {told.session_id for told in ledger.sessions}
         figures["opened unheard"] = f"{len(records.keys() - known)} sessions"
         figures["trained unseen"] = f"{len(audit.unseen(ledger, records))} answers"
+        figures["tracebacks"] = str(audit.complaints(run) or "none in the logs")
 
     def _audit_history(self, run: RunDir, records: dict[str, audit.Record]) -> None:
         survived = history.read_history(run)
@@ -265,6 +271,14 @@ class Chaos:
             f"{count} of which outlived an engine"
         )
         self._check("inexact", [] if worst < TOLERANCE else [f"{worst:.1e}"])
+
+    def _audit_training(self, run: RunDir, records: dict[str, audit.Record]) -> None:
+        # Not before: torch's threads would be in the agents' way.
+        from tests.e2e.retrain import retrain
+
+        compared, others = retrain(self.config, run, records)
+        self.outcome.figures["trained anew"] = f"{compared} checkpoints compared bit for bit"
+        self._check("weights of another history", others)
 
     def _spanning(self) -> set[str]:
         """Completions that were under way when their rank's engine was killed."""
@@ -332,7 +346,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep the run's files in this empty folder")
     arguments = parser.parse_args()
     limit = 600 + 4 * arguments.kills * 60
-    plan = Plan(arguments.kills, arguments.agents, arguments.seed, limit)
+    plan = Plan(arguments.kills, arguments.agents, arguments.seed, _STEPS, limit)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="any-agent-chaos-") as folder:
         root = arguments.keep or Path(folder)

@@ -1,9 +1,9 @@
 """The history of training that survived, put together from what a run's folder keeps.
 
-A step's manifest names the sessions that it consumed, a checkpoint all that were consumed before
-it. After a kill the trainer goes on from the latest checkpoint and makes the later steps again,
-from their manifests. So what survives is one chain of steps; here it is looked for whether each
-session is in it once.
+A step's manifest names the sessions that it trained on, a checkpoint all those of its past. After
+a kill the trainer goes on from the latest checkpoint and makes the later steps again, from their
+manifests. So what survives is one chain of steps; here it is looked for whether each session is in
+it once.
 """
 
 from __future__ import annotations

@@ -22,18 +22,24 @@ from any_agent.types import (
 from proxy_ext.journal import SessionRow
 from tests.e2e import audit, history
 from tests.e2e.audit import Counters, Record
-from tests.e2e.chaos import Outcome, Plan, failures_after, run_chaos, table
+from tests.e2e.chaos import RANKS, Outcome, Plan, chaos_config, failures_after, run_chaos, table
 from tests.e2e.history import History, Manifest
 from tests.e2e.killing import KINDS, Kill, schedule
 from tests.e2e.ledger import Answer, Failure, Ledger
+from tests.e2e.retrain import retrain
+from trainer.manifests import Manifests
 
 SESSION = "ses-1-" + "a" * 16
 
 
 @pytest.fixture(scope="module")
-def chaos(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    plan = Plan(kills=2, agents=16, seed=0, limit=1500)
-    return run_chaos(tmp_path_factory.mktemp("chaos"), plan, say=print)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("chaos")
+
+
+@pytest.fixture(scope="module")
+def chaos(folder: Path) -> Outcome:
+    return run_chaos(folder, Plan(kills=2, agents=16, seed=0, steps=15, limit=1500), say=print)
 
 
 @pytest.mark.timeout(1800)
@@ -48,6 +54,22 @@ def test_agents_hardly_notice(chaos: Outcome) -> None:
     answered = sum(1 for _ in chaos.ledger.answers())
     assert answered >= 1000
     assert chaos.ledger.failed("call").total() <= 0.02 * answered
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("chaos")
+def test_training_anew_would_notice_one_other_reward(folder: Path) -> None:
+    config = chaos_config(folder, 0, "not-needed")
+    run = RunDir.of(config.root, config.user, config.experiment, config.trial)
+    records = audit.read_records(run, RANKS)
+    last = max(history.read_history(run).consumed)
+    taken = Manifests(run.manifests).read(last)
+    answer = next(i for i in records[taken.trained[0]].interactions if i.reward is not None)
+    answer.reward = 1.0 - (answer.reward or 0.0)
+    compared, others = retrain(config, run, records)
+    assert compared >= 2
+    assert len(others) == 1
+    assert others[0].startswith(f"step-{last:08d}")
 
 
 # -- the judges --------------------------------------------------------------------------------
@@ -113,6 +135,11 @@ def test_what_was_not_acknowledged_promises_nothing(ledger: Ledger) -> None:
 def test_an_answer_that_nobody_got_is_seen(ledger: Ledger) -> None:
     both = interaction("c1", "7"), interaction("c2", "8")
     assert audit.unseen(ledger, record(SessionState.TRAINED, *both)) == ["c2"]
+    kept = both[0], replace(both[1], output_message={"role": "assistant", "content": "9"})
+    then = interaction("c3", "7", parent_id="c1", continuation=Continuation.EXACT)
+    # A sibling that nobody continued, while another one was, has no part in the training.
+    ledger.sessions[0].answers["c3"] = Answer("7", 12.0, 13.0)
+    assert audit.unseen(ledger, record(SessionState.TRAINED, *kept, then)) == []
     marked = interaction("c2", "8", untrainable_reason="undelivered")
     assert audit.unseen(ledger, record(SessionState.TRAINED, both[0], marked)) == []
 
