@@ -94,6 +94,8 @@ class Lab:
         (home / "standin.py").write_text(_SOURCE)
         engine = home / "any_agent" / "engine" / "embedded.py"
         engine.parent.mkdir(parents=True)
+        for folder in (engine.parent, engine.parent.parent):
+            (folder / "__init__.py").touch()
         calls = {"proxy_ext.py": "rank", "router.py": "router", "trainer.py": "trainer"}
         for name, kind in calls.items():
             (home / name).write_text(f"import standin\nstandin.main({kind!r})\n")

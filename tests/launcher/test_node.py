@@ -245,18 +245,17 @@ def test_only_the_process_itself_can_say_that_it_is_ready(lab: Lab) -> None:
     node.dir.create()
     process = Process("me", ["x"], lab.home / "log")
     process._popen = subprocess.Popen([sys.executable, "-c", ""])
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            ready = node._registered("rank-0", url)
-            assert not ready(process)
-            publish(node.dir.registry, Entry(name="rank-0", boot_id="b", url=url, pid=1))
-            assert not ready(process)
-        publish(node.dir.registry, Entry(name="rank-0", boot_id="b", url=url, pid=process.pid))
-        # It has said so, but nobody answers.
-        assert not ready(process)
-    finally:
-        process._popen.wait()
+    process._popen.wait()
+    ready = node._registered("me")
+    assert not ready(process)
+    told = Entry(name="me", boot_id="b", url="http://127.0.0.1:1", pid=process.pid)
+    for wrong in ({"pid": 1}, {"state": "starting"}, {"state": "stopping"}):
+        publish(node.dir.registry, told.model_copy(update=wrong))
+        assert not ready(process), wrong
+    publish(node.dir.registry, told)
+    assert ready(process)
+    # Nor is that enough, where somebody has to answer.
+    assert not node._registered("me", told.url)(process)
 
 
 def test_a_model_that_is_gone_is_not_needed_for_serving_its_weights(lab: Lab) -> None:
