@@ -53,9 +53,10 @@ def listen():
 def register():
     folder = os.path.join(os.path.dirname(flag("--config")), "registry")
     entry = {"name": NAME, "boot_id": "b", "url": "http://unused", "pid": os.getpid()}
-    with open(os.path.join(folder, ".new"), "w") as file:
+    new = os.path.join(folder, ".new-" + NAME)
+    with open(new, "w") as file:
         json.dump(entry, file)
-    os.replace(os.path.join(folder, ".new"), os.path.join(folder, NAME + ".json"))
+    os.replace(new, os.path.join(folder, NAME + ".json"))
 
 
 def end(code):
