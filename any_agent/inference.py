@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from any_agent.chat import ChatFormat, load_chat_format
-from any_agent.config import Config, load_config
+from any_agent.config import LOOPBACK, Config, load_config
 from any_agent.engine import agenerate
 from any_agent.errors import ContextLengthExceeded, NotFound
 from any_agent.rundir import RunDir
@@ -31,7 +31,8 @@ def load_engine(
 ) -> LocalModel:
     """The latest checkpoint of a trial, ready to answer; close it, or use ``with``.
 
-    Raises NotFound when the trial has no checkpoint under ``root``.
+    Raises NotFound when the trial has no checkpoint under ``root``, ConfigError when its folder was
+    written by a version of another layout.
     """
     run = RunDir.of(Path(root), user or Config().user, experiment, trial)
     try:
@@ -41,7 +42,9 @@ def load_engine(
             f"{experiment}/{trial} has no checkpoint in {run.checkpoints}; "
             "is `root` the folder that it was trained under?"
         ) from None
-    config = load_config(run.path / "config.yaml", environ={})
+    run.check_format()
+    # It may have served others, for which the admin key is missing here.
+    config = load_config(run.path / "config.yaml", [f"server.host={LOOPBACK[0]}"], environ={})
     chat = load_chat_format(
         str(run.checkpoints / name),
         renderer=config.model.renderer,
