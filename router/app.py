@@ -172,6 +172,10 @@ class _Connection(web.RequestHandler):
             error: AnyAgentError = InvalidRequest(
                 "the request is not valid HTTP, or one of its headers is too long"
             )
+        elif isinstance(exc, ConnectionError):
+            # The client left while its answer was being sent. OpenAI's SDK does so at the end of
+            # every stream: it does not wait for the last, empty chunk.
+            raise exc
         else:
             log.error("a request failed", exc_info=exc)
             error = AnyAgentError("the router failed; its log says why")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+from aiohttp import web
 
 from any_agent.errors import ReplyLost
 from any_agent.registry import publish
 from router import health
+from router.reply import Replies
 from tests.proxy_ext.proxy_lab import LIMIT, until
 from tests.router.conftest import StartLab
 from tests.router.router_lab import END, Lab, Received
@@ -220,6 +223,31 @@ async def test_a_client_that_leaves_ends_the_ranks_work(lab: Lab, begun: bool) -
     wire.close()
     async with asyncio.timeout(LIMIT):
         await rank.left.wait()
+
+
+async def test_a_client_that_leaves_before_the_last_empty_chunk_is_no_fault(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = Replies._ended
+
+    async def after_it_left(self: Any, request: web.BaseRequest, *rest: Any) -> Any:
+        assert request.transport is not None
+        request.transport.close()
+        return await ended(self, request, *rest)
+
+    async def answer(received: Received) -> None:
+        await received.begin()
+        await received.chunk(b"data: [DONE]\n\n")
+        await received.send(END)
+
+    monkeypatch.setattr(Replies, "_ended", after_it_left)
+    lab.ranks[0].handler = answer
+    wire = await lab.connect()
+    await wire.send(POST)
+    async with asyncio.timeout(LIMIT):
+        assert b"[DONE]" in await wire.reader.read()
+    await until(lambda: lab.router.stats.running == 0, "the request has ended")
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_a_client_that_takes_nothing_is_cut_off(start_lab: StartLab) -> None:
