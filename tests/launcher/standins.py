@@ -46,7 +46,10 @@ def listen():
     class Server(http.server.ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in flag("--host") else socket.AF_INET
 
-    server = Server((flag("--host"), int(flag("--port"))), Handler)
+    inherited = flag("--listener")
+    server = Server((flag("--host"), int(flag("--port"))), Handler, bind_and_activate=not inherited)
+    if inherited:
+        server.socket = socket.socket(fileno=int(inherited))
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
 

@@ -20,6 +20,7 @@ from any_agent.launcher.process import Process
 from any_agent.launcher.trial import Weights, trial_dir
 from any_agent.ports import listen
 from any_agent.registry import Entry, publish
+from tests.launcher.children import is_alive, until
 from tests.launcher.standins import Lab, checked_until, flag, kill_and_wait
 
 ENGINES, RANKS = ["engine-0", "engine-1"], ["rank-0", "rank-1"]
@@ -85,7 +86,7 @@ def test_parts_end_in_the_order_that_keeps_most(lab: Lab) -> None:
     assert ended[:2] == ["trainer", "router"]
     assert sorted(ended[2:4]) == RANKS
     assert ended[4:] == ["engine", "engine"]
-    assert not [p for p in processes if p.is_running()]
+    assert not [process for process in processes if is_alive(process)]
 
 
 @pytest.mark.parametrize("name", ["engine-1", "rank-0", "router", "trainer"])
@@ -195,9 +196,8 @@ def test_a_part_that_cannot_start_is_named_and_nothing_is_left(
     with pytest.raises(kind, match=name.replace("-", " ")) as raised, lab.node() as node:
         node.watch()
     assert f"    these are the last words of {name}\n  log: {lab.home}" in str(raised.value)
-    for event in lab.events("starts"):
-        pid = event["pid"]
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    for pid in [event["pid"] for event in lab.events("starts")]:
+        assert not psutil.pid_exists(pid) or not is_alive(psutil.Process(pid))
     # A start without a service does not bind the trial to its settings.
     bound = (trial_dir(lab.config()).path / "config.yaml").exists()
     assert bound == (name == "trainer")
@@ -209,6 +209,50 @@ def test_a_part_that_fails_later_ends_the_service(lab: Lab) -> None:
         os.kill(node.parts["rank-0"].pid, signal.SIGKILL)
         node.watch()
     assert "these are the last words of rank-0" in str(raised.value)
+
+
+OUTLIVED = """
+import os, sys, time
+from pathlib import Path
+from any_agent.launcher import Node, NodeOptions
+from any_agent.config import load_config
+
+root, model = f"root={sys.argv[1]}/runs", f"model.path={sys.argv[1]}/model"
+os.chdir(sys.argv[1])
+with Node(load_config(None, [root, model, "server.port=0"], environ={})) as node:
+    while node.parts["trainer"].state != "ready":
+        node.check()
+        time.sleep(0.01)
+    print("up", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_nothing_outlives_a_killed_launcher(lab: Lab) -> None:
+    repository = Path(__file__).parents[2]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", OUTLIVED, str(lab.home)],
+        cwd=repository,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None and launcher.stdin is not None
+    until(lambda: launcher.stdout.readline().strip() in ("up", ""))  # type: ignore[union-attr]
+    children = [psutil.Process(event["pid"]) for event in lab.events("starts")]
+    assert len(children) == 6
+    launcher.kill()
+    launcher.wait()
+    launcher.stdin.close()
+    launcher.stdout.close()
+    try:
+        until(lambda: not [child for child in children if is_alive(child)])
+    finally:
+        for child in filter(is_alive, children):
+            child.kill()
+    # So its place is free.
+    with lab.node():
+        pass
 
 
 def test_a_port_in_use_is_told_before_anything_is_started(lab: Lab) -> None:

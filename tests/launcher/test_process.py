@@ -15,7 +15,7 @@ import pytest
 from any_agent.errors import StartupError
 from any_agent.launcher.process import Process
 from any_agent.rundir import RunDir
-from tests.launcher.children import until
+from tests.launcher.children import is_alive, until
 
 
 def run(process: Process) -> str:
@@ -139,10 +139,6 @@ def test_what_a_dead_child_started_is_ended(
     finally:
         if is_alive(grandchild):
             grandchild.kill()
-
-
-def is_alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def test_nobody_is_signalled_for_a_process_that_was_reaped(
