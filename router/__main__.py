@@ -21,6 +21,9 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="the run's resolved YAML")
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument(
+        "--listener", type=int, help="an inherited socket that listens on that port already"
+    )
     parser.add_argument("--public-url", default=None, help="default: http://host:port")
     args = parser.parse_args()
     try:
@@ -28,7 +31,10 @@ def main() -> int:
         set_up_logging(config.log_level, config.log_format, part="router", secrets=config.secrets())
         if args.host not in LOOPBACK and config.server.admin_key is None:
             raise ConfigError(f"--host {args.host} needs an admin key; without one, only loopback")
-        listener = listen(args.host, args.port)
+        inherited = args.listener
+        listener = (
+            listen(args.host, args.port) if inherited is None else socket.socket(fileno=inherited)
+        )
         _allow_many_connections()
         _run(config, listener, args.public_url)
     except AnyAgentError as error:

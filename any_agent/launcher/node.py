@@ -39,6 +39,8 @@ _LOCAL = "127.0.0.1"
 _STOP_GRACE = 4.0
 """Seconds for the trainer to finish its step, and again for all the others."""
 _LOOK_EVERY = 0.1
+_BACKLOG = 2048
+"""Connections that may wait for a router that restarts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Node:
         """By name, in the order of starting; each tells its state and process id."""
         self._stack = ExitStack()
         self._lock: int | None = None
+        self._public: socket.socket
         self._settings = self.dir.path / "resolved.yaml"
 
     def __enter__(self) -> Self:
@@ -96,6 +99,9 @@ class Node:
         with _uninterrupted():
             parts = self.parts.values()
             _stop([p for p in parts if p.name == "trainer"], _STOP_GRACE)
+            if "router" in self.parts:
+                # Nobody is to wait for a next one.
+                self._public.close()
             _stop([p for p in parts if p.name == "router"], 0.25 * _STOP_GRACE)
             _stop([p for p in parts if p.name.startswith("rank-")], 0.5 * _STOP_GRACE)
             _stop(parts, 0.25 * _STOP_GRACE)
@@ -140,14 +146,14 @@ class Node:
         for left in self.dir.registry.iterdir():
             left.unlink()
         server = self.config.server
-        port = self._reserve(server.host, server.port)
-        self.url = server.public_url or url_of(reachable(server.host), port)
+        self._public = self._stack.enter_context(reserve(server.host, server.port))
+        self.url = server.public_url or url_of(reachable(server.host), _port(self._public))
         settings = yaml.safe_dump(self.config.dump(), sort_keys=False)
         write_whole(self._settings, settings)
         self.options.say(f"run       {self.dir.path}")
         engines = self._start_engines()
         self._start_proxies(engines)
-        self._start_router(port)
+        self._start_router()
         if self.options.train:
             # Only now: a start that failed must not bind the trial to a mistyped model.
             write_whole(self.dir.path / "config.yaml", settings)
@@ -210,12 +216,17 @@ class Node:
 
         self._add(name, now, ready=self._registered(name, url_of(_LOCAL, port)))
 
-    def _start_router(self, port: int) -> None:
-        host = self.config.server.host
+    def _start_router(self) -> None:
+        host, port = self.config.server.host, _port(self._public)
+        # It listens here already, for all of the router's lives: who connects while none of them
+        # is there waits for the next one, instead of being refused.
+        self._public.listen(_BACKLOG)
+        listener = self._public.fileno()
         arguments = ["router", *self._config, "--host", host, "--port", str(port)]
-        arguments += ["--public-url", self.url]
+        arguments += ["--listener", str(listener), "--public-url", self.url]
         ready = self._registered("router", url_of(from_here(host), port))
-        self._add("router", lambda: arguments, ready=ready, where=f" at {self.url}")
+        where = f" at {self.url}"
+        self._add("router", lambda: arguments, listener=listener, ready=ready, where=where)
         self._until_ready()
 
     def _start_trainer(self) -> None:
@@ -242,6 +253,7 @@ class Node:
         arguments: Callable[[], list[str]],
         *,
         secret: bool = True,
+        listener: int | None = None,
         **options: Any,
     ) -> None:
         key = self.config.server.admin_key if secret else None
@@ -249,7 +261,9 @@ class Node:
         log = self.dir.logs / f"{name}.log"
 
         def make() -> Process:
-            return Process(name, arguments(), log, lock=self._lock, secrets=secrets)
+            return Process(
+                name, arguments(), log, lock=self._lock, listener=listener, secrets=secrets
+            )
 
         part = Part(name, make, say=self.options.say, **options)
         self.parts[name] = part
@@ -278,8 +292,7 @@ class Node:
 
     def _reserve(self, host: str, port: int) -> int:
         """A port that parts get at each start, for as long as the node lives."""
-        kept: socket.socket = self._stack.enter_context(reserve(host, port))
-        return int(kept.getsockname()[1])
+        return _port(self._stack.enter_context(reserve(host, port)))
 
     def _check_model(self) -> None:
         """ConfigError if there is nothing to serve, or to begin training with."""
@@ -311,6 +324,10 @@ def check_model(path: str) -> None:
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1
     if looks_local and not (Path(path).expanduser() / "config.json").is_file():
         raise ConfigError(f"model.path={path} is no model folder: it has no config.json")
+
+
+def _port(bound: socket.socket) -> int:
+    return int(bound.getsockname()[1])
 
 
 def _size(path: Path) -> int:

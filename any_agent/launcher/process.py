@@ -29,8 +29,9 @@ def _die_with_parent(parent: int) -> None:
 class Process:
     """A named child. ``python -m module`` arguments; output goes to ``log``.
 
-    It inherits ``lock``, a locked file, so that the lock is held until the last child is gone.
-    ``secrets`` are variables for its environment; other settings of ours do not reach it that way.
+    It inherits ``lock``, a locked file, so that the lock is held until the last child is gone, and
+    ``listener``, a socket, under its number here. ``secrets`` are variables for its environment;
+    other settings of ours do not reach it that way.
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class Process:
         log: Path,
         *,
         lock: int | None = None,
+        listener: int | None = None,
         secrets: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.log = log
-        self._lock = lock
+        self._inherited = [number for number in (lock, listener) if number is not None]
         self._secrets = secrets or {}
         self._arguments = [sys.executable, "-m", *arguments]
         self._popen: subprocess.Popen[bytes] | None = None
@@ -59,7 +61,7 @@ class Process:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=_environment() | dict(self._secrets),
-                pass_fds=() if self._lock is None else (self._lock,),
+                pass_fds=self._inherited,
                 start_new_session=True,
                 preexec_fn=lambda: _die_with_parent(parent),
             )

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.launcher.children import until
 from tests.launcher.standins import Lab, checked_until
 
 
@@ -43,7 +42,7 @@ def test_who_connects_while_the_router_is_away_waits_for_the_next(lab: Lab) -> N
     with lab.node() as node, ThreadPoolExecutor(4) as pool:
         router, address = node.parts["router"], address_of(node.url)
         os.kill(router.pid, signal.SIGKILL)
-        until(lambda: not router.running)
+        os.waitid(os.P_PID, router.pid, os.WEXITED | os.WNOWAIT)
         waiting = [pool.submit(get, address) for _ in range(4)]
         # Not refused, though nobody is there.
         socket.create_connection(address, timeout=10).close()
