@@ -30,7 +30,7 @@ from router.health import Ranks
 from router.leasing import Leasing
 from router.metrics import MetricsRoute
 from router.opens import MAX_BYTES, START, Opens
-from router.reply import Replies
+from router.reply import SERVER, Replies
 from router.stats import CLIENT_LEFT, FAILED, RouterStats
 from router.upstream import Upstream, open_upstream
 
@@ -97,7 +97,8 @@ class Router:
         if "%" in path:
             path = unquote(path)
         rank, named = self._affinity.place(path, query, request.headers)
-        if not named:
+        # A session that is named beside an open is another one, and must not choose its rank.
+        if not named or path == START:
             own = self._own.get((request.method, path))
             if own is not None:
                 return await own(request, body)
@@ -116,8 +117,8 @@ class Router:
         if sum(map(len, chain.from_iterable(request.raw_headers))) > _MAX_HEADER_BYTES:
             raise PayloadTooLarge("the request's headers are too large")
         path = request.raw_path
-        # An absolute one would name another host.
-        if not path.startswith("/") or not path.isascii():
+        # An absolute one would name another host; what follows a # would not be sent on.
+        if not path.startswith("/") or not path.isascii() or "#" in path:
             raise InvalidRequest("the request's path must begin with / and be percent-encoded")
         if self._open_mode:
             headers = request.headers
@@ -182,6 +183,7 @@ class _Connection(web.RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun")
         response = web.json_response(error.body(), status=status, headers=error.headers())
+        response.headers[hdrs.SERVER] = SERVER
         response.force_close()
         return response
 

@@ -72,7 +72,8 @@ class FanOut:
         query = dict(parse_qsl(request.raw_path.partition("?")[2]))
         missing = self._missing(said)
         headers = {_UNREACHABLE: ",".join(map(str, missing))} if missing else {}
-        found = merge.newest(said, int(query.get("limit", 100)))
+        # The ranks took it for a whole number, and 5.0 is one.
+        found = merge.newest(said, int(float(query.get("limit", 100))))
         return await self._replies.json(request, found, headers=headers)
 
     async def _all(self, request: web.BaseRequest, content: bytes) -> dict[int, Answer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from urllib.parse import unquote
 
 from aiohttp import hdrs, web
 from multidict import CIMultiDict
@@ -129,4 +130,4 @@ def outgoing(request: web.BaseRequest) -> CIMultiDict[str]:
 
 def _repeatable(request: web.BaseRequest) -> bool:
     """Whether doing it twice changes nothing."""
-    return request.method in _REPEATABLE and "start_session" not in request.raw_path
+    return request.method in _REPEATABLE and "start_session" not in unquote(request.raw_path)

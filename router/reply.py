@@ -16,6 +16,9 @@ from any_agent.errors import AnyAgentError
 from router.body import WHOLE
 from router.upstream import end_to_end, read_whole
 
+SERVER = "any-agent"
+"""Not the library and its version."""
+
 
 class Replies:
     """``timeout``: seconds after which a client that takes no byte is cut off.
@@ -136,8 +139,7 @@ class Replies:
 
 
 async def _begun(response: web.StreamResponse, request: web.BaseRequest) -> StreamWriter:
-    # Not the library and its version.
-    response.headers.setdefault(hdrs.SERVER, "any-agent")
+    response.headers.setdefault(hdrs.SERVER, SERVER)
     writer = await response.prepare(request)
     # Its own type has neither writing without waiting nor ending without it.
     assert isinstance(writer, StreamWriter)

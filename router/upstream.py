@@ -18,6 +18,7 @@ from yarl import URL
 from any_agent.errors import ReplyLost
 
 _CONNECT_TIMEOUT = 5.0
+_STALE_TRIES = 10
 _KEEPALIVE = 60.0
 """Seconds; below the 75 after which a proxy closes an idle connection."""
 _HOP_BY_HOP = tuple(
@@ -104,18 +105,20 @@ class Upstream:
         NeverSent: it may be sent again. ReplyLost: the rank may have acted on it.
         """
         url = URL(origin + target, encoded=True)
-        while True:
+        for _ in range(_STALE_TRIES):
             try:
                 return await self._session.request(
                     method, url, headers=headers, data=body, allow_redirects=False
                 )
             except _Stale:
-                # Each try uses up one pooled connection, so this ends.
+                # Each try uses up one pooled connection.
                 continue
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 raise NeverSent from error
             except (aiohttp.ClientError, OSError) as error:
                 raise reply_lost() from error
+        # New ones are closed at once, too.
+        raise NeverSent
 
     async def exchange(
         self,

@@ -184,7 +184,9 @@ async def test_what_is_not_http(lab: Lab, caplog: pytest.LogCaptureFixture) -> N
     for line in (f"GET /{key}\x01/v1/x HTTP/1.1", "\x16\x03\x01", "GET / HTTP/1.1\r\nno colon"):
         wire = await lab.connect()
         await wire.send(f"{line}\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
-        assert " 400 " in await wire.head()
+        head = await wire.head()
+        assert " 400 " in head
+        assert "Server: any-agent\r\n" in head
         data, _ = await wire.rest()
         assert b"invalid_request" in data
     assert key not in caplog.text

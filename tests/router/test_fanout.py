@@ -137,6 +137,7 @@ async def test_sessions_are_one_list(pair: Lab) -> None:
     assert "x-any-agent-unreachable" not in response.headers
     assert [r.target for r in pair.ranks[0].received] == ["/rl/v1/sessions?limit=4"]
     assert len((await pair.get("/rl/v1/sessions")).json()) == 6
+    assert len((await pair.get("/rl/v1/sessions?limit=4.0")).json()) == 4
     await away(pair, 1)
     response = await pair.get("/rl/v1/sessions")
     assert [session["n"] for session in response.json()] == [9, 5, 1]

@@ -30,8 +30,8 @@ async def test_targets_arrive_byte_for_byte(lab: Lab, target: str) -> None:
     assert [r.target for r in lab.ranks[0].received] == [target]
 
 
-async def test_an_absolute_target_names_no_other_host(lab: Lab) -> None:
-    for target in ("http://example.org/v1/models", "*", "example.org:443"):
+async def test_targets_that_are_no_path_are_refused(lab: Lab) -> None:
+    for target in ("http://example.org/v1/models", "*", "example.org:443", "/v1/x#part"):
         wire = await lab.connect()
         await wire.send(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         assert " 400 " in await wire.head(), target

@@ -98,10 +98,26 @@ async def test_eval_sessions_of_a_task_go_anywhere(pair: Lab) -> None:
     assert opened(pair) == [2, 2]
 
 
-async def test_a_session_key_opens_nothing_but_its_rank_says_so(pair: Lab) -> None:
-    for _ in range(3):
-        await pair.post(START, {}, pair.key(1))
-    assert opened(pair) == [0, 3]
+async def test_a_session_key_opens_nothing_and_any_rank_says_so(pair: Lab) -> None:
+    async def refuse(received: Received) -> None:
+        await received.answer(status=403)
+
+    for rank in pair.ranks:
+        rank.handler = refuse
+    for _ in range(4):
+        assert (await pair.post(START, {}, pair.key(1))).status_code == 403
+    assert opened(pair) == [2, 2]
+
+
+async def test_a_session_that_is_named_beside_a_group_does_not_move_it(pair: Lab) -> None:
+    """Else a group opened from inside another session would be split over ranks."""
+    home = home_of("g", 2)
+    for query, headers in (
+        ("", {"X-Any-Agent-Session": f"ses-{1 - home}-0123456789abcdef"}),
+        (f"?session_id=ses-{1 - home}-0123456789abcdef", {}),
+    ):
+        await pair.post(START + query, {"group_id": "g"}, **headers)
+    assert len(pair.ranks[home].received) == 2
 
 
 # -- the others --------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from any_agent.errors import ReplyLost
 from any_agent.ports import free_port
 from router import upstream
 from router.upstream import NeverSent, Upstream, end_to_end, open_upstream
+from tests.proxy_ext.proxy_lab import LIMIT
 from tests.router.router_lab import FakeRank
 
 
@@ -69,6 +70,25 @@ async def test_a_body_that_streams_is_not_begun_on_a_closed_connection() -> None
             assert answer.status == 200
     assert rank.received[1].body == b"x" * 3000
     await rank.kill()
+
+
+async def test_who_closes_every_connection_at_once_is_not_tried_for_ever() -> None:
+    accepted = 0
+
+    async def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal accepted
+        accepted += 1
+        writer.transport.abort()
+
+    server = await asyncio.start_server(close, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with open_upstream() as client, asyncio.timeout(LIMIT):
+        for _ in range(5):
+            # Whether the end is there before the request is written is chance.
+            with pytest.raises((NeverSent, ReplyLost)):
+                await client.send("POST", url, "/", CIMultiDict(), b"{}")
+    assert accepted <= 5 * upstream._STALE_TRIES
+    server.close()
 
 
 async def test_nobody_listens() -> None:
