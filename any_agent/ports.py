@@ -16,11 +16,23 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; stop what uses it, or set "
-            "server.port to another one (0 picks a free one)"
-        ) from None
+        raise _cannot_listen(host, port, error) from None
     return listener
+
+
+def accept_on(bound: socket.socket, backlog: int) -> None:
+    """Have a bound socket listen; ConfigError when something else was faster."""
+    try:
+        bound.listen(backlog)
+    except OSError as error:
+        raise _cannot_listen(*bound.getsockname()[:2], error) from None
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {host}:{port}: {error.strerror}; stop what uses it, or set "
+        "server.port to another one (0 picks a free one)"
+    )
 
 
 def reserve(host: str, port: int) -> socket.socket:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from any_agent.errors import ConfigError
-from any_agent.ports import free_port, listen, reserve, url_of
+from any_agent.ports import accept_on, free_port, listen, reserve, url_of
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -119,3 +119,14 @@ def test_a_port_that_is_listened_on_cannot_be_reserved() -> None:
         other.listen()
         with pytest.raises(ConfigError, match="cannot listen on"):
             reserve("127.0.0.1", other.getsockname()[1])
+
+
+def test_of_two_that_reserve_a_port_the_first_to_listen_has_it() -> None:
+    with reserve("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with reserve("127.0.0.1", port) as second:
+            accept_on(first, 8)
+            with pytest.raises(
+                ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*in use"
+            ):
+                accept_on(second, 8)

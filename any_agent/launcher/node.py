@@ -32,7 +32,7 @@ from any_agent.launcher.part import Part
 from any_agent.launcher.process import Process
 from any_agent.launcher.progress import Progress
 from any_agent.launcher.trial import Weights, latest_weights, newest_weights, trial_dir
-from any_agent.ports import reserve, url_of
+from any_agent.ports import accept_on, reserve, url_of
 from any_agent.registry import Registry, rank_name
 
 _LOCAL = "127.0.0.1"
@@ -220,7 +220,7 @@ class Node:
         host, port = self.config.server.host, _port(self._public)
         # It listens here already, for all of the router's lives: who connects while none of them
         # is there waits for the next one, instead of being refused.
-        self._public.listen(_BACKLOG)
+        accept_on(self._public, _BACKLOG)
         listener = self._public.fileno()
         arguments = ["router", *self._config, "--host", host, "--port", str(port)]
         arguments += ["--listener", str(listener), "--public-url", self.url]
