@@ -25,7 +25,8 @@ def accept_on(bound: socket.socket, backlog: int) -> None:
     try:
         bound.listen(backlog)
     except OSError as error:
-        raise _cannot_listen(*bound.getsockname()[:2], error) from None
+        host, port = bound.getsockname()[:2]
+        raise _cannot_listen(host, port, error) from None
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
