@@ -24,6 +24,7 @@ SESSION_TTL = 120.0
 a part of the service dies, the answer to an opening may be lost."""
 _PATIENCE = 120.0
 """Seconds in which the trainer must want a session again."""
+_AGENT_TIMEOUT = 120.0
 _POOL = 32
 EVALS = 2
 """Eval sessions for every held-out prompt."""
@@ -88,17 +89,22 @@ class Worker:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self._jobs = 0
 
     async def run(self, item: Item, session: SessionStarted) -> list[Turn]:
-        """The agent's turns; RuntimeError with what it failed with."""
+        """The agent's turns; RuntimeError with what it failed with, TimeoutError without any."""
+        self._jobs += 1
         job = {"item": asdict(item), "base_url": session.base_url, "api_key": session.api_key}
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job).encode() + b"\n")
-        async with asyncio.timeout(120):
-            line = await self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("an agent process ended")
-        reply: dict[str, Any] = json.loads(line)
+        self._process.stdin.write(json.dumps(job | {"job": self._jobs}).encode() + b"\n")
+        reply: dict[str, Any] = {}
+        async with asyncio.timeout(_AGENT_TIMEOUT):
+            # An earlier job's, which took too long, may still come.
+            while reply.get("job") != self._jobs:
+                line = await self._process.stdout.readline()
+                if not line:
+                    raise RuntimeError("an agent process ended")
+                reply = json.loads(line)
         if "error" in reply:
             raise RuntimeError(reply["error"])
         return [Turn(*turn) for turn in reply["turns"]]

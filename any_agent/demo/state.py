@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -107,7 +108,12 @@ class Metrics:
             file.seek(self._offset)
             *lines, rest = file.read().split(b"\n")
             self._offset = file.tell() - len(rest)
-        return [Step.of(json.loads(line)) for line in lines]
+        steps = []
+        for line in lines:
+            # What a trainer that died left of one is no line.
+            with suppress(json.JSONDecodeError):
+                steps.append(Step.of(json.loads(line)))
+        return steps
 
 
 _SAMPLE = re.compile(r"^any_agent_sessions\{([^}]*)\} (\S+)$", re.MULTILINE)

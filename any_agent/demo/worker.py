@@ -28,7 +28,7 @@ def main() -> None:
             reply = {"turns": answer(messages(item), judge, RETRY)}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"[:500]}
-        print(json.dumps(reply), flush=True)
+        print(json.dumps({"job": job["job"], **reply}), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ MAX_RESTARTS = 5
 WINDOW = 60.0
 _FIRST_DELAY = 0.2
 _LONGEST_DELAY = 5.0
+_BY_SOMEBODY = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+"""Exit codes of what others end; a crash, such as a segmentation fault, is a failure of its own."""
 
 
 class Part:
@@ -159,7 +161,7 @@ class Part:
         One that is killed is not to blame for what it did not do.
         """
         stuck = self._begun is not None and self._begun == self._progress()
-        return self._probe is not None or (code > 0 and stuck)
+        return self._probe is not None or (code not in _BY_SOMEBODY and stuck)
 
     def _again(self, how: str, hint: str = "") -> None:
         """Start it again after a while; StartupError when that was done too often."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -17,14 +18,21 @@ class Progress:
         """The last step shown."""
 
     def new_lines(self) -> list[str]:
-        """One for each step since the last call; a line half-written is left for the next."""
+        """One for each step since the last call; a line half-written is left for the next.
+
+        What a trainer that died left of one is no line.
+        """
         if not self._metrics.exists():
             return []
         with open(self._metrics, "rb") as file:
             file.seek(self._offset)
             *lines, rest = file.read().split(b"\n")
             self._offset = file.tell() - len(rest)
-        return [self._show(json.loads(line)) for line in lines]
+        shown = []
+        for line in lines:
+            with suppress(json.JSONDecodeError):
+                shown.append(self._show(json.loads(line)))
+        return shown
 
     def _show(self, line: dict[str, object]) -> str:
         seconds = line["seconds"]

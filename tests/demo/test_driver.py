@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from typing import Any
 
 import pytest
 
+import any_agent.demo.driver as driver_module
 from any_agent.client import RLClient
-from any_agent.demo.driver import DISCOUNT, EVALS, Driver, Measures, Tally, score
+from any_agent.demo.driver import DISCOUNT, EVALS, Driver, Measures, Tally, Worker, score
 from any_agent.demo.task import Item, Turn, items
 from any_agent.errors import AnyAgentError, ReplyLost, RunFinished, TooManyRequests
 from any_agent.protocol import SessionStarted
@@ -122,6 +125,48 @@ def test_only_the_last_errors_are_kept() -> None:
         tally.add_failure(RuntimeError(f"error {k}"))
     assert tally.failed == 9
     assert tally.errors == [f"error {k}" for k in range(4, 9)]
+
+
+SLOW_AT_FIRST = """
+import json, sys
+
+first, second = (json.loads(sys.stdin.readline()) for _ in range(2))
+for job in (first, second):
+    turns = [[job["api_key"], "text", 2]]
+    print(json.dumps({"job": job.get("job"), "turns": turns}), flush=True)
+"""
+
+
+async def test_an_answer_that_came_too_late_is_not_the_next_sessions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        SLOW_AT_FIRST,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    worker, item = Worker(process), items(held_out=True)[0]
+    with monkeypatch.context() as short:
+        short.setattr(driver_module, "_AGENT_TIMEOUT", 0.05)
+        with pytest.raises(TimeoutError):
+            await worker.run(item, session("first"))
+    assert await worker.run(item, session("second")) == [Turn("second", "text", 2)]
+    await process.wait()
+
+
+def session(key: str) -> SessionStarted:
+    return SessionStarted(
+        session_id="ses-0-1",
+        api_key=key,
+        base_url="http://nowhere",
+        mode="train",
+        version=0,
+        group_id=None,
+        task_id="t",
+        expires_in=1.0,
+    )
 
 
 class Service:

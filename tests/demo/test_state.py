@@ -37,6 +37,12 @@ def test_lines_are_read_once_and_whole(tmp_path: Path) -> None:
     assert [s.number for s in metrics.new()] == [3]
 
 
+def test_what_a_trainer_that_died_left_of_a_line_harms_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(line(1))[:20] + "\n" + json.dumps(line(2)) + "\n")
+    assert [s.number for s in Metrics(path).new()] == [2]
+
+
 def test_a_step_that_a_restarted_trainer_makes_again_counts_once() -> None:
     state = fresh()
     assert state.step == 0

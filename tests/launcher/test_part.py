@@ -218,6 +218,17 @@ def test_lives_that_come_to_nothing_are_counted_too(lab: Lab) -> None:
         lives(1)
 
 
+def test_a_crash_is_a_failure_of_its_own(lab: Lab) -> None:
+    part = lab.part(SERVES, ready=serves, progress=lambda: 0)
+    part.start()
+    lab.until_ready(part)
+    with pytest.raises(StartupError, match=r"ended 6 times \(ended by SIGSEGV"):
+        for _ in range(MAX_RESTARTS + 1):
+            lab.die(part, signal.SIGSEGV)
+            lab.now += 2 * WINDOW
+            lab.until_ready(part)
+
+
 def test_a_part_that_is_killed_is_not_blamed_for_coming_to_nothing(lab: Lab) -> None:
     part = lab.part(SERVES, ready=serves, progress=lambda: 0)
     part.start()

@@ -26,6 +26,13 @@ def test_steps_are_shown_once_and_whole(tmp_path: Path) -> None:
     assert progress.step == 3
 
 
+def test_what_a_trainer_that_died_left_of_a_line_harms_nothing(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    progress = Progress(metrics, 9)
+    metrics.write_text(line(1)[:20] + line(1) + "\n" + line(2) + "\n")
+    assert [text.split()[1] for text in progress.new_lines()] == ["2/9"]
+
+
 def test_an_earlier_runs_steps_are_not_shown(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(line(1) + "\n")
