@@ -9,16 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from any_agent.errors import Conflict, InvalidRequest
 from any_agent.protocol import Ack, Capacity, Lease, SetCapacity
-from any_agent.types import (
-    TERMINAL_STATES,
-    Interaction,
-    SessionMode,
-    SessionState,
-    Trajectory,
-)
+from any_agent.types import Interaction, SessionMode, SessionState, Trajectory
 from proxy_ext.session import EXPORT_OWNER, REPLAY, TRANSITIONS, Session, Transitions
 from proxy_ext.sessions import Sessions
 
@@ -45,21 +40,21 @@ class Leases:
         if body.owner == owner and body.number < number:
             return self.capacity()
         self._heard = (body.owner, body.number)
-        stale = []
+        # At once: what follows may wait, and must not undo a later message then.
+        self._sessions.admission.set_limit(body.limit, body.ttl)
         held = set(body.held)
         now = time.monotonic()
         for session in self._leased():
+            if session.row.owner == body.owner and session.id in held:
+                session.lease_expires = now + self._ttl
+
+        def unknown(session: Session) -> bool:
             if session.row.owner == body.owner:
-                if session.id in held:
-                    session.lease_expires = now + self._ttl
-                elif session.lease_began + _UNHEARD_OF < now:
-                    stale.append(session)
-            elif session.row.owner != EXPORT_OWNER:
-                stale.append(session)
-        if stale:
-            log.info("taking back %d sessions that their trainer does not hold", len(stale))
-            await self._give_back(stale)
-        self._sessions.admission.set_limit(body.limit, body.ttl)
+                return session.id not in held and session.lease_began + _UNHEARD_OF < now
+            return session.row.owner != EXPORT_OWNER
+
+        if taken := await self._give_back(unknown):
+            log.info("took back %d sessions that their trainer does not hold", taken)
         return self.capacity()
 
     def capacity(self) -> Capacity:
@@ -152,11 +147,8 @@ class Leases:
 
     async def expire(self) -> None:
         """Give back what a silent holder leased."""
-        now = time.monotonic()
-        lapsed = [s for s in self._leased() if s.lease_expires <= now]
-        if lapsed:
-            log.warning("%d leases ran out; their sessions are handed out again", len(lapsed))
-            await self._give_back(lapsed)
+        if lapsed := await self._give_back(lambda s: s.lease_expires <= time.monotonic()):
+            log.warning("%d leases ran out; their sessions are handed out again", lapsed)
 
     def held_by(self, owner: str) -> set[str]:
         """The sessions that one holder has leased."""
@@ -165,17 +157,23 @@ class Leases:
     async def give_back(self, session_ids: list[str], owner: str) -> None:
         """End leases of one holder without an effect."""
         ids = set(session_ids)
-        await self._give_back([s for s in self._leased() if s.id in ids and s.row.owner == owner])
+        await self._give_back(lambda s: s.id in ids and s.row.owner == owner)
 
     # ------------------------------------------------------------------------------------------
 
     def _leased(self) -> list[Session]:
         return [s for s in self._sessions.live.values() if s.state is SessionState.LEASED]
 
-    async def _give_back(self, sessions: list[Session]) -> None:
+    async def _give_back(self, ended: Callable[[Session], bool]) -> int:
+        """End the leases that are ``ended``, without an effect; their number."""
+        if not any(map(ended, self._leased())):
+            return 0
         async with self._lock:
-            held = [s for s in sessions if s.state is SessionState.LEASED]
-            await self._sessions.set_states(held, SessionState.FINALIZED)
+            # Looked at again: whoever had the lock may have leased or renewed some of them.
+            chosen = [session for session in self._leased() if ended(session)]
+            if chosen:
+                await self._sessions.set_states(chosen, SessionState.FINALIZED)
+        return len(chosen)
 
     def _closed_groups(self, most: int) -> list[Session]:
         """The members of up to ``most`` closed groups that wait to be leased."""
@@ -203,7 +201,13 @@ class Leases:
     async def _take(
         self, chosen: list[Session], owner: str, transitions: Transitions = TRANSITIONS
     ) -> list[Trajectory]:
-        fresh = [s for s in chosen if s.state is not SessionState.LEASED or s.row.owner != owner]
+        live = self._sessions.live
+        # Leased in the journal alone: the store failed in the middle of a replay.
+        fresh = [
+            s
+            for s in chosen
+            if s.state is not SessionState.LEASED or s.row.owner != owner or s.id not in live
+        ]
         for session in chosen:
             # Before they are leased: a sweep must not take new leases for ones that ran out.
             session.lease_began = time.monotonic()
@@ -222,7 +226,7 @@ class Leases:
     async def _hand_out(
         self, sessions: list[Session], owner: str, transitions: Transitions
     ) -> None:
-        ended = [session for session in sessions if session.state in TERMINAL_STATES]
+        ended = [session for session in sessions if session.id not in self._sessions.live]
         for session in ended:
             await self._sessions.load(session)
         await self._sessions.set_states(

@@ -124,11 +124,11 @@ class Sessions:
     async def revive(self, sessions: Iterable[Session]) -> None:
         """Put ended sessions that are leased again back among the live ones, with their groups."""
         for session in sessions:
-            self.live[session.id] = session
             group_id = session.row.group_id
             if group_id is not None and self.groups.get(group_id) is None:
                 rows = await self.journal.group(group_id)
                 self.groups.restore(self._recovered(rows, time.time()))
+            self.live[session.id] = session
 
     def add(self, session: Session) -> None:
         """A new session that the journal has; its lane's newest one."""

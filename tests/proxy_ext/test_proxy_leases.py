@@ -11,6 +11,7 @@ import pytest
 from any_agent.errors import Conflict, NotFound
 from any_agent.protocol import Rejection
 from any_agent.record import unpack_trajectories
+from proxy_ext.journal import Statement
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
@@ -143,6 +144,28 @@ async def test_a_new_trainer_takes_back_what_the_last_one_had(proxy: Proxy) -> N
         await proxy.client.ack(owner="old", trained=[session["session_id"]], rejected=[])
     assert await state(proxy, exported["session_id"]) == "leased"
     assert await proxy.client.ack(owner="new", trained=[session["session_id"]], rejected=[]) == 1
+
+
+async def test_a_slow_message_does_not_undo_a_later_one(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id = (await proxy.finished_session())["session_id"]
+    await proxy.lease()
+    # As if its answer had been lost a while ago: the first message has it taken back.
+    proxy.service.sessions.live[id].lease_began = -1000.0
+    commit, written = proxy.service.journal.commit, asyncio.Event()
+
+    async def slow(*statements: Statement) -> None:
+        await written.wait()
+        await commit(*statements)
+
+    monkeypatch.setattr(proxy.service.journal, "commit", slow)
+    first = asyncio.create_task(proxy.admit(9, number=1))
+    await until(lambda: proxy.service.leases._heard == ("trainer", 1))
+    assert (await proxy.admit(3, number=2, held=[id]))["limit"] == 3
+    written.set()
+    await first
+    assert (await proxy.capacity())["limit"] == 3
 
 
 async def test_ack(proxy: Proxy) -> None:

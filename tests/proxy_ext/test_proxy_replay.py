@@ -8,10 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent.errors import Conflict, InvalidRequest, NotFound
+from any_agent.errors import Conflict, InvalidRequest, NotFound, StoreUnavailable
 from any_agent.protocol import Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.types import Trajectory
+from proxy_ext.journal import SessionRow, Statement
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy, until
 from tests.proxy_ext.test_proxy_leases import state
@@ -176,3 +177,48 @@ async def test_a_resume_that_leaves_in_the_middle_loses_nothing(
         session = proxy.service.sessions.live[one]
         await until(lambda: session.state == "finalized")
     assert [t.session_id for t in await replay(proxy, one, two)] == [one, two]
+
+
+async def test_a_new_trainers_lease_is_not_taken_back_as_the_last_ones(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first message comes while it leases what the last one had."""
+    id = (await proxy.finished_session())["session_id"]
+    await proxy.lease(owner="last")
+    commit = proxy.service.journal.commit
+    message: list[asyncio.Task[dict[str, Any]]] = []
+
+    async def slow(*statements: Statement) -> None:
+        if not message:
+            message.append(asyncio.create_task(proxy.admit(10, owner="next", held=[id])))
+            await until(lambda: proxy.service.leases._heard[0] == "next")
+        await commit(*statements)
+
+    monkeypatch.setattr(proxy.service.journal, "commit", slow)
+    assert len(await replay(proxy, id)) == 1
+    await message[0]
+    assert await state(proxy, id) == "leased"
+    assert await proxy.client.ack(owner="next", trained=[id], rejected=[]) == 1
+
+
+async def test_a_replay_that_the_store_interrupts_is_made_again_whole(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = await group_of(proxy, "g")
+    before = await proxy.lease(owner="first")
+    await proxy.client.ack(owner="first", trained=ids, rejected=[])
+    group = proxy.service.journal.group
+    failures = [StoreUnavailable("too many reads wait")]
+
+    async def failing(group_id: str) -> list[SessionRow]:
+        if failures:
+            raise failures.pop()
+        return await group(group_id)
+
+    monkeypatch.setattr(proxy.service.journal, "group", failing)
+    # The client asks again by itself.
+    assert [plain(t) for t in await replay(proxy, *ids)] == [plain(t) for t in before]
+    assert not failures
+    # And if that trainer dies, the group is handed out whole.
+    await proxy.admit(10, owner="another")
+    assert [plain(t) for t in await proxy.lease(owner="another")] == [plain(t) for t in before]
