@@ -117,6 +117,9 @@ class RolloutExecutor:
             while True:
                 if self._interrupted:
                     raise InterruptedError
+                if isinstance(self._failure, TimeoutError | InterruptedError):
+                    # Raised as it is, it would be taken for the end of this wait.
+                    raise RuntimeError(f"a poll failed: {self._failure!r}") from self._failure
                 if self._failure is not None:
                     raise self._failure
                 count = sum(map(len, self._buffer))

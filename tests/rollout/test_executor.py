@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from rollout_lab import Scripted, Service, until
@@ -47,8 +48,12 @@ class OneRank:
 
 
 class Lab:
-    def __init__(self, reject: Callable[[Episode], str | None] = lambda _: None) -> None:
-        self.service, self.workflow = Service(), Scripted()
+    def __init__(
+        self,
+        reject: Callable[[Episode], str | None] = lambda _: None,
+        workflow: Scripted | None = None,
+    ) -> None:
+        self.service, self.workflow = Service(), workflow or Scripted()
         self.executor = RolloutExecutor(
             lambda: OneRank(self.service),  # type: ignore[arg-type,return-value]
             lambda _, owner: self.workflow,
@@ -161,6 +166,18 @@ def test_what_cannot_get_better_is_raised_to_the_trainer() -> None:
     lab = Lab()
     lab.workflow.give(Unauthenticated("wrong key"))
     with pytest.raises(Unauthenticated):
+        lab.executor.prepare_batch(timeout=10)
+    lab.executor.stop()
+
+
+@pytest.mark.parametrize("error", [TimeoutError("slow"), InterruptedError("signal")])
+def test_a_poll_that_failed_is_not_taken_for_a_wait_that_ended(error: Exception) -> None:
+    class Failing(Scripted):
+        async def arun_episode(self, engine: Any, data: Any) -> Episode | None:
+            raise error
+
+    lab = Lab(workflow=Failing())
+    with pytest.raises(RuntimeError, match=repr(error.args[0])):
         lab.executor.prepare_batch(timeout=10)
     lab.executor.stop()
 
