@@ -121,14 +121,18 @@ async def look_after(
         # Here and not in a thread: children end with the thread that started them.
         node.check()
         if died := [part.name for part in node.parts.values() if part.restarts]:
-            raise RuntimeError(f"{died[0]} died; its log is in {node.dir.logs}")
+            raise RuntimeError(f"{died[0]} died:\n{_end_of_log(node, died[0])}")
         if until is not None and until():
             return
         if running.done():
             running.result()
         await asyncio.sleep(min(_LOOK_EVERY, remaining))
     if until is not None:
-        raise TimeoutError(f"not there after {seconds:g} s; logs are in {node.dir.logs}")
+        raise TimeoutError(f"not there after {seconds:g} s:\n{_end_of_log(node, 'trainer')}")
+
+
+def _end_of_log(node: Node, part: str) -> str:
+    return (node.dir.logs / f"{part}.log").read_text(errors="replace")[-2000:]
 
 
 def groups(items: list[Item]) -> Iterator[Job]:

@@ -137,6 +137,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="4 s a phase; one seed, fewer steps")
     parser.add_argument("--only", choices=("cost", "eta"), help="one of the two tables")
+    parser.add_argument(
+        "--sigma", type=float, default=staleness.SIGMA, help="how long the agents' tail is"
+    )
     args = parser.parse_args()
     seconds = SECONDS / 3 if args.quick else SECONDS
     print(f"{machine()}; {RANKS} ranks", flush=True)
@@ -150,7 +153,7 @@ def main() -> None:
             }
             print_cost(phases)
         if args.only != "cost":
-            staleness.compare(folder, quick=args.quick)
+            staleness.compare(folder, sigma=args.sigma, quick=args.quick)
 
 
 if __name__ == "__main__":
