@@ -82,7 +82,7 @@ class ServerConfig(_Section):
     """Larger request bodies get 413."""
     max_inflight_calls: int = Field(1024, ge=1)
     """Model calls under way at once; further ones get 429."""
-    rank_wait: float = Field(20.0, ge=0)
+    rank_wait: float = Field(45.0, ge=0)
     """Seconds that a request waits at the router for a rank that restarts, before it gets 503."""
     client_timeout: float = Field(60.0, gt=0)
     """Seconds after which a client that takes no byte of its answer is cut off."""
