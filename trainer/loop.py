@@ -265,7 +265,7 @@ class GRPOTrainer:
         if result is not None and taken.step > self._reported:
             # It was killed before it could tell of this step.
             self._report(batch, result, wait=0, train=0, publish=0)
-        return batch
+        return replace(batch, rows=[], ages=[])  # kept until all of them are published
 
     def _check_same(self, batch: TrainingBatch, taken: Manifest) -> None:
         """TrainingError for a batch that is not the one that the step took."""

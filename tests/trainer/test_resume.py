@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from any_agent.config import Config
 from any_agent.errors import Conflict, TrainingError
 from any_agent.workflow import Episode
+from trainer.batch import TrainingBatch
 from trainer.manifests import Manifests
 
 STEPS = 5
@@ -180,6 +181,22 @@ def test_what_the_ranks_serve_already_is_not_published_again(settings: list[str]
     # It may have died in the middle of an update, so nobody stays paused.
     assert again.service.resumed == 1
     assert again.executor.acks[0] == (["p2-good", "p2-bad"], {})
+
+
+def test_a_long_resume_does_not_keep_the_rows_of_all_its_steps(settings: list[str]) -> None:
+    config = config_of(settings, "train.steps=3", "train.checkpoint_every=9", "rollout.eta=9")
+    first = Lab(config, episodes())
+    die_at(first, "step", 3)
+    again = Lab(config, [], before=first)
+    settle, kept = again.trainer._settle, []
+
+    def settled(batches: list[TrainingBatch]) -> None:
+        kept.extend(batches)
+        settle(batches)
+
+    again.trainer._settle = settled  # type: ignore[method-assign]
+    assert again.trainer.train()
+    assert [(bool(batch.trained), batch.rows) for batch in kept] == [(True, [])] * 3
 
 
 def test_what_they_do_not_serve_is_published_as_a_new_version(settings: list[str]) -> None:
