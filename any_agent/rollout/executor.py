@@ -29,6 +29,7 @@ _POLLS = 2
 """Long polls per rank."""
 _ACK_PATIENCE = 60.0
 _REPLAYED_AT_ONCE = 64
+_MISTAKABLE = (TimeoutError, InterruptedError, asyncio.CancelledError)
 
 
 class RolloutExecutor:
@@ -64,6 +65,7 @@ class RolloutExecutor:
         self._arrived = threading.Condition()
         self._failure: BaseException | None = None
         self._interrupted = False
+        self._stopping = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._tasks: list[asyncio.Task[None]] = []
@@ -117,7 +119,7 @@ class RolloutExecutor:
             while True:
                 if self._interrupted:
                     raise InterruptedError
-                if isinstance(self._failure, TimeoutError | InterruptedError):
+                if isinstance(self._failure, _MISTAKABLE):
                     # Raised as it is, it would be taken for the end of this wait.
                     raise RuntimeError(f"a poll failed: {self._failure!r}") from self._failure
                 if self._failure is not None:
@@ -200,16 +202,19 @@ class RolloutExecutor:
         self._tasks.append(task)
 
     async def _stop(self) -> None:
+        self._stopping = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._ranks.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            with self._arrived:
-                self._failure = task.exception()
-                self._arrived.notify_all()
+        """What ends before :meth:`stop` is a failure, also where something cancelled it."""
+        if self._stopping:
+            return
+        with self._arrived:
+            self._failure = asyncio.CancelledError() if task.cancelled() else task.exception()
+            self._arrived.notify_all()
 
     async def _poll(self, workflow: RolloutWorkflow) -> None:
         while True:
