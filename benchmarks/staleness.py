@@ -48,8 +48,8 @@ ASKED = 3
 ASKING = 48
 """Of these at once."""
 LAST = 256
-"""Sessions that agents ended last, whose mean score is shown. Not sessions that steps took: they leave
-out groups whose members all score alike, which at the end most do."""
+"""Sessions that agents ended last, whose mean score is shown. Not sessions that steps took: they
+leave out groups whose members all score alike, which at the end most do."""
 EQUAL = 0.05
 """Final scores of held-out prompts that differ by less, averaged over seeds, count as equal."""
 _LONGEST = 300.0
