@@ -38,6 +38,10 @@ class _Talk:
         sent since the last answer."""
         self.task: asyncio.Task[None] | None = None
         self.failed = False
+        self.late = False
+        """The others wait no longer for the answer to what it is told now."""
+        self.news = False
+        """Such an answer came since the last round."""
 
     @property
     def away(self) -> bool:
@@ -92,7 +96,11 @@ class CapacityKeeper:
 
     async def round(self) -> None:
         """Look at every rank; lower what is to be lowered; raise what may be raised."""
-        await self._tell({rank: talk.limit for rank, talk in enumerate(self._talks)})
+        # Asked again, a rank that always answers late would be away whenever slots are given out.
+        look = {rank: talk.limit for rank, talk in enumerate(self._talks) if not talk.news}
+        for talk in self._talks:
+            talk.news = False
+        await self._tell(look)
         views = self._views()
         if views is None:
             # One that has not answered yet may hold any number of sessions.
@@ -137,14 +145,15 @@ class CapacityKeeper:
             if talk.task is None or talk.task.done():
                 talk.task = asyncio.create_task(self._say(rank, talk, limit))
                 said.append(talk.task)
-        if said:
-            await asyncio.wait(said, timeout=_ANSWER_WITHIN)
+        late = (await asyncio.wait(said, timeout=_ANSWER_WITHIN))[1] if said else ()
         for talk in self._talks:
+            talk.late = talk.late or talk.task in late
             if talk.task is not None and talk.task.done():
                 talk.task.result()
 
     async def _say(self, rank: int, talk: _Talk, limit: int) -> None:
         talk.limit = max(talk.limit, limit)
+        talk.late = False
         try:
             talk.now = await self._ranks.clients[rank].set_capacity(
                 limit=limit,
@@ -161,3 +170,6 @@ class CapacityKeeper:
             return
         talk.limit = max(limit, talk.now.limit)
         talk.failed = False
+        if talk.late:
+            talk.news = True
+            self.changed.set()

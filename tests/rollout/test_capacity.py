@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -185,6 +186,24 @@ async def test_a_rank_that_does_not_answer_holds_up_nobody(
     await keeper.round()
     await keeper.round()
     assert one.deliver(one.messages[-1]).reserved == 8
+
+
+async def test_a_rank_that_always_answers_late_gets_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_ANSWER_WITHIN", 0.05)
+
+    class Slow(Rank):
+        async def set_capacity(self, **message: Any) -> Capacity:
+            await asyncio.sleep(0.15)
+            return await super().set_capacity(**message)
+
+    quick, slow = Rank(), Slow()
+    running = asyncio.create_task(keeper_of(quick, slow).run())
+    async with asyncio.timeout(20):
+        while [limits(rank)[-1:] for rank in (quick, slow)] != [[6], [6]]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    running.cancel()
 
 
 async def test_what_will_not_get_better_is_raised() -> None:
