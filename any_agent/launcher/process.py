@@ -15,12 +15,15 @@ from pathlib import Path
 from any_agent.config import ENV_PREFIX
 
 _PR_SET_PDEATHSIG = 1
+# Looked up here: between fork and exec a lock that another thread held is never let go, and the
+# loader of libraries takes some.
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def _die_with_parent(parent: int) -> None:
     """In the child: end when the launcher is killed, so that nothing is left behind."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         # Killed before the line above: the signal will not come any more.
         os._exit(1)

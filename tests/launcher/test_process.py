@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -152,6 +153,18 @@ def test_nobody_is_signalled_for_a_process_that_was_reaped(
     process.ask_to_stop()
     process.stop(grace=0.01)
     assert signalled == []
+
+
+def test_no_library_is_loaded_between_fork_and_exec(
+    module: Callable[[str, str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may have held the loader's lock at that moment, and then nobody lets it go."""
+
+    def loaded(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(ctypes, "CDLL", loaded)
+    assert run(Process("child", [module("short", "")], tmp_path / "log")) == ""
 
 
 def test_the_end_of_a_long_log(tmp_path: Path) -> None:
