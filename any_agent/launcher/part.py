@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +12,8 @@ from typing import Literal
 
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.process import Process
+
+log = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "restarting", "ended"]
 
@@ -20,6 +24,7 @@ _FIRST_DELAY = 0.2
 _LONGEST_DELAY = 5.0
 _BY_SOMEBODY = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 """Exit codes of what others end; a crash, such as a segmentation fault, is a failure of its own."""
+_IMPOSSIBLE = (OSError, subprocess.SubprocessError)
 
 
 class Part:
@@ -76,13 +81,11 @@ class Part:
         return self._process.pid
 
     def start(self) -> None:
-        """Start its process; OSError if that is not possible."""
-        process = self._make()
-        process.start()
-        self._process = process
-        self._late = self._clock() + self._timeout
-        self._begun = self._progress()
-        self._probe = _Probe(self._ready, process)
+        """Start its process; StartupError if that is not possible."""
+        try:
+            self._launch()
+        except _IMPOSSIBLE as error:
+            raise StartupError(f"{self.label} could not be started: {error}") from error
 
     def check(self) -> None:
         """Look once, and do what is due.
@@ -129,11 +132,19 @@ class Part:
         self.state = "ready"
         self._say(f"{self.label:<9} ready{' again' if again else self._where}")
 
+    def _launch(self) -> None:
+        process = self._make()
+        process.start()
+        self._process = process
+        self._late = self._clock() + self._timeout
+        self._begun = self._progress()
+        self._probe = _Probe(self._ready, process)
+
     def _start_again(self) -> None:
         self._due = None
         try:
-            self.start()
-        except OSError as error:
+            self._launch()
+        except _IMPOSSIBLE as error:
             # No memory, no more processes: it may pass.
             self._in_vain += 1
             self._again(f"could not be started ({error})")
@@ -193,6 +204,7 @@ class _Probe:
         self._process = process
         self._over = threading.Event()
         self.succeeded = False
+        self._failed = False
         name = f"ready-{process.name}"
         threading.Thread(target=self._ask, name=name, daemon=True).start()
 
@@ -202,11 +214,21 @@ class _Probe:
 
     def _ask(self) -> None:
         delay = 0.05
-        while not self._ready(self._process):
+        while not self._is_ready():
             if self._over.wait(delay):
                 return
             delay = min(delay * 1.3, 0.5)
         self.succeeded = True
+
+    def _is_ready(self) -> bool:
+        """A question that fails is a no, told once; else nobody would ask any more."""
+        try:
+            return self._ready(self._process)
+        except Exception:
+            if not self._failed:
+                log.exception("%s: whether it is ready is asked again", self._process.name)
+            self._failed = True
+            return False
 
 
 def how_it_ended(code: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -288,6 +289,24 @@ def test_a_part_that_does_not_get_ready(lab: Lab) -> None:
         part.check()
 
 
+def test_a_question_that_fails_is_asked_again(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    asked = 0
+
+    def ready(process: Process) -> bool:
+        nonlocal asked
+        asked += 1
+        if asked < 4:
+            raise RuntimeError("planted")
+        return serves(process)
+
+    part = lab.part(SERVES, ready=ready)
+    part.start()
+    lab.until_ready(part)
+    assert [record.message for record in caplog.records] == [
+        "part-0: whether it is ready is asked again"
+    ]
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_part_that_has_done_its_work(lab: Lab, when: str) -> None:
     """Before or after it was seen to be ready."""
@@ -359,26 +378,39 @@ def test_a_restart_delays_nobody(lab: Lab) -> None:
     lab.again(first)
 
 
-def test_a_start_that_is_impossible_for_a_while(lab: Lab, tmp_path: Path) -> None:
+NO_MEMORY = OSError(12, "Cannot allocate memory")
+IMPOSSIBLE = pytest.mark.parametrize(
+    "error", [NO_MEMORY, subprocess.SubprocessError("Exception occurred in preexec_fn.")]
+)
+
+
+def never(error: Exception) -> Callable[[], Process]:
+    def make() -> Process:
+        raise error
+
+    return make
+
+
+@IMPOSSIBLE
+def test_a_start_that_is_impossible_for_a_while(lab: Lab, error: Exception) -> None:
     part = lab.part(SERVES, ready=serves)
     part.start()
     lab.until_ready(part)
-    make, part._make = part._make, cannot
+    make, part._make = part._make, never(error)
     lab.die(part)
     lab.now += 5
     part.check()
-    assert lab.said[-1] == (
-        "part 0    could not be started ([Errno 12] Cannot allocate memory); starting it again"
-    )
+    assert lab.said[-1] == f"part 0    could not be started ({error}); starting it again"
     part._make = make
     lab.again(part)
 
 
-def cannot() -> Process:
-    raise MemoryErrorOfTheSystem
-
-
-MemoryErrorOfTheSystem = OSError(12, "Cannot allocate memory")
+@IMPOSSIBLE
+def test_a_first_start_that_is_impossible_is_told_as_such(error: Exception) -> None:
+    part = Part("part-0", never(error), say=print, ready=serves)
+    with pytest.raises(StartupError) as raised:
+        part.start()
+    assert raised.value.message == f"part 0 could not be started: {error}"
 
 
 def test_a_stopped_part_stays_so(lab: Lab) -> None:
