@@ -20,6 +20,12 @@ State = Literal["starting", "ready", "restarting", "ended"]
 MAX_RESTARTS = 5
 """Within ``WINDOW`` seconds, or in a row for nothing; one more ends the service."""
 WINDOW = 60.0
+MAX_FAILURES = 20
+"""Deaths of its own within ``LONG_WINDOW`` seconds: else one that dies slowly is never given up."""
+MAX_DEATHS = 40
+"""The same for deaths of every kind, and for those in a row without progress: a trainer that the
+system kills for its memory, step by step, is ended by somebody, too."""
+LONG_WINDOW = 600.0
 _FIRST_DELAY = 0.2
 _LONGEST_DELAY = 5.0
 _BY_SOMEBODY = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
@@ -65,9 +71,12 @@ class Part:
         self._clock = clock
         self._process: Process | None = None
         self._probe: _Probe | None = None
-        self._deaths: list[float] = []
+        self._deaths: list[tuple[float, bool]] = []
+        """Of the last while: when, and whether nobody else ended it."""
         self._in_vain = 0
         """Lives in a row that failed and came to nothing."""
+        self._stuck = 0
+        """Lives in a row without progress, however they ended."""
         self._begun: object = None
         """The progress when this life began."""
         self._due: float | None = None
@@ -150,10 +159,8 @@ class Part:
             self._again(f"could not be started ({error})")
 
     def _died(self, code: int) -> None:
-        if self._came_to_nothing(code):
-            self._in_vain += 1
-        else:
-            self._in_vain = 0
+        failed = code not in _BY_SOMEBODY
+        self._judge(failed)
         self._end_probe()
         how = how_it_ended(code)
         if code == 0 and self._finishes:
@@ -164,27 +171,37 @@ class Part:
         if self.state == "starting" and code >= 0:
             raise StartupError(f"{self.label} could not start ({how}):\n{self._log()}")
         # Why it failed is in its log; why somebody killed it is not.
-        self._again(how, hint=f" (log: {self._process.log})" if code > 0 and self._process else "")
+        hint = f" (log: {self._process.log})" if code > 0 and self._process else ""
+        self._again(how, hint, failed=failed)
 
-    def _came_to_nothing(self, code: int) -> bool:
-        """A part that needs a while to fail would else be started for ever.
+    def _judge(self, failed: bool) -> None:
+        """Whether this life came to nothing, as those of a part that needs a while to fail do.
 
-        One that is killed is not to blame for what it did not do.
+        One that is killed is hardly to blame for what it did not do.
         """
         stuck = self._begun is not None and self._begun == self._progress()
-        return self._probe is not None or (code not in _BY_SOMEBODY and stuck)
+        self._stuck = self._stuck + 1 if stuck else 0
+        in_vain = self._probe is not None or (failed and stuck)
+        self._in_vain = self._in_vain + 1 if in_vain else 0
 
-    def _again(self, how: str, hint: str = "") -> None:
+    def _again(self, how: str, hint: str = "", *, failed: bool = True) -> None:
         """Start it again after a while; StartupError when that was done too often."""
         now = self._clock()
-        self._deaths = [at for at in self._deaths if now - at < WINDOW] + [now]
-        count = max(len(self._deaths), self._in_vain)
-        if count > MAX_RESTARTS:
-            raise StartupError(f"{self.label} ended {count} times ({how} at last):\n{self._log()}")
+        self._deaths = [d for d in self._deaths if now - d[0] < LONG_WINDOW] + [(now, failed)]
+        lately = max(sum(now - at < WINDOW for at, _ in self._deaths), self._in_vain)
+        for count, most in (
+            (lately, MAX_RESTARTS),
+            (sum(own for _, own in self._deaths), MAX_FAILURES),
+            (max(len(self._deaths), self._stuck), MAX_DEATHS),
+        ):
+            if count > most:
+                raise StartupError(
+                    f"{self.label} ended {count} times ({how} at last):\n{self._log()}"
+                )
         self._say(f"{self.label:<9} {how}; starting it again{hint}")
         self.state = "restarting"
         self.restarts += 1
-        self._due = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** (count - 1))
+        self._due = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** (lately - 1))
 
     def _end_probe(self) -> None:
         if self._probe is not None:

@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 
 from any_agent.errors import ConfigError, StartupError
-from any_agent.launcher.part import MAX_RESTARTS, WINDOW, Part, how_it_ended
+from any_agent.launcher.part import (
+    LONG_WINDOW,
+    MAX_DEATHS,
+    MAX_FAILURES,
+    MAX_RESTARTS,
+    WINDOW,
+    Part,
+    how_it_ended,
+)
 from any_agent.launcher.process import Process
 from tests.launcher.children import until
 
@@ -239,6 +247,49 @@ def test_a_part_that_is_killed_is_not_blamed_for_coming_to_nothing(lab: Lab) -> 
         lab.now += 2 * WINDOW
         lab.until_ready(part)
     assert part.restarts == 2 * MAX_RESTARTS
+
+
+SLOWLY = WINDOW / MAX_RESTARTS + 1
+"""Seconds between deaths of which there are never too many in a minute."""
+
+
+@pytest.mark.parametrize(
+    ("number", "most"), [(signal.SIGUSR1, MAX_FAILURES), (signal.SIGKILL, MAX_DEATHS)]
+)
+def test_slow_deaths_are_counted_too(lab: Lab, number: signal.Signals, most: int) -> None:
+    """Of its own it may die less often than by others."""
+    part = lab.part(FAILS.format(code=1), ready=serves)
+    part.start()
+    lab.until_ready(part)
+    for _ in range(most):
+        lab.die(part, number)
+        lab.now += SLOWLY
+        lab.until_ready(part)
+    with pytest.raises(StartupError, match=f"ended {most + 1} times"):
+        lab.die(part, number)
+
+
+def test_very_slow_deaths_are_forgotten(lab: Lab) -> None:
+    part = lab.part(FAILS.format(code=1), ready=serves)
+    part.start()
+    lab.until_ready(part)
+    for _ in range(MAX_FAILURES + 5):
+        lab.die(part, signal.SIGUSR1)
+        lab.now += LONG_WINDOW / MAX_FAILURES
+        lab.until_ready(part)
+
+
+def test_one_that_is_killed_before_each_step_is_given_up_at_last(lab: Lab) -> None:
+    """As the system does with a trainer whose step needs more memory than there is."""
+    part = lab.part(SERVES, ready=serves, progress=lambda: 0)
+    part.start()
+    lab.until_ready(part)
+    for _ in range(MAX_DEATHS):
+        lab.die(part)
+        lab.now += LONG_WINDOW
+        lab.until_ready(part)
+    with pytest.raises(StartupError, match=f"ended {MAX_DEATHS + 1} times"):
+        lab.die(part)
 
 
 def test_a_part_that_is_killed_at_its_first_start_is_started_again(lab: Lab) -> None:
