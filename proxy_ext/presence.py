@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import socket
 from collections.abc import Callable
@@ -11,11 +9,10 @@ from pathlib import Path
 
 import uvicorn
 
-from any_agent.registry import HEARTBEAT, Entry, Load, publish, rank_name
+from any_agent.presence import Presence
+from any_agent.registry import Entry, Load, rank_name
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.service import Service
-
-log = logging.getLogger(__name__)
 
 
 def entry_of(service: Service, *, url: str, boot_id: str) -> Entry:
@@ -34,48 +31,6 @@ def entry_of(service: Service, *, url: str, boot_id: str) -> Entry:
             calls=len(service.calls),
         ),
     )
-
-
-class Presence:
-    """Writes the rank's entry now, at each heartbeat, and once more when the rank stops."""
-
-    def __init__(self, folder: Path, describe: Callable[[], Entry]) -> None:
-        self._folder = folder
-        self._describe = describe
-        self._over = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._failed = False
-
-    async def begin(self) -> None:
-        await self._write(self._describe())
-        self._task = asyncio.create_task(self._beat())
-
-    async def end(self) -> None:
-        self._over.set()
-        if self._task is not None:
-            # Not cancelled: a write under way would come after the last one.
-            await self._task
-        await self._write(self._describe().model_copy(update={"state": "stopping"}))
-
-    async def _beat(self) -> None:
-        while not self._over.is_set():
-            try:
-                await asyncio.wait_for(self._over.wait(), HEARTBEAT)
-            except TimeoutError:
-                await self._write(self._describe())
-
-    async def _write(self, entry: Entry) -> None:
-        """In a thread: no call waits for the disk. A failure is told once and tried again."""
-        try:
-            await asyncio.to_thread(publish, self._folder, entry)
-        except OSError as error:
-            if not self._failed:
-                log.warning("cannot tell that this rank is alive, trying again: %s", error)
-            self._failed = True
-        else:
-            if self._failed:
-                log.info("it can be told again that this rank is alive")
-            self._failed = False
 
 
 class PresentServer(uvicorn.Server):

@@ -20,7 +20,8 @@ from any_agent.config import Config
 from any_agent.errors import AnyAgentError, InvalidRequest, PayloadTooLarge, ServiceUnavailable
 from any_agent.keys import KeySigner
 from any_agent.loopback import require_local
-from any_agent.registry import HEARTBEAT, Entry, Registry, publish
+from any_agent.presence import Presence
+from any_agent.registry import Entry, Registry
 from any_agent.rundir import RunDir
 from router.affinity import Affinity
 from router.body import Body, json_object
@@ -221,30 +222,8 @@ async def running_router(
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, listener, backlog=2048).start()
-        await stack.enter_async_context(_published(run_dir, public_url))
+        entry = Entry(name="router", boot_id=secrets.token_hex(8), url=public_url, pid=os.getpid())
+        presence = Presence(run_dir.registry, lambda: entry)
+        await presence.begin()
+        stack.push_async_callback(presence.end)
         yield router
-
-
-@asynccontextmanager
-async def _published(run_dir: RunDir, url: str) -> AsyncIterator[None]:
-    """Keep the router's own registry entry."""
-    entry = Entry(name="router", boot_id=secrets.token_hex(8), url=url, pid=os.getpid())
-
-    def tell(entry: Entry) -> None:
-        try:
-            publish(run_dir.registry, entry)
-        except OSError as error:
-            log.warning("cannot write the registry entry: %s", error.strerror)
-
-    async def beat() -> None:
-        while True:
-            tell(entry)
-            await asyncio.sleep(HEARTBEAT)
-
-    task = asyncio.create_task(beat())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-        tell(entry.model_copy(update={"state": "stopping"}))

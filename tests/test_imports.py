@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("any_agent", "proxy_ext", "router", "trainer")
 
 VOCABULARY = ("types", "errors", "config", "protocol", "keys", "registry", "rundir")
-VOCABULARY += ("atomic", "client", "logs", "loopback", "metrics", "ports")
+VOCABULARY += ("atomic", "client", "logs", "loopback", "metrics", "ports", "presence")
 LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
     ("chat", "engine", "record"),

@@ -74,32 +74,37 @@ class Presence:
         self._server.server_close()
         # A trainer that failed is missed until it is back; one that is done is not.
         if kind is None:
-            self._write("stopping")
+            self._write(state="stopping")
 
     def _beat(self) -> None:
         while True:
-            self._write("ready" if self._ready() else "starting")
+            self._write()
             if self._over.wait(HEARTBEAT):
                 return
 
-    def _write(self, state: Any) -> None:
-        """A failure is told once and tried again."""
-        entry = Entry(
+    def _write(self, **changes: Any) -> None:
+        """Whatever fails is told once and tried again: who falls silent is taken for dead."""
+        try:
+            publish(self._folder, self._entry().model_copy(update=changes))
+        except Exception as error:
+            if not self._failed:
+                fault = not isinstance(error, OSError)
+                log.warning(
+                    "cannot tell that the trainer is alive, trying again: %s", error, exc_info=fault
+                )
+            self._failed = True
+        else:
+            self._failed = False
+
+    def _entry(self) -> Entry:
+        return Entry(
             name="trainer",
             boot_id=self._boot_id,
             url=self.url,
             pid=os.getpid(),
-            state=state,
+            state="ready" if self._ready() else "starting",
             version=self._metrics.version,
         )
-        try:
-            publish(self._folder, entry)
-        except OSError as error:
-            if not self._failed:
-                log.warning("cannot tell that the trainer is alive, trying again: %s", error)
-            self._failed = True
-        else:
-            self._failed = False
 
 
 class _Server(TCPServer):

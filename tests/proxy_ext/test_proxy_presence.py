@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,10 @@ import httpx
 import pytest
 import uvicorn
 
+from any_agent import presence
 from any_agent.ports import listen
 from any_agent.registry import Entry, Load, Registry
-from proxy_ext import presence
-from proxy_ext.presence import Presence, PresentServer, entry_of
+from proxy_ext.presence import PresentServer, entry_of
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import Proxy, until
 
@@ -47,48 +45,6 @@ def entry(folder: Path) -> Entry | None:
 def version(folder: Path) -> int:
     found = entry(folder)
     return found.version if found else 0
-
-
-async def test_it_is_told_at_once_again_and_again_and_at_the_end(tmp_path: Path) -> None:
-    rank = Rank()
-    here = Presence(tmp_path, rank)
-    await here.begin()
-    assert version(tmp_path) == 1
-    await until(lambda: version(tmp_path) >= 4)
-    await here.end()
-    last = entry(tmp_path)
-    assert last is not None
-    assert (last.state, last.version) == ("stopping", rank.told)
-    # Nothing comes after that.
-    assert here._task is not None and here._task.done()
-
-
-async def test_a_disk_that_takes_nothing_is_told_once_and_tried_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, presence.__name__)
-    folder, rank = tmp_path / "registry", Rank()
-    here = Presence(folder, rank)
-    await here.begin()
-    await until(lambda: rank.told >= 5)
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
-    folder.mkdir()
-    await until(lambda: version(folder))
-    assert [r.levelname for r in caplog.records] == ["WARNING", "INFO"]
-    folder.rename(tmp_path / "gone")
-    await here.end()
-    assert [r.levelname for r in caplog.records] == ["WARNING", "INFO", "WARNING"]
-
-
-async def test_writing_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk may take its time; the calls of a rank must not wait for it."""
-    writers: list[threading.Thread] = []
-    monkeypatch.setattr(presence, "publish", lambda *_: writers.append(threading.current_thread()))
-    here = Presence(tmp_path, Rank())
-    await here.begin()
-    await here.end()
-    assert len(writers) >= 2
-    assert threading.current_thread() not in writers
 
 
 class App:

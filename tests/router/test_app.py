@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from any_agent import presence
 from any_agent.registry import Entry, publish
 from router import app
 from router.affinity import home_of
@@ -272,6 +275,19 @@ async def test_it_writes_its_own_entry(lab: Lab) -> None:
     assert (entry.name, entry.url) == ("router", f"http://127.0.0.1:{lab.port}")
     before = path.stat().st_mtime_ns
     await until(lambda: path.stat().st_mtime_ns > before, "it is written again")
+
+
+async def test_it_writes_its_entry_in_a_thread(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stream waits for the disk."""
+    writers: list[threading.Thread] = []
+
+    def told(folder: Path, entry: Entry) -> None:
+        writers.append(threading.current_thread())
+        publish(folder, entry)
+
+    monkeypatch.setattr(presence, "publish", told)
+    await until(lambda: len(writers) >= 2, "it is written again")
+    assert threading.current_thread() not in writers
 
 
 async def test_a_stop_finishes_what_is_under_way(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,23 @@ def test_a_folder_that_cannot_be_written_stops_nothing(
     assert len(caplog.records) == 1
 
 
+def test_whatever_fails_the_next_beat_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presence_module, "HEARTBEAT", 0.01)
+    asked = 0
+
+    def ready() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise RuntimeError("planted")
+        return True
+
+    with Presence(tmp_path, TrainerMetrics(dict), admin_key=None, ready=ready):
+        until(lambda: entry_in(tmp_path))
+
+
 def test_the_admin_key_guards_the_metrics(tmp_path: Path) -> None:
     with opened(tmp_path, "the-admin-key") as presence:
         url = f"{presence.url}/metrics"
