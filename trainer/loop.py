@@ -10,7 +10,6 @@ import uuid
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +33,7 @@ from trainer.metrics import TrainerMetrics
 from trainer.packing import count_trained, micro_batches
 from trainer.policy import Policy, PolicyConfig, StepResult
 from trainer.publisher import PATIENCE, Publisher
+from trainer.telling import RunWord, tell, tell_if_there
 from trainer.weights import tokenizer_of
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ class GRPOTrainer:
                 self._save()
             if self._done:
                 self._tell("finished")
+                self._executor.flush()
             return self._done
         finally:
             self._executor.stop()
@@ -153,7 +154,7 @@ class GRPOTrainer:
         )
         if self.policy.steps % self.config.train.checkpoint_every == 0:
             self._save()
-            self._tell("training")
+            tell_if_there(self._executor, step=self.policy.steps, checkpoint=self.checkpoint)
 
     def _manifest(self, episodes: list[Episode]) -> Manifest:
         """What the next step is to take, as far as it is known before the batch is made."""
@@ -323,17 +324,8 @@ class GRPOTrainer:
         self._manifests.prune(list_checkpoints(self.dir.checkpoints)[0].step)
         log.info("checkpoint %s", self.checkpoint)
 
-    def _tell(self, state: Any) -> None:
-        checkpoint = str(self.checkpoint) if self.checkpoint else None
-        ranks = self._executor.ranks
-        self._executor.call(
-            ranks.all(
-                lambda rank: ranks.clients[rank].set_run(
-                    state, step=self.policy.steps, checkpoint=checkpoint
-                )
-            ),
-            timeout=2 * PATIENCE,
-        )
+    def _tell(self, state: RunWord) -> None:
+        tell(self._executor, state, step=self.policy.steps, checkpoint=self.checkpoint)
 
     def _report(self, batch: TrainingBatch, result: StepResult, **seconds: float) -> None:
         now = self._executor.capacity

@@ -57,15 +57,21 @@ class Acks:
                 self._todo[rank].append(ack)
                 self._more[rank].set()
                 sent.append(ack.done)
-        if sent:
-            _, late = await asyncio.wait(sent, timeout=patience)
-            if late:
-                log.warning(
-                    "%d ranks could not be told in %g s what became of their sessions; they "
-                    "will be, once they answer",
-                    len(late),
-                    patience,
-                )
+        await self._wait(sent, patience)
+
+    async def flush(self, *, patience: float) -> None:
+        """The same for everything that was sent before."""
+        await self._wait([todo[-1].done for todo in self._todo if todo], patience)
+
+    async def _wait(self, sent: list[asyncio.Future[None]], patience: float) -> None:
+        late = (await asyncio.wait(sent, timeout=patience))[1] if sent else ()
+        if late:
+            log.warning(
+                "%d ranks could not be told in %g s what became of their sessions; they will be, "
+                "once they answer",
+                len(late),
+                patience,
+            )
 
     async def run(self, rank: int) -> None:
         """One rank's messages in order, until cancelled."""

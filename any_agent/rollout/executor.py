@@ -27,7 +27,11 @@ T = TypeVar("T")
 
 _POLLS = 2
 """Long polls per rank."""
-_ACK_PATIENCE = 60.0
+_ACK_PATIENCE = 5.0
+"""Seconds that a step waits for a rank to hear what became of its sessions; it is told later."""
+_MAX_FAILED_POLLS = 5
+"""Internal errors in a row that a rank may answer a poll with."""
+_POLL_AGAIN_AFTER = 1.0
 _REPLAYED_AT_ONCE = 64
 _MISTAKABLE = (TimeoutError, InterruptedError, asyncio.CancelledError)
 
@@ -143,8 +147,11 @@ class RolloutExecutor:
 
         A rank that is away is told when it is back; until then they are held.
         """
-        send = self._acks.send(trained, rejected, patience=_ACK_PATIENCE)
-        self.call(send, timeout=2 * _ACK_PATIENCE)
+        self.call(self._acks.send(trained, rejected, patience=_ACK_PATIENCE))
+
+    def flush(self) -> None:
+        """Wait a moment for the ranks that were not told yet."""
+        self.call(self._acks.flush(patience=2 * _ACK_PATIENCE))
 
     def replay(self, session_ids: list[str], timeout: float) -> dict[str, Trajectory]:
         """Lease just these sessions again, also those that were trained on; by their ids.
@@ -217,15 +224,19 @@ class RolloutExecutor:
             self._arrived.notify_all()
 
     async def _poll(self, workflow: RolloutWorkflow) -> None:
+        failed = 0
         while True:
             try:
                 episode = await workflow.arun_episode(None, None)  # type: ignore[arg-type]
             except AnyAgentError as error:
-                if not error.retryable:
+                # An internal error may be one request's, but for ever it is not waited for.
+                failed = 0 if error.retryable else failed + 1
+                if not error.retryable and (error.status < 500 or failed > _MAX_FAILED_POLLS):
                     raise
                 log.warning("no episode: %s; trying again", error.message)
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(_POLL_AGAIN_AFTER)
                 continue
+            failed = 0
             # What is held already was handed out twice: its lease had run out, or seemed to.
             fresh = [t for t in episode or () if t.session_id not in self._held]
             self._held.update(t.session_id for t in fresh)

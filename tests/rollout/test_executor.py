@@ -12,14 +12,17 @@ from rollout_lab import Scripted, Service, until
 
 from any_agent.config import RolloutConfig
 from any_agent.errors import (
+    AnyAgentError,
     Conflict,
     EngineUnavailable,
     ServiceUnavailable,
     StoreUnavailable,
     Unauthenticated,
+    from_response,
 )
 from any_agent.protocol import Rejection
 from any_agent.rollout import Ranks, RolloutExecutor
+from any_agent.rollout import executor as module
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode
 
@@ -169,6 +172,20 @@ def test_what_cannot_get_better_is_raised_to_the_trainer() -> None:
     with pytest.raises(Unauthenticated):
         lab.executor.prepare_batch(timeout=10)
     lab.executor.stop()
+
+
+def test_an_internal_error_of_one_poll_ends_nothing(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_POLL_AGAIN_AFTER", 0.0)
+    odd = from_response(500, b"odd", None)
+    for name in ("a", "b"):
+        # A good answer in between begins the count anew.
+        lab.workflow.give(*[odd] * module._MAX_FAILED_POLLS, episode(name))
+    assert len(lab.executor.prepare_batch(timeout=10)) == 2
+    lab.workflow.give(*[odd] * (2 * module._MAX_FAILED_POLLS + 2))
+    with pytest.raises(AnyAgentError, match="odd"):
+        lab.executor.prepare_batch(timeout=10)
 
 
 @pytest.mark.parametrize("error", [TimeoutError, InterruptedError, asyncio.CancelledError])

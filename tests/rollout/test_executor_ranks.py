@@ -119,6 +119,26 @@ def test_a_rank_that_is_away_holds_up_no_ack(lab: Lab, monkeypatch: pytest.Monke
     until(lambda: one.held[-1] == [])
 
 
+def test_a_rank_that_is_back_soon_is_told_before_the_end(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ACK_PATIENCE", 0.05)
+    _, one = lab.services
+    one.away = True
+    lab.executor.ack([sid(0, 1), sid(1, 1)], [])
+    lab.executor.flush()
+    assert one.acks == []
+    monkeypatch.setattr(module, "_ACK_PATIENCE", 10.0)
+    one.away = False
+    lab.executor.flush()
+    assert one.acks == [([sid(1, 1)], [])]
+
+
+def test_a_step_waits_only_a_moment_for_a_rank_that_is_away() -> None:
+    """One that restarts may take a minute; with a step a second, that would be most of the run."""
+    assert module._ACK_PATIENCE <= 5
+
+
 def test_a_session_that_is_gone_does_not_keep_the_others(lab: Lab) -> None:
     zero, _ = lab.services
     lab.give(0, group(0, "a", 1, 2, 3, 4))

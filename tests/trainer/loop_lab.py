@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from any_agent.config import Config, load_config
-from any_agent.errors import Conflict
+from any_agent.errors import Conflict, ServiceUnavailable
 from any_agent.protocol import Rejection
 from any_agent.rollout import Ranks
 from any_agent.types import Trajectory
@@ -30,6 +30,8 @@ class Service:
         self.states: list[tuple[str, int]] = []
         self.published: list[tuple[int, int]] = []
         self.resumed = 0
+        self.away = ""
+        """How it does not hear what is said of the run: `silent` or `refusing`."""
 
     async def resume(self) -> None:
         self.resumed += 1
@@ -38,6 +40,10 @@ class Service:
         return SimpleNamespace(version=self.version)
 
     async def set_run(self, state: str, *, step: int, checkpoint: str | None) -> None:
+        if self.away == "refusing":
+            raise ServiceUnavailable("away")
+        if self.away:
+            await asyncio.Event().wait()
         self.states.append((state, step))
 
 
@@ -89,6 +95,8 @@ class Executor:
         self.begun = True
 
     def stop(self) -> None: ...
+
+    def flush(self) -> None: ...
 
     def call(self, coroutine: Coroutine[Any, Any, Any], timeout: float = 1.0) -> Any:
         return asyncio.run(coroutine)

@@ -10,8 +10,9 @@ import torch
 from episode_lab import pair
 from loop_lab import Lab, config_of, moments_of, same
 
-from any_agent.errors import TrainingError
+from any_agent.errors import ServiceUnavailable, TrainingError
 from any_agent.workflow import Episode
+from trainer import telling
 
 
 @pytest.fixture
@@ -47,6 +48,38 @@ def test_a_run_that_is_stopped_keeps_what_it_trained(settings: list[str]) -> Non
     assert lab.trainer.checkpoint.name == "step-00000001"
     assert lab.executor.acks == [(["p0-good", "p0-bad"], {})]
     assert lab.service.states == [("training", 0)]
+
+
+@pytest.mark.parametrize("how", ["silent", "refusing"])
+def test_a_rank_that_does_not_hear_of_a_checkpoint_ends_nothing(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(telling, "_WITHIN", 0.05)
+    config = config_of(settings, "train.steps=3", "train.checkpoint_every=1")
+    lab = Lab(config, [pair(f"p{k}") for k in range(3)])
+    save = lab.trainer._save
+
+    def saved() -> None:
+        save()
+        lab.service.away = how if lab.trainer.policy.steps < 3 else ""
+
+    lab.trainer._save = saved  # type: ignore[method-assign]
+    assert lab.trainer.train()
+    assert lab.service.states == [("training", 0), ("training", 3), ("finished", 3)]
+
+
+def test_that_training_has_ended_is_heard_by_all(settings: list[str]) -> None:
+    """Otherwise agents would wait for slots for ever; so the trainer ends, and is restarted."""
+    lab = Lab(config_of(settings, "train.steps=1"), [pair("p")])
+    save = lab.trainer._save
+
+    def saved() -> None:
+        save()
+        lab.service.away = "refusing"
+
+    lab.trainer._save = saved  # type: ignore[method-assign]
+    with pytest.raises(ServiceUnavailable):
+        lab.trainer.train()
 
 
 def test_a_step_that_is_not_finite_is_left_out(settings: list[str]) -> None:
