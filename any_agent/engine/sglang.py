@@ -286,11 +286,15 @@ class SGLangEngine:
 
 
 def _rest_of(request: ModelRequest, done: list[int], attempt: int) -> ModelRequest:
-    """What is left of a request after its first output tokens, under a rid of its own."""
+    """What is left of a request after its first output tokens, under a rid of its own.
+
+    SGLang aborts every request whose rid begins with the one that it is told, so none may be the
+    beginning of another's, be it another attempt or another request.
+    """
     left = request.gconfig.max_new_tokens - len(done)
     return replace(
         request,
-        rid=f"{request.rid}-{attempt}" if attempt else request.rid,
+        rid=f"{attempt}-{request.rid};",
         input_ids=request.input_ids + done,
         gconfig=request.gconfig.new(max_new_tokens=left),
     )

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from any_agent.engine import SGLangEngine, agenerate
+from any_agent.engine.sglang import _rest_of
 from any_agent.errors import EngineUnavailable, InvalidRequest
 from tests.engine.sglang_lab import (
     BOTH,
+    FORMULA,
     KINDS,
     PROMPT,
     all_of,
@@ -219,7 +221,7 @@ async def test_cancelling_tells_the_engine(
     work = asyncio.create_task(all_of(client, request("gone"), stream=stream))
     await until(lambda: any(len(r.ids) == 2 for r in scripted.running.values()))
     work.cancel()
-    await until(lambda: scripted.aborted == ["gone"])
+    await until(lambda: scripted.aborted == ["0-gone;"])
     await until(lambda: not scripted.running)
 
 
@@ -229,7 +231,36 @@ async def test_closing_the_iterator_tells_the_engine(
     scripted.hold(2)
     async with aclosing(client.generate(request("gone"), stream=True)) as chunks:
         await anext(chunks)
-    await until(lambda: scripted.aborted == ["gone"])
+    await until(lambda: scripted.aborted == ["0-gone;"])
+
+
+@BOTH
+async def test_an_abort_ends_one_request_alone(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    """SGLang aborts every request whose id begins with the one that it is told."""
+    others = ["r1", "r-1", "r.1"]
+    holds = [scripted.hold(2) for _ in range(4)]
+    works = [
+        asyncio.create_task(all_of(client, request(rid), stream=stream)) for rid in ("r", *others)
+    ]
+    await until(lambda: [len(r.ids) for r in scripted.running.values()] == [2] * 4)
+    works[0].cancel()
+    await until(lambda: len(scripted.running) == 3)
+    await until(lambda: scripted.aborted)
+    for hold in holds:
+        hold.set()
+    for work in works[1:]:
+        assert joined(await work)[0] == FORMULA[:10]
+
+
+def test_no_attempt_is_the_beginning_of_another() -> None:
+    rids = [
+        _rest_of(request(rid), [], attempt).rid
+        for rid in ("r", "r1", "r-1", "r.1", "1-r")
+        for attempt in range(12)
+    ]
+    assert not [(a, b) for a in rids for b in rids if a is not b and b.startswith(a)]
 
 
 @BOTH
@@ -294,7 +325,7 @@ async def test_an_engine_that_says_nothing(scripted: ScriptedEngine, stream: boo
     async with client_of(scripted, request_timeout=0.1) as client:
         with pytest.raises(EngineUnavailable):
             await all_of(client, request("silent"), stream=stream)
-        await until(lambda: "silent" in scripted.aborted)
+        await until(lambda: "0-silent;" in scripted.aborted)
 
 
 async def test_sglangs_name_for_the_first_weights(scripted: ScriptedEngine) -> None:

@@ -132,7 +132,7 @@ async def test_cancelled_calls_stop_waiting(
     assert work.cancelled()
     await scripted.revive()
     await all_of(client, request("next"), stream=stream)
-    assert [r["rid"] for r in scripted.requests] == ["gone", "next"]
+    assert [r["rid"] for r in scripted.requests] == ["0-gone;", "0-next;"]
     assert scripted.aborted == []
 
 

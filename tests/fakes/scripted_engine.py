@@ -165,8 +165,9 @@ class ScriptedEngine:
     async def _abort_request(self, http: web.Request) -> web.Response:
         rid = (await http.json()).get("rid")
         self.aborted.append(rid)
-        if rid in self.running:
-            self.running[rid].aborted.set()
+        for running in self.running.values():
+            if running.rid.startswith(rid):  # as SGLang does
+                running.aborted.set()
         return web.Response()
 
     async def _pause(self, http: web.Request) -> web.Response:
