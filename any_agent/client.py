@@ -138,10 +138,20 @@ class RLClient:
         return await self._call(Capacity, "GET", "/capacity", repeatable=True)
 
     async def set_capacity(
-        self, *, limit: int, ttl: float, owner: str, held: list[str], number: int = 0
+        self,
+        *,
+        limit: int,
+        ttl: float,
+        owner: str,
+        held: list[str],
+        number: int = 0,
+        retry_for: float | None = None,
     ) -> Capacity:
+        """``retry_for``: less than the client's own, for what is soon out of date."""
         body = SetCapacity(limit=limit, ttl=ttl, owner=owner, held=held, number=number)
-        return await self._call(Capacity, "PUT", "/capacity", body, repeatable=True)
+        return await self._call(
+            Capacity, "PUT", "/capacity", body, repeatable=True, retry_for=retry_for
+        )
 
     async def lease(self, *, owner: str, wait: float, max_groups: int = 1) -> bytes | None:
         """Packed trajectories of closed groups (`any_agent.record`), or None."""
@@ -199,12 +209,13 @@ class RLClient:
         key: str | None = None,
         slack: float = 0.0,
         repeatable: bool = False,
+        retry_for: float | None = None,
     ) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else self._headers
         content = body.model_dump_json(exclude_none=True) if body is not None else None
         if content is not None:
             headers = headers | {"Content-Type": "application/json"}
-        deadline = time.monotonic() + self._retry_for
+        deadline = time.monotonic() + (self._retry_for if retry_for is None else retry_for)
         delay = 0.05
         while True:
             late = time.monotonic() + delay > deadline

@@ -167,6 +167,16 @@ async def test_a_503_is_asked_again_where_that_changes_nothing(
     assert 0 < clock.now < 5
 
 
+async def test_what_is_soon_out_of_date_is_not_repeated_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    client, _ = client_with(*(away() for _ in range(100)))
+    with pytest.raises(StoreUnavailable):
+        await client.set_capacity(limit=1, ttl=1, owner="o", held=["s"], retry_for=5)
+    assert clock.now <= 5 + 3
+
+
 @pytest.mark.parametrize(
     "call",
     [

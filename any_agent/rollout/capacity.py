@@ -26,6 +26,8 @@ _TTL = 15.0
 _EVERY = 1.0
 _ANSWER_WITHIN = 1.0
 """Seconds that the others wait for one rank's answer."""
+_RETRY_FOR = 5.0
+"""Seconds that one message is repeated; then a new one says what is held by now."""
 
 
 class _Talk:
@@ -161,6 +163,7 @@ class CapacityKeeper:
                 owner=self._owner,
                 held=self._held(rank),
                 number=next(self._numbers),
+                retry_for=_RETRY_FOR,
             )
         except AnyAgentError as error:
             if not error.retryable:

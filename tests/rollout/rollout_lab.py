@@ -31,7 +31,14 @@ class Service(RLClient):
             raise self.failures[kind].pop(0)
 
     async def set_capacity(
-        self, *, limit: int, ttl: float, owner: str, held: list[str], number: int = 0
+        self,
+        *,
+        limit: int,
+        ttl: float,
+        owner: str,
+        held: list[str],
+        number: int = 0,
+        retry_for: float | None = None,
     ) -> Capacity:
         self._maybe_fail("capacity")
         assert owner == "me"

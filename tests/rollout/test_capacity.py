@@ -42,8 +42,16 @@ class Rank:
     messages: list[Message] = field(default_factory=list)
 
     async def set_capacity(
-        self, *, limit: int, ttl: float, owner: str, held: list[str], number: int
+        self,
+        *,
+        limit: int,
+        ttl: float,
+        owner: str,
+        held: list[str],
+        number: int,
+        retry_for: float,
     ) -> Capacity:
+        assert retry_for <= 5, "what is held would be out of date"
         message = Message(limit, number)
         self.messages.append(message)
         fate = self.fate()
