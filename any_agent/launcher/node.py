@@ -31,6 +31,7 @@ from any_agent.launcher.address import answers, from_here, reachable
 from any_agent.launcher.part import Part
 from any_agent.launcher.process import Process
 from any_agent.launcher.progress import Progress
+from any_agent.launcher.silence import Silence
 from any_agent.launcher.trial import Weights, latest_weights, newest_weights, trial_dir
 from any_agent.ports import accept_on, reserve, url_of
 from any_agent.registry import Registry, rank_name
@@ -69,6 +70,7 @@ class Node:
         """The public one."""
         self.parts: dict[str, Part] = {}
         """By name, in the order of starting; each tells its state and process id."""
+        self._silence = Silence(self.dir.registry, self.parts)
         self._stack = ExitStack()
         self._lock: int | None = None
         self._public: socket.socket
@@ -128,12 +130,13 @@ class Node:
     def check(self) -> bool:
         """Look at every part once, start dead ones again; whether training has ended.
 
-        It never waits. A dead proxy's journal holds what it acknowledged, a dead engine gets the
-        newest weights, a dead trainer goes on from its checkpoint. Raises ConfigError or
-        StartupError for a part that cannot go on.
+        It never waits. A part that hangs is killed. A dead proxy's journal holds what it
+        acknowledged, a dead engine gets the newest weights, a dead trainer goes on from its
+        checkpoint. Raises ConfigError or StartupError for a part that cannot go on.
         """
         for part in self.parts.values():
             part.check()
+        self._silence.look()
         trainer = self.parts.get("trainer")
         return trainer is not None and trainer.finished
 

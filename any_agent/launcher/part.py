@@ -77,6 +77,8 @@ class Part:
         """Lives in a row that failed and came to nothing."""
         self._stuck = 0
         """Lives in a row without progress, however they ended."""
+        self._hung = False
+        """This life was ended by :meth:`kill`."""
         self._begun: object = None
         """The progress when this life began."""
         self._due: float | None = None
@@ -120,6 +122,13 @@ class Part:
                     f"{self.label} was not ready after {self._timeout:g} s:\n{self._log()}"
                 )
 
+    def kill(self, why: str) -> None:
+        """End a process that hangs, which is a failure of its own; `check` starts the next one."""
+        self._say(f"{self.label:<9} {why}; killing it")
+        self._hung = True
+        if self._process is not None:
+            self._process.kill()
+
     def ask_to_stop(self) -> None:
         """SIGTERM; from now on it is not started again."""
         self.state = "ended"
@@ -145,6 +154,7 @@ class Part:
         process = self._make()
         process.start()
         self._process = process
+        self._hung = False
         self._late = self._clock() + self._timeout
         self._begun = self._progress()
         self._probe = _Probe(self._ready, process)
@@ -159,7 +169,7 @@ class Part:
             self._again(f"could not be started ({error})")
 
     def _died(self, code: int) -> None:
-        failed = code not in _BY_SOMEBODY
+        failed = self._hung or code not in _BY_SOMEBODY
         self._judge(failed)
         self._end_probe()
         how = how_it_ended(code)

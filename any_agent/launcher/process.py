@@ -103,6 +103,11 @@ class Process:
         if self.running:
             self._signal(signal.SIGTERM)
 
+    def kill(self) -> None:
+        """SIGKILL to the group; it is not waited for."""
+        if self.running:
+            self._signal(signal.SIGKILL)
+
     def last_lines(self, count: int = 15) -> str:
         """The end of its log, indented."""
         try:

@@ -18,7 +18,7 @@ from any_agent.launcher import Node, NodeOptions
 from tests.launcher.children import until
 
 _SOURCE = """
-import http.server, json, os, signal, socket, sys, threading
+import contextlib, http.server, json, os, signal, socket, sys, threading, time
 
 HOME = os.path.dirname(os.path.abspath(__file__))
 
@@ -53,13 +53,15 @@ def listen():
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
 
+def entry(form="%s.json"):
+    return os.path.join(os.path.dirname(flag("--config")), "registry", form % NAME)
+
+
 def register():
-    folder = os.path.join(os.path.dirname(flag("--config")), "registry")
-    entry = {"name": NAME, "boot_id": "b", "url": "http://unused", "pid": os.getpid()}
-    new = os.path.join(folder, ".new-" + NAME)
-    with open(new, "w") as file:
-        json.dump(entry, file)
-    os.replace(new, os.path.join(folder, NAME + ".json"))
+    told = {"name": NAME, "boot_id": "b", "url": "http://unused", "pid": os.getpid()}
+    with open(entry(".new-%s"), "w") as file:
+        json.dump(told, file)
+    os.replace(entry(".new-%s"), entry())
 
 
 def end(code):
@@ -80,10 +82,14 @@ def main(kind):
         sys.exit(int(open(bad).read()))
     if kind != "trainer":
         listen()
-    if kind != "engine":
-        register()
+    if kind == "engine":
+        while True:
+            signal.pause()
+    register()
     while True:
-        signal.pause()
+        time.sleep(0.2)
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(entry())
 """
 
 

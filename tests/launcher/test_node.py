@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from any_agent.errors import ConfigError, StartupError
-from any_agent.launcher import Node
+from any_agent.launcher import Node, silence
 from any_agent.launcher.node import check_model
 from any_agent.launcher.process import Process
 from any_agent.launcher.trial import Weights, trial_dir
@@ -201,6 +201,24 @@ def test_a_part_that_cannot_start_is_named_and_nothing_is_left(
     # A start without a service does not bind the trial to its settings.
     bound = (trial_dir(lab.config()).path / "config.yaml").exists()
     assert bound == (name == "trainer")
+
+
+@pytest.mark.parametrize("name", ["rank-1", "router", "trainer"])
+def test_a_part_that_hangs_is_killed_and_comes_back(
+    lab: Lab, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silence, "PATIENCE", 4.0)
+    with lab.node() as node:
+        checked_until(node, lambda: node.parts["trainer"].state == "ready")
+        part = node.parts[name]
+        os.kill(part.pid, signal.SIGSTOP)
+        checked_until(node, lambda: part.restarts and part.state == "ready")
+    label = f"{name.replace('-', ' '):<9}"
+    assert [line for line in lab.said if line.startswith(label)][-3:] == [
+        f"{label} has not been heard of for 4 s; killing it",
+        f"{label} ended by SIGKILL; starting it again",
+        f"{label} ready again",
+    ]
 
 
 def test_a_part_that_fails_later_ends_the_service(lab: Lab) -> None:

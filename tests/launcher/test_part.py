@@ -340,6 +340,24 @@ def test_a_part_that_does_not_get_ready(lab: Lab) -> None:
         part.check()
 
 
+def test_a_part_that_hangs_is_to_blame_for_its_death(lab: Lab) -> None:
+    part = lab.part(SERVES, ready=serves)
+    part.start()
+    lab.until_ready(part)
+    os.kill(part.pid, signal.SIGSTOP)
+    part.kill("hangs")
+    lab.until_noticed(part)
+    lab.again(part)
+    assert lab.said[1:] == [
+        "part 0    hangs; killing it",
+        "part 0    ended by SIGKILL; starting it again",
+        "part 0    ready again",
+    ]
+    lab.die(part)
+    # Its own, and somebody else's.
+    assert [own for _, own in part._deaths] == [True, False]
+
+
 def test_a_question_that_fails_is_asked_again(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     asked = 0
 

@@ -1,0 +1,112 @@
+"""Who is taken for hung, and when nobody is. The clock and the parts are the test's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from any_agent.launcher.part import Part
+from any_agent.launcher.silence import PATIENCE, Silence
+
+KILLED = f"has not been heard of for {PATIENCE:g} s"
+
+
+class FakePart:
+    """Ready, and writes its entry when it is told to."""
+
+    def __init__(self, lab: Lab, name: str) -> None:
+        self._lab = lab
+        self.name = name
+        self.state = "ready"
+        self.pid = 1
+        self.killed: list[str] = []
+
+    def beat(self) -> None:
+        path = self._lab.registry / f"{self.name}.json"
+        path.touch()
+        self._lab.beats += 1
+        os.utime(path, ns=(0, self._lab.beats))
+
+    def kill(self, why: str) -> None:
+        self.killed.append(why)
+
+
+class Lab:
+    def __init__(self, registry: Path) -> None:
+        self.registry = registry
+        self.now = 0.0
+        self.beats = 0
+        self.parts = {name: FakePart(self, name) for name in ("engine-0", "rank-0", "trainer")}
+        self.rank, self.trainer = self.parts["rank-0"], self.parts["trainer"]
+        parts = cast(dict[str, Part], self.parts)
+        self.silence = Silence(registry, parts, clock=lambda: self.now)
+        self.rank.beat()
+        self.trainer.beat()
+
+    def pass_(self, seconds: float, *alive: FakePart, step: float = 0.5) -> None:
+        """Let time go by, with these parts at work and somebody looking."""
+        for _ in range(round(seconds / step)):
+            self.now += step
+            for part in alive:
+                part.beat()
+            self.silence.look()
+
+    @property
+    def killed(self) -> list[str]:
+        return [name for name, part in self.parts.items() for _ in part.killed]
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    return Lab(tmp_path)
+
+
+def test_who_is_silent_too_long_is_killed(lab: Lab) -> None:
+    lab.pass_(100, lab.rank, lab.trainer)
+    # The last beat is heard at the next look.
+    lab.pass_(PATIENCE - 1, lab.trainer)
+    assert lab.killed == []
+    lab.pass_(3, lab.trainer)
+    assert lab.rank.killed == [KILLED]
+    assert lab.killed == ["rank-0"]
+
+
+def test_one_that_cannot_be_killed_is_not_killed_all_the_time(lab: Lab) -> None:
+    lab.pass_(3 * (PATIENCE + 5), lab.trainer)
+    assert lab.killed == ["rank-0"] * 3
+
+
+def test_when_nobody_is_heard_nobody_is_killed(lab: Lab) -> None:
+    """A full disk silences all of them."""
+    lab.pass_(100, lab.rank, lab.trainer)
+    lab.pass_(10 * PATIENCE)
+    assert lab.killed == []
+
+
+def test_time_in_which_nobody_looked_does_not_count(lab: Lab) -> None:
+    """A machine that was suspended, or a container: its parts were, too."""
+    lab.pass_(10, lab.rank, lab.trainer)
+    lab.now += 100 * PATIENCE
+    lab.trainer.beat()
+    lab.silence.look()
+    lab.pass_(10, lab.rank, lab.trainer)
+    assert lab.killed == []
+
+
+def test_a_part_that_starts_is_not_listened_to(lab: Lab) -> None:
+    lab.pass_(PATIENCE - 5, lab.trainer)
+    lab.rank.state = "restarting"
+    lab.pass_(2 * PATIENCE, lab.trainer)
+    lab.rank.state = "ready"
+    lab.pass_(PATIENCE - 5, lab.trainer)
+    assert lab.killed == []
+
+
+def test_each_life_has_its_own_time(lab: Lab) -> None:
+    lab.pass_(PATIENCE - 5, lab.trainer)
+    lab.rank.pid = 2
+    lab.pass_(PATIENCE - 5, lab.trainer)
+    assert lab.killed == []
