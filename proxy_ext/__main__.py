@@ -91,6 +91,7 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
         engine_url=args.engine_url,
         training=args.training,
         public_url=args.public_url or url,
+        engine_wait=args.engine_wait,
         opened=opened.append,
     )
     boot_id = uuid.uuid4().hex

@@ -37,6 +37,7 @@ def create_app(
     engine_url: str,
     public_url: str,
     training: bool,
+    engine_wait: float = 0.0,
     opened: Callable[[Service], None] = lambda _: None,
     litellm_app: Any | None = None,
 ) -> Front:
@@ -58,6 +59,7 @@ def create_app(
                     engine_url=engine_url,
                     public_url=public_url,
                     training=training,
+                    engine_wait=engine_wait,
                 )
             )
             app.state.service = service

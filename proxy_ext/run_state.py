@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Coroutine
@@ -10,7 +11,7 @@ from typing import Any
 
 from any_agent.config import Config
 from any_agent.engine import SGLangEngine
-from any_agent.errors import AnyAgentError, Conflict, RunFinished
+from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, RunFinished
 from any_agent.protocol import PublishedVersion, RunInfo, SetRun
 from proxy_ext.journal import Journal, PutMeta
 
@@ -79,7 +80,9 @@ class RunState:
         self.step = saved.get("step", 0)
         self.checkpoint = saved.get("checkpoint")
         self._highest = self._engine.version
-        await self._engine.resume(self._engine.version)
+        # One that died just now comes back unpaused.
+        with contextlib.suppress(EngineUnavailable):
+            await self._engine.resume(self._engine.version)
 
     def close(self) -> None:
         """Leave the engine as it is: a pause is the next process's matter."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import Completer
 from any_agent.config import Config
 from any_agent.engine import SGLangEngine
-from any_agent.errors import AnyAgentError
+from any_agent.errors import AnyAgentError, EngineUnavailable
 from any_agent.keys import KeySigner
 from any_agent.rundir import RunDir
 from any_agent.types import GenerationHyperparameters
@@ -28,6 +29,7 @@ from proxy_ext.sessions import Sessions
 log = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 1.0
+_ASK_EVERY = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,12 @@ async def open_service(
     engine_url: str,
     public_url: str,
     training: bool,
+    engine_wait: float = 0.0,
 ) -> AsyncIterator[Service]:
-    """Recover the rank's journal, connect its engine, and sweep until the end."""
+    """Recover the rank's journal, connect its engine, and sweep until the end.
+
+    The engine may take ``engine_wait`` seconds to be there: EngineUnavailable after that.
+    """
     run_dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
     run_dir.create()
     engine = SGLangEngine(
@@ -82,7 +88,7 @@ async def open_service(
     )
     journal = SQLiteJournal(run_dir.journal(rank))
     try:
-        known = await engine.context_length()
+        known = await _context_length(engine, engine_wait)
         context = min(config.engine.context_length or known, known)
         signer = KeySigner(run_dir.signing_secret())
         names = await Names.recover(config, rank, journal)
@@ -130,6 +136,18 @@ async def open_service(
     finally:
         await engine.close()
         await journal.close()
+
+
+async def _context_length(engine: SGLangEngine, wait: float) -> int:
+    """It may have died since it was seen alive, before LiteLLM was imported."""
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            return await engine.context_length()
+        except EngineUnavailable:
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(_ASK_EVERY)
 
 
 async def _sweep(service: Service) -> None:
