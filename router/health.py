@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -29,15 +30,27 @@ class Ranks:
         self.waiting = 0
         """Requests that wait for a rank now."""
         self._failed_at = [0.0] * count
+        """What was heard of a rank before that is no news; infinite until the registry was read."""
         self._urls: list[str] = [""] * count
         """Of the ranks that serve; "" for the others."""
         self._changed = asyncio.Event()
+        self._look = asyncio.Event()
+        """Set to have the registry read now."""
         self.live: list[int] = []
         """The ranks that serve now, in order."""
 
-    def refresh(self) -> None:
-        """Read the registry anew, and wake who waits for a rank that it shows."""
-        self._registry.refresh()
+    async def refresh(self) -> None:
+        """Read the registry anew, and wake who waits for a rank that it shows.
+
+        In a thread: no stream waits for the disk. While that takes nothing, the view stands still.
+        """
+        failed = [rank for rank, at in enumerate(self._failed_at) if at == math.inf]
+        await asyncio.to_thread(self._registry.refresh)
+        for rank in failed:
+            self._failed_at[rank] = time.monotonic()
+        self._update()
+
+    def _update(self) -> None:
         urls = [self._url(rank) for rank in range(self.count)]
         if urls == self._urls:
             return
@@ -65,11 +78,14 @@ class Ranks:
         return self._registry.get("trainer")
 
     def failed(self, rank: int) -> None:
-        """A connection could not be made: the rank is away until it says otherwise."""
-        # What it wrote before now, but was not read yet, is no news.
-        self._registry.refresh()
-        self._failed_at[rank] = time.monotonic()
-        self.refresh()
+        """A connection could not be made: the rank is away until it says otherwise.
+
+        At once, and without the disk, which may hang. What the rank wrote before now, but was not
+        read yet, is no news; so the next look at the registry only tells what there is already.
+        """
+        self._failed_at[rank] = math.inf
+        self._update()
+        self._look.set()
 
     def url(self, rank: int) -> str:
         """Where the rank serves; "" while it is away."""
@@ -78,7 +94,8 @@ class Ranks:
     async def reach(self, rank: int, deadline: float) -> str:
         """Its URL, waiting for it until the deadline; then ServiceUnavailable."""
         while not self._urls[rank]:
-            await self._wait(deadline, f"rank {rank}, where this session lives, is restarting")
+            what = f"rank {rank}, where this session lives, does not answer or is restarting"
+            await self._wait(deadline, what)
         return self._urls[rank]
 
     async def reach_any(self, deadline: float) -> list[int]:
@@ -102,7 +119,7 @@ class Ranks:
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """Keep the view fresh."""
-        self.refresh()
+        await self.refresh()
         task = asyncio.create_task(self._watch())
         try:
             yield
@@ -112,9 +129,12 @@ class Ranks:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(_REFRESH)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_REFRESH):
+                    await self._look.wait()
+            self._look.clear()
             try:
-                self.refresh()
+                await self.refresh()
             except Exception:
                 # Without it no rank would ever come back.
                 log.exception("the registry could not be read and will be tried again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,12 @@ def soon(seconds: float = 15) -> float:
     return time.monotonic() + seconds
 
 
-def test_ranks_come_and_go(tmp_path: Path, ranks: Ranks) -> None:
-    ranks.refresh()
+async def test_ranks_come_and_go(tmp_path: Path, ranks: Ranks) -> None:
+    await ranks.refresh()
     assert ranks.live == []
     tell(tmp_path, 2)
     tell(tmp_path, 0)
-    ranks.refresh()
+    await ranks.refresh()
     assert ranks.live == [0, 2]
     assert [ranks.url(k) for k in range(3)] == [
         "http://127.0.0.1:9000",
@@ -45,47 +46,119 @@ def test_ranks_come_and_go(tmp_path: Path, ranks: Ranks) -> None:
         "http://127.0.0.1:9002",
     ]
     tell(tmp_path, 0, state="stopping")
-    ranks.refresh()
+    await ranks.refresh()
     assert ranks.live == [2]
 
 
-def test_ranks_beyond_the_configured_ones_do_not_count(tmp_path: Path, ranks: Ranks) -> None:
+async def test_ranks_beyond_the_configured_ones_do_not_count(tmp_path: Path, ranks: Ranks) -> None:
     tell(tmp_path, 7)
-    ranks.refresh()
+    await ranks.refresh()
     assert ranks.live == []
 
 
-def test_a_silent_rank_is_away(
+async def test_a_silent_rank_is_away(
     tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell(tmp_path, 0)
-    ranks.refresh()
+    await ranks.refresh()
     assert ranks.live == [0]
     monkeypatch.setattr(registry, "SILENT_AFTER", 0.0)
-    ranks.refresh()
+    await ranks.refresh()
     assert ranks.live == []
 
 
-def test_a_failed_rank_is_away_until_it_writes_again(tmp_path: Path, ranks: Ranks) -> None:
+async def test_a_failed_rank_is_away_until_it_writes_again(tmp_path: Path, ranks: Ranks) -> None:
     tell(tmp_path, 0)
     tell(tmp_path, 1)
-    ranks.refresh()
+    await ranks.refresh()
     # Written before the failure, though not read before it.
     tell(tmp_path, 0)
     ranks.failed(0)
     assert ranks.live == [1]
-    ranks.refresh()
-    assert ranks.live == [1]
+    for _ in range(2):
+        await ranks.refresh()
+        assert ranks.live == [1]
     tell(tmp_path, 0)
-    ranks.refresh()
+    await ranks.refresh()
     assert ranks.live == [0, 1]
 
 
-def test_half_an_entry_keeps_the_last_good_one(tmp_path: Path, ranks: Ranks) -> None:
+async def test_a_rank_that_fails_while_the_registry_is_read_is_away(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What that look finds is from before the failure."""
+    tell(tmp_path, 0)
+    await ranks.refresh()
+    began, go = threading.Event(), threading.Event()
+    read = Registry.refresh
+
+    def slow(self: Registry) -> None:
+        began.set()
+        assert go.wait(30)
+        read(self)
+
+    monkeypatch.setattr(Registry, "refresh", slow)
+    tell(tmp_path, 0)
+    look = asyncio.create_task(ranks.refresh())
+    await until(began.is_set, "the look has begun")
+    ranks.failed(0)
+    assert ranks.live == []
+    go.set()
+    await look
+    await ranks.refresh()
+    assert ranks.live == []
+    tell(tmp_path, 0)
+    await ranks.refresh()
+    assert ranks.live == [0]
+
+
+async def test_a_disk_that_hangs_holds_nobody_up(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The view stands still meanwhile, and a failure counts all the same."""
+    tell(tmp_path, 0)
+    tell(tmp_path, 1)
+    monkeypatch.setattr(health, "_REFRESH", 0.01)
+    threads, go = [], threading.Event()
+    read = Registry.refresh
+
+    def stuck(self: Registry) -> None:
+        threads.append(threading.current_thread())
+        assert go.wait(30)
+        read(self)
+
+    async with ranks.watched():
+        monkeypatch.setattr(Registry, "refresh", stuck)
+        await until(lambda: threads, "the registry is read")
+        assert ranks.live == [0, 1]
+        ranks.failed(0)
+        assert ranks.live == [1]
+        with pytest.raises(ServiceUnavailable, match="does not answer or is restarting"):
+            await ranks.reach(0, soon(0.05))
+        go.set()
+        await until(lambda: len(threads) > 2, "the registry is read again")
+        assert ranks.live == [1]
+        tell(tmp_path, 0)
+        await until(lambda: ranks.live == [0, 1], "the rank is back")
+    assert threading.current_thread() not in threads
+
+
+async def test_after_a_failure_the_registry_is_read_at_once(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what the rank writes next is news."""
+    monkeypatch.setattr(health, "_REFRESH", 3600.0)
+    tell(tmp_path, 0)
+    async with ranks.watched():
+        ranks.failed(0)
+        await until(lambda: ranks._failed_at[0] < float("inf"), "the registry is read")
+
+
+async def test_half_an_entry_keeps_the_last_good_one(tmp_path: Path, ranks: Ranks) -> None:
     tell(tmp_path, 0, version=4)
-    ranks.refresh()
+    await ranks.refresh()
     (tmp_path / "rank-0.json").write_text('{"name": "rank-0", "boo')
-    ranks.refresh()
+    await ranks.refresh()
     entry = ranks.entry(0)
     assert entry is not None
     assert entry.version == 4

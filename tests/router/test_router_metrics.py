@@ -63,7 +63,7 @@ def present(lab: Lab, url: str, state: str = "ready") -> None:
     """Write the trainer's registry entry."""
     fields = {"name": "trainer", "boot_id": "t", "url": url, "pid": 1, "state": state}
     publish(lab.registry, Entry.model_validate(fields))
-    lab.router.ranks.refresh()
+    lab.router.ranks._registry.refresh()
 
 
 async def test_all_parts_in_one_answer(pair: Lab) -> None:
