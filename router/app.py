@@ -68,7 +68,7 @@ class Router:
             **{(m, "/healthz"): self._healthz for m in ("GET", "HEAD")},
             **{(m, "/readyz"): self._readyz for m in ("GET", "HEAD")},
         }
-        """What is not simply passed on, unless the request belongs to one session."""
+        """What is not simply passed on, unless the request comes with a session's key."""
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self.stats.running += 1
@@ -98,13 +98,13 @@ class Router:
         if "%" in path:
             path = unquote(path)
         rank, named = self._affinity.place(path, query, request.headers)
-        # A session that is named beside an open is another one, and must not choose its rank.
-        if not named or path == START:
-            own = self._own.get((request.method, path))
-            if own is not None:
-                return await own(request, body)
-            if request.method == "POST" and path.startswith("/rl/v1/"):
-                return await self._by_body(request, body)
+        own = self._own.get((request.method, path))
+        # A session that is named beside an open is another one, and must not choose its rank. Nor
+        # must a name beside the operator's routes: what is for all ranks would reach one of them.
+        if own is not None and (path == START or not self._affinity.keyed(request.headers)):
+            return await own(request, body)
+        if not named and request.method == "POST" and path.startswith("/rl/v1/"):
+            return await self._by_body(request, body)
         return await self.forwarder.pass_on(request, rank, body)
 
     async def _by_body(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:

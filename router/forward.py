@@ -9,6 +9,7 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict
 
 from any_agent.errors import ReplyLost
+from router.affinity import SESSION_HEADER
 from router.body import Body
 from router.health import Ranks
 from router.reply import Replies
@@ -95,6 +96,8 @@ class Forwarder:
         # The answer is read here.
         headers.popall(hdrs.ACCEPT_ENCODING, None)
         headers.popall(hdrs.CONTENT_LENGTH, None)
+        # What is asked anew concerns no one session, and other ranks would not know it.
+        headers.popall(SESSION_HEADER, None)
         if content is not None:
             headers[hdrs.CONTENT_LENGTH] = str(len(content))
         while True:

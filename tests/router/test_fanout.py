@@ -10,6 +10,7 @@ import pytest
 from router import fanout, merge
 from tests.proxy_ext.proxy_lab import until
 from tests.router.router_lab import FakeRank, Lab, Received
+from tests.router.test_affinity import IDS
 
 CAPACITY = {"admitted": 3, "reserved": 1, "waiting": 2, "running": 4, "buffered": 5, "limit": 9}
 
@@ -148,6 +149,34 @@ async def test_a_session_key_asks_its_own_rank_alone(pair: Lab) -> None:
     says(pair.ranks[1], {"version": 3})
     assert (await pair.get("/rl/v1/version", pair.key(1))).json() == {"version": 3}
     assert not pair.ranks[0].received
+
+
+WRITES = [
+    ("PUT", "/rl/v1/capacity"),
+    ("PUT", "/rl/v1/run"),
+    ("POST", "/rl/v1/pause"),
+    ("POST", "/rl/v1/resume"),
+    ("POST", "/rl/v1/version"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), [*WRITES, ("GET", "/rl/v1/run")])
+@pytest.mark.parametrize("where", ["header", "query"])
+async def test_a_session_that_is_named_beside_changes_nothing(
+    pair: Lab, method: str, path: str, where: str
+) -> None:
+    """Else a pause, or a version, that is for all ranks would reach one of them."""
+    for rank in pair.ranks:
+        says(rank, CAPACITY | {"version": 3})
+    query, headers = (f"?session_id={IDS[1]}", {}) if where == "query" else ("", {NAMED: IDS[1]})
+    response = await pair.http.request(method, path + query, json={"limit": 9}, headers=headers)
+    assert sorted(response.json()["ranks"]) == ["0", "1"]
+    for rank in pair.ranks:
+        # A rank refuses sessions of others, where it looks.
+        assert [received.values(NAMED) for received in rank.received] == [[]]
+
+
+NAMED = "X-Any-Agent-Session"
 
 
 async def test_the_callers_key_reaches_every_rank(pair: Lab) -> None:

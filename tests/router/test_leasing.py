@@ -12,7 +12,7 @@ from any_agent.client import RLClient
 from router import leasing
 from tests.proxy_ext.proxy_lab import until
 from tests.router.conftest import StartLab
-from tests.router.router_lab import FakeRank, Lab, Received
+from tests.router.router_lab import FakeRank, Lab, Received, answer_empty
 
 A, B, C = "ses-0-000000000000000a", "ses-1-000000000000000b", "ses-0-000000000000000c"
 NOTHING = b"HTTP/1.1 204 No Content\r\n\r\n"
@@ -39,6 +39,23 @@ async def test_acks_are_split_and_counted(pair: Lab) -> None:
     assert (await pair.post("/rl/v1/ack", body)).json() == {"acked": 3}
     assert pair.ranks[0].received[0].json == {"owner": "me", "trained": [A], "rejected": rejected}
     assert pair.ranks[1].received[0].json == {"owner": "me", "trained": [B], "rejected": []}
+
+
+@pytest.mark.parametrize("where", ["header", "query"])
+async def test_a_session_that_is_named_beside_changes_nothing(pair: Lab, where: str) -> None:
+    for rank in pair.ranks:
+        rank.handler = ack
+    query, headers = (f"?session_id={B}", {}) if where == "query" else ("", {NAMED: B})
+    data = {"owner": "me", "trained": [A, B]}
+    answer = await pair.post(f"/rl/v1/ack{query}", data, **headers)
+    assert answer.json() == {"acked": 2}
+    pair.ranks[0].handler = answer_empty
+    wanted = {"owner": "me", "session_ids": [A]}
+    assert (await pair.post(f"/rl/v1/lease{query}", wanted, **headers)).status_code == 200
+    assert [len(rank.received) for rank in pair.ranks] == [2, 1]
+
+
+NAMED = "X-Any-Agent-Session"
 
 
 async def test_an_ack_waits_for_its_rank(pair: Lab) -> None:
