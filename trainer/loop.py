@@ -205,6 +205,13 @@ class GRPOTrainer:
             batch.rejected |= dict.fromkeys(batch.trained, "not_finite")
             batch.trained = []
             return None
+        except Exception:
+            log.error(
+                "step %d failed, and is made again at each start, from %s: if memory ran out, lower "
+                "train.micro_batch_tokens; to leave it out, remove that file and any later ones",
+                *(taken.step, self._manifests.path(taken.step)),
+            )
+            raise
         self._failed_steps = 0
         return result
 

@@ -49,14 +49,14 @@ class Manifests:
 
     def write(self, manifest: Manifest) -> None:
         """On disk when it returns. Those of later steps, of a history given up, are removed."""
-        write_json(self._path(manifest.step), {"format": FORMAT, **asdict(manifest)})
+        write_json(self.path(manifest.step), {"format": FORMAT, **asdict(manifest)})
         for step in self.steps():
             if step > manifest.step:
                 self.remove(step)
 
     def read(self, step: int) -> Manifest:
         """Raises TrainingError for a file that is none of this version's."""
-        path = self._path(step)
+        path = self.path(step)
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data.pop("format") != FORMAT:
@@ -82,7 +82,7 @@ class Manifests:
         return sorted(int(match[1]) for match in names if match)
 
     def remove(self, step: int) -> None:
-        self._path(step).unlink(missing_ok=True)
+        self.path(step).unlink(missing_ok=True)
 
     def prune(self, oldest: int) -> None:
         """Remove those that no resume needs: from ``oldest``, the oldest checkpoint's step, on
@@ -91,7 +91,8 @@ class Manifests:
             if step <= oldest:
                 self.remove(step)
 
-    def _path(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
+        """Where a step's manifest lies."""
         return self._folder / f"step-{step:08d}.json"
 
 

@@ -264,6 +264,34 @@ def test_a_step_that_was_left_out_is_not_made_again(settings: list[str]) -> None
     ]
 
 
+def test_a_step_that_fails_every_time_is_told_with_what_to_do(
+    settings: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(settings, *RUN, "train.steps=1")
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    first = Lab(config, [pair("large")])
+    for lab in (first, Lab(config, [], before=first)):  # when it is made again, too
+        caplog.clear()
+        load = lab.trainer._load
+
+        def loaded(lab: Lab = lab, load: Callable[[], None] = load) -> None:
+            load()
+            lab.trainer.policy.step = failing  # type: ignore[method-assign,assignment]
+
+        lab.trainer._load = loaded  # type: ignore[method-assign]
+        with pytest.raises(torch.OutOfMemoryError):
+            lab.trainer.train()
+        manifest = lab.trainer.dir.manifests / "step-00000001.json"
+        assert f"step 1 failed, and is made again at each start, from {manifest}" in caplog.text
+        assert "lower train.micro_batch_tokens" in caplog.text
+    # The remedy: without the file it goes on.
+    manifest.unlink()
+    assert Lab(config, [pair("good")], before=first).trainer.train()
+
+
 def test_a_finished_run_that_is_started_again(settings: list[str]) -> None:
     config = config_of(settings, *RUN)
     first = Lab(config, episodes())
