@@ -207,7 +207,7 @@ class GRPOTrainer:
             return None
         except Exception:
             log.error(
-                "step %d failed, and is made again at each start, from %s: if memory ran out, lower "
+                "step %d failed, and is made again at each start, from %s: if memory ran out lower "
                 "train.micro_batch_tokens; to leave it out, remove that file and any later ones",
                 *(taken.step, self._manifests.path(taken.step)),
             )
