@@ -188,9 +188,11 @@ class RolloutConfig(_Section):
     eta: int = Field(2, ge=0)
     """Optimizer steps that a token may be older than the step that trains on it."""
     deterministic: bool = False
-    """Derive session ids and sampling seeds from `train.seed` and the order of opening, and sort
-    batches, so that the same agents give the same run bit for bit (with `rollout.eta=0` and
-    `engine.max_running_requests=1`)."""
+    """Derive session ids and sampling seeds from `train.seed` and each session's place in its group
+    (without a group: in the order of opening), and sort batches, so that the same agents give the
+    same run bit for bit: with `rollout.eta=0`, `engine.max_running_requests=1`, and agents that
+    open the same groups for each step, of interchangeable members, as any of them may come first.
+    """
     lease_ttl: float = Field(600.0, gt=0)
     """Seconds after which trajectories of a silent trainer are handed out again."""
 
@@ -229,7 +231,9 @@ class TrainConfig(_Section):
     micro_batch_tokens: int = Field(16_384, ge=16)
     """Padded tokens in one forward pass."""
     checkpoint_every: int = Field(20, ge=1)
-    """Steps between checkpoints; the last step is always kept."""
+    """Steps between checkpoints; the last step is always kept. A restarted trainer makes the steps
+    since the last one again, and the ranks keep the sessions of all of them in memory until it
+    has."""
     keep_checkpoints: int = Field(3, ge=1)
     """Checkpoints kept on disk."""
     keep_weights: int = Field(2, ge=1)

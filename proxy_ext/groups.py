@@ -26,6 +26,8 @@ class Group:
     openers: int = 0
     """Opens that wait for the ticket."""
     members: dict[str, SessionState] = field(default_factory=dict)
+    named: int = 0
+    """Names that were given to members, also to those that then failed to open."""
     promised: int = 0
     """Slots taken by opens that are being written."""
     closed: bool = False
@@ -111,6 +113,15 @@ class Groups:
             raise closed_error(group_id)
         name = group_id or self._names.generation(task_id or "", self._by_id)
         return self.add(Group(name, key, size, time.monotonic() + self._timeout))
+
+    def new_member(self, group: Group) -> str:
+        """The id of a session to be opened in it."""
+        while True:
+            name = self._names.member(group.id, group.named)
+            group.named += 1
+            # Those of a group that the journal gave back are counted by nobody.
+            if name not in group.members:
+                return name
 
     def add(self, group: Group) -> Group:
         self._by_id[group.id] = group

@@ -1,7 +1,9 @@
 """Names of sessions and of tasks' groups, and the sampling seeds of calls.
 
 Random; or, where a run is to be repeated bit for bit, derived from the run's seed, the rank, and
-how many sessions were opened here before. The trainer orders its batches by these names.
+the member's number in its group. Members of other groups, and when they come, have no part in it.
+A session without a group is named by how many of them there were here before. The trainer orders
+its batches by these names.
 """
 
 from __future__ import annotations
@@ -12,20 +14,19 @@ from hashlib import sha256
 
 from any_agent.config import Config
 from any_agent.keys import SESSION_ID_PREFIX
-from any_agent.types import SessionState
 from proxy_ext.journal import Journal
-
-_MOST_LOST = 1024
-"""Numbers that may be missing from the journal, because their sessions failed to open."""
 
 
 class Names:
     """Names of one rank. ``seed`` None: random ones, and no sampling seeds."""
 
-    def __init__(self, rank: int, seed: int | None = None, *, opened: int = 0) -> None:
+    def __init__(self, rank: int, seed: int | None = None) -> None:
         self._rank = rank
         self._seed = seed
-        self._opened = opened
+        self._single = f"{SESSION_ID_PREFIX}{rank}-{self._hex(8, 'single')}"
+        self._singles = 0
+        self._generations: dict[str, int] = {}
+        """How many generations each task had."""
 
     @classmethod
     async def recover(cls, config: Config, rank: int, journal: Journal) -> Names:
@@ -33,39 +34,52 @@ class Names:
         if not config.rollout.deterministic:
             return cls(rank)
         names = cls(rank, config.train.seed)
-        known = {row.id for row in await journal.sessions(SessionState)}
-        for number in range(len(known) + _MOST_LOST):
-            if names._session(number) in known:
-                names._opened = number + 1
+        last = await journal.last_session(names._single)
+        if last is not None:
+            names._singles = int(last.removeprefix(names._single), 16) + 1
+        for group_id in await journal.group_ids():
+            names._begun(group_id)
         return names
 
-    def session(self) -> str:
-        """A new session's id."""
-        number = self._opened
-        self._opened += 1
-        return self._session(number)
+    def single(self) -> str:
+        """A new session's id that has no group."""
+        if self._seed is None:
+            return f"{SESSION_ID_PREFIX}{self._rank}-{secrets.token_hex(8)}"
+        # The number itself is in it, so the journal's last one tells how many there were.
+        name = f"{self._single}{self._singles:08x}"
+        self._singles += 1
+        return name
+
+    def member(self, group_id: str, number: int) -> str:
+        """A new session's id, by its number among those of its group."""
+        if self._seed is None:
+            return self.single()
+        self._begun(group_id)
+        return f"{SESSION_ID_PREFIX}{self._rank}-{self._hex(16, 'member', group_id, number)}"
 
     def generation(self, task_id: str, taken: Container[str]) -> str:
         """A new group of a task; none that is ``taken``.
 
-        Those that ended took part in the count: some session was opened in each.
+        A generation counts once a member is named: how often somebody waited for slots in vain is
+        a matter of time.
         """
-        again = 0
+        number = self._generations.get(task_id, 0)
         while True:
-            part = self._hex(8, "group", task_id, self._opened, again)
-            name = f"{task_id}~{part or secrets.token_hex(4)}"
+            part = secrets.token_hex(4) if self._seed is None else f"{self._rank}-{number}"
+            name = f"{task_id}~{part}"
             if name not in taken:
                 return name
-            again += 1
+            number += 1
 
     def sampling_seed(self, session_id: str, number: int) -> int | None:
         """The seed of a session's call, by its number among the session's interactions."""
         part = self._hex(8, "call", session_id, number)
         return int(part, 16) >> 1 if part else None
 
-    def _session(self, number: int) -> str:
-        part = self._hex(16, "session", number) or secrets.token_hex(8)
-        return f"{SESSION_ID_PREFIX}{self._rank}-{part}"
+    def _begun(self, group_id: str) -> None:
+        task_id, _, end = group_id.rpartition(f"~{self._rank}-")
+        if end.isdecimal():
+            self._generations[task_id] = max(self._generations.get(task_id, 0), int(end) + 1)
 
     def _hex(self, digits: int, *of: object) -> str:
         """Digits that follow from the seed; none without one."""

@@ -46,10 +46,11 @@ class Opening:
         group: Group | None = None
         if mode is SessionMode.TRAIN:
             group = await self._admit(body)
+        sessions = self._sessions
         now, wall = time.monotonic(), time.time()
         ttl = min(body.ttl or self._config.ttl, self._config.ttl)
         row = SessionRow(
-            id=self._sessions.names.session(),
+            id=sessions.groups.new_member(group) if group else sessions.names.single(),
             lane=lane.id,
             mode=mode,
             state=SessionState.OPEN,

@@ -28,8 +28,8 @@ from proxy_ext.groups import Group, Groups
 from proxy_ext.journal import (
     Journal,
     PutInteraction,
-    PutSession,
     SessionRow,
+    SetFinal,
     SetInteractionReward,
     SetState,
 )
@@ -85,7 +85,9 @@ class Sessions:
         """Take over what the journal holds: open sessions go on, finalized ones wait."""
         now, wall = time.monotonic(), time.time()
         for row in await self.journal.sessions(LIVE_STATES):
-            session = Session(row, expires=now + row.expires_at - wall)
+            # The wall clock may have been set back meanwhile.
+            remaining = min(row.expires_at - wall, row.expires_at - row.created_at)
+            session = Session(row, expires=now + remaining)
             session.lease_expires = now + lease_ttl
             for interaction in await self.journal.interactions(row.id):
                 add_to_tree(session.tree, interaction)
@@ -107,7 +109,8 @@ class Sessions:
         named = first.group_id or ""
         task = f"task:{first.task_id}"
         key = task if "~" in named else f"group:{named}"
-        remaining = first.created_at + self.config.group_timeout - wall
+        timeout = self.config.group_timeout
+        remaining = min(first.created_at + timeout - wall, timeout)
         group = Group(named, key, first.group_size, time.monotonic() + remaining)
         group.members = {row.id: row.state for row in rows}
         # An export leases single sessions, also of groups that are still open.
@@ -223,7 +226,8 @@ class Sessions:
                     if call.completion is not None and not call.delivered
                 ]
                 await self.journal.commit(
-                    PutSession(row), *(PutInteraction(_undelivered(i)) for i in unsent)
+                    SetFinal(session.id, state, final_reward),
+                    *(PutInteraction(_undelivered(i)) for i in unsent),
                 )
             finally:
                 session.closing = False

@@ -35,9 +35,18 @@ class SessionRow:
 
 @dataclass(frozen=True, slots=True)
 class PutSession:
-    """Insert or replace a session."""
+    """A new session. One whose id is there already fails: nothing is ever overwritten."""
 
     row: SessionRow
+
+
+@dataclass(frozen=True, slots=True)
+class SetFinal:
+    """End a session with its final reward."""
+
+    session_id: str
+    state: SessionState
+    final_reward: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +82,7 @@ class PutMeta:
     value: Any
 
 
-Statement = PutSession | SetState | PutInteraction | SetInteractionReward | PutMeta
+Statement = PutSession | SetFinal | SetState | PutInteraction | SetInteractionReward | PutMeta
 
 
 class JournalStats:
@@ -108,6 +117,14 @@ class Journal(Protocol):
 
     async def group(self, group_id: str) -> list[SessionRow]:
         """Every member that a group ever had, oldest first."""
+        ...
+
+    async def group_ids(self) -> list[str]:
+        """Every group that ever had a member."""
+        ...
+
+    async def last_session(self, prefix: str) -> str | None:
+        """The last session's id, in the order of ids, of those that begin with this."""
         ...
 
     async def counts(self) -> dict[tuple[str, SessionState], int]:

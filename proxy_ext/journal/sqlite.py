@@ -29,6 +29,7 @@ from proxy_ext.journal.base import (
     PutMeta,
     PutSession,
     SessionRow,
+    SetFinal,
     SetInteractionReward,
     SetState,
     Statement,
@@ -58,7 +59,7 @@ _MAX_BATCH = 512
 _MAX_QUEUE = 16_384
 _SESSION_FIELDS = tuple(SessionRow.__dataclass_fields__)
 _PUT_SESSION = (
-    f"INSERT OR REPLACE INTO sessions ({', '.join(_SESSION_FIELDS)}) "
+    f"INSERT INTO sessions ({', '.join(_SESSION_FIELDS)}) "
     f"VALUES ({', '.join('?' * len(_SESSION_FIELDS))})"
 )
 
@@ -136,6 +137,16 @@ class SQLiteJournal:
         sql = "SELECT * FROM sessions WHERE group_id = ? ORDER BY created_at, rowid"
         rows = await self._read(lambda c: c.execute(sql, (group_id,)).fetchall())
         return [_row(row) for row in rows]
+
+    async def group_ids(self) -> list[str]:
+        sql = "SELECT DISTINCT group_id FROM sessions WHERE group_id IS NOT NULL"
+        return [row[0] for row in await self._read(lambda c: c.execute(sql).fetchall())]
+
+    async def last_session(self, prefix: str) -> str | None:
+        sql = "SELECT MAX(id) FROM sessions WHERE id >= ? AND id < ?"
+        bounds = prefix, prefix + chr(0x10FFFF)
+        last: str | None = (await self._read(lambda c: c.execute(sql, bounds).fetchone()))[0]
+        return last
 
     async def counts(self) -> dict[tuple[str, SessionState], int]:
         sql = "SELECT mode, state, COUNT(*) FROM sessions GROUP BY state, mode"
@@ -282,6 +293,14 @@ def _(statement: PutSession) -> tuple[str, tuple[Any, ...]]:
     values[_SESSION_FIELDS.index("metadata")] = orjson.dumps(row.metadata)
     values[_SESSION_FIELDS.index("state")] = str(row.state)
     return _PUT_SESSION, tuple(values)
+
+
+@_prepare.register
+def _(statement: SetFinal) -> tuple[str, tuple[Any, ...]]:
+    return (
+        "UPDATE sessions SET state = ?, final_reward = ? WHERE id = ?",
+        (str(statement.state), statement.final_reward, statement.session_id),
+    )
 
 
 @_prepare.register

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from proxy_ext.journal import (
     PutInteraction,
     PutMeta,
     PutSession,
+    SetFinal,
     SetInteractionReward,
     SetState,
     SQLiteJournal,
@@ -72,6 +74,26 @@ async def test_round_trip(journal: SQLiteJournal, tmp_path: Path) -> None:
     stored = await again.interactions("s1")
     assert [(i.id, i.untrainable_reason) for i in stored] == [("i1", "undelivered"), ("i2", None)]
     await again.close()
+
+
+async def test_a_session_that_is_there_is_not_overwritten(journal: SQLiteJournal) -> None:
+    first = make_row("s1", metadata={"whose": "first"})
+    await journal.commit(PutSession(first))
+    with pytest.raises(StoreUnavailable):
+        await journal.commit(PutSession(make_row("s1", metadata={"whose": "another's"})))
+    assert await journal.session("s1") == first
+    await journal.commit(SetFinal("s1", SessionState.FINALIZED, 0.5))
+    final = replace(first, state=SessionState.FINALIZED, final_reward=0.5)
+    assert await journal.session("s1") == final
+
+
+async def test_what_there_is_of_names(journal: SQLiteJournal) -> None:
+    assert await journal.last_session("ses") is None
+    rows = [("ses-a0", None), ("ses-a9", "g"), ("ses-b0", "g"), ("ses-b1", "h"), ("set", None)]
+    await journal.commit(*(PutSession(make_row(id, group_id=group)) for id, group in rows))
+    assert await journal.last_session("ses-a") == "ses-a9"
+    assert await journal.last_session("ses-") == "ses-b1"
+    assert sorted(await journal.group_ids()) == ["g", "h"]
 
 
 async def test_the_newest_session_of_a_lane(journal: SQLiteJournal) -> None:

@@ -11,6 +11,7 @@ import pytest
 from any_agent.chat import ChatFormat
 from any_agent.errors import StoreUnavailable
 from any_agent.keys import rank_of_session
+from any_agent.protocol import StartSession
 from proxy_ext.names import Names
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
@@ -22,15 +23,26 @@ DETERMINISTIC = ("rollout.deterministic=true", "train.seed=7")
 def test_names_follow_from_the_seed() -> None:
     def some(rank: int, seed: int) -> list[Any]:
         names = Names(rank, seed)
-        sessions = [names.session() for _ in range(3)]
-        seeds = [names.sampling_seed(sessions[0], number) for number in range(3)]
-        return [*sessions, names.generation("t", ()), *seeds]
+        sessions = [names.single() for _ in range(3)]
+        sessions += [names.member(group, number) for group in ("g", "h") for number in range(3)]
+        return [*sessions, *(names.sampling_seed(sessions[0], number) for number in range(3))]
 
     assert some(1, 7) == some(1, 7)
     everything = [item for rank in (0, 1) for seed in (7, 8) for item in some(rank, seed)]
     assert len(set(everything)) == len(everything)
-    assert [rank_of_session(id) for id in some(1, 7)[:3]] == [1, 1, 1]
-    assert all(0 <= seed < 2**31 for seed in some(1, 7)[4:])
+    assert [rank_of_session(id) for id in some(1, 7)[:9]] == [1] * 9
+    assert all(0 <= seed < 2**31 for seed in some(1, 7)[9:])
+
+
+def test_a_members_name_follows_from_its_group_alone() -> None:
+    """So openers of other groups may come before it, or after."""
+    names, other = Names(0, 7), Names(0, 7)
+    for k in range(3):
+        other.single()
+        other.member(other.generation("another", ()), k)
+    assert names.member("g", 1) == other.member("g", 1)
+    assert names.generation("t", ()) == other.generation("t", ())
+    assert names.single() != other.single()
 
 
 def test_generations_of_one_moment_differ() -> None:
@@ -40,14 +52,16 @@ def test_generations_of_one_moment_differ() -> None:
         taken.append(names.generation("t", taken))
     assert len(set(taken)) == 3
     again = Names(0, 7)
-    assert again.generation("t", ()) == taken[0]
-    again.session()
-    assert again.generation("t", ()) not in taken
+    # What nobody got into does not count; what somebody did is used once.
+    assert again.generation("t", ()) == again.generation("t", ()) == taken[0]
+    again.member(taken[0], 0)
+    assert again.generation("t", ()) == taken[1]
 
 
 def test_without_a_seed_they_are_random() -> None:
     one, other = Names(0), Names(0)
-    assert one.session() != other.session()
+    assert one.single() != other.single()
+    assert one.member("g", 0) != other.member("g", 0)
     assert one.generation("t", ()) != other.generation("t", ())
     assert one.sampling_seed("s", 0) is None
 
@@ -91,24 +105,64 @@ async def test_the_same_agents_get_the_same_names_and_seeds(
     assert random[-1] == [None] * 12
 
 
+async def crowd(root: Path, chat: ChatFormat, order: list[int]) -> dict[str, set[str]]:
+    """Openers of three tasks at once, in some order; the sessions' ids by their groups."""
+    engine = ScriptedEngine(decode=chat.decode)
+    async with engine.serve():
+        config = config_for(root, *DETERMINISTIC)
+        async with running_proxy(config, chat, engine_url=engine.url) as proxy:
+            opening = [
+                asyncio.create_task(proxy.open(task_id=f"t{k % 3}", group_size=2, wait=30))
+                for k in order
+            ]
+            # One does not wait for long enough.
+            hasty = {"task_id": "t0", "group_size": 2, "wait": 0}
+            assert (await proxy.http.post("/rl/v1/start_session", json=hasty)).status_code == 429
+            await proxy.admit(100)
+            groups: dict[str, set[str]] = {}
+            for session in await asyncio.gather(*opening):
+                groups.setdefault(session["group_id"], set()).add(session["session_id"])
+    return groups
+
+
+async def test_openers_of_other_groups_change_no_ids(tmp_path: Path, chat: ChatFormat) -> None:
+    order = list(range(12))
+    groups = await crowd(tmp_path / "a", chat, order)
+    assert [len(ids) for ids in groups.values()] == [2] * 6
+    assert groups == await crowd(tmp_path / "b", chat, order[::-1])
+    assert groups == await crowd(tmp_path / "c", chat, [*order[6:], *order[:6]])
+
+
+@pytest.mark.parametrize("fields", [{}, {"task_id": "t"}, {"group_id": "g"}], ids=repr)
 async def test_what_the_journal_never_got_is_not_named_twice(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    proxy = await start(*DETERMINISTIC)
+    """However many openings failed."""
+    proxy = await start(*DETERMINISTIC, "rollout.batch_size=8", "rollout.max_concurrent=8")
     await proxy.admit(100)
+    fields = fields | {"group_size": 8} if fields else fields
+    commit = proxy.service.journal.commit
+    refuse = True
 
-    async def full(*_: Any) -> None:
-        raise StoreUnavailable("full")
+    async def full(*statements: Any) -> None:
+        if refuse:
+            raise StoreUnavailable("full")
+        await commit(*statements)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(proxy.service.journal, "commit", full)
-        assert (await proxy.http.post("/rl/v1/start_session", json={})).status_code == 503
-    opened = {(await proxy.open())["session_id"] for _ in range(3)}
+    monkeypatch.setattr(proxy.service.journal, "commit", full)
+    opened = set()
+    for count in (1, 1100, 0):
+        refuse = True
+        for _ in range(count):
+            with pytest.raises(StoreUnavailable):
+                await proxy.service.opening.open(StartSession(**fields))
+        refuse = False
+        opened.add((await proxy.open(**fields))["session_id"])
     await proxy.service.journal.close()
-    again = await start(*DETERMINISTIC)
+    again = await start(*DETERMINISTIC, "rollout.batch_size=8", "rollout.max_concurrent=8")
     await again.admit(100)
-    assert (await again.open())["session_id"] not in opened
-    assert len(again.service.sessions.live) == 4
+    opened |= {(await again.open(**fields))["session_id"] for _ in range(4)}
+    assert len(opened) == len(again.service.sessions.live) == 7
 
 
 async def test_calls_at_once_have_seeds_of_their_own(start: Start, engine: ScriptedEngine) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
+
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy
@@ -115,3 +119,19 @@ async def test_a_keys_newest_session_counts(start: Start, proxy: Proxy) -> None:
     last = await restart(start)
     response = await last.call(key)
     assert response.json()["error"]["state"] == "aborted"
+
+
+async def test_a_clock_that_was_set_back_extends_nothing(
+    start: Start, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await proxy.open(group_id="g", group_size=2, ttl=50)
+    back = time.time() - 100_000
+    with monkeypatch.context() as patched:
+        patched.setattr("proxy_ext.sessions.time.time", lambda: back)
+        proxy = await restart(start)
+    now = time.monotonic()
+    live = proxy.service.sessions.live[session["session_id"]]
+    assert now < live.expires <= now + 50
+    group = proxy.service.sessions.groups.get("g")
+    assert group is not None
+    assert group.deadline <= now + proxy.service.sessions.config.group_timeout
