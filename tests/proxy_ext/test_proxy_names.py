@@ -138,29 +138,31 @@ async def test_what_the_journal_never_got_is_not_named_twice(
     start: Start, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     """However many openings failed."""
-    proxy = await start(*DETERMINISTIC, "rollout.batch_size=8", "rollout.max_concurrent=8")
-    await proxy.admit(100)
     fields = fields | {"group_size": 8} if fields else fields
-    commit = proxy.service.journal.commit
-    refuse = True
 
-    async def full(*statements: Any) -> None:
-        if refuse:
+    async def begin() -> Proxy:
+        proxy = await start(*DETERMINISTIC, "rollout.batch_size=8", "rollout.max_concurrent=8")
+        await proxy.admit(100)
+        return proxy
+
+    async def fail(proxy: Proxy, times: int) -> None:
+        async def full(*_: Any) -> None:
             raise StoreUnavailable("full")
-        await commit(*statements)
 
-    monkeypatch.setattr(proxy.service.journal, "commit", full)
+        with monkeypatch.context() as patched:
+            patched.setattr(proxy.service.journal, "commit", full)
+            for _ in range(times):
+                with pytest.raises(StoreUnavailable):
+                    await proxy.service.opening.open(StartSession(**fields))
+
+    proxy = await begin()
     opened = set()
-    for count in (1, 1100, 0):
-        refuse = True
-        for _ in range(count):
-            with pytest.raises(StoreUnavailable):
-                await proxy.service.opening.open(StartSession(**fields))
-        refuse = False
+    for times in (1, 1100, 0):
+        await fail(proxy, times)
         opened.add((await proxy.open(**fields))["session_id"])
     await proxy.service.journal.close()
-    again = await start(*DETERMINISTIC, "rollout.batch_size=8", "rollout.max_concurrent=8")
-    await again.admit(100)
+    again = await begin()
+    await fail(again, 1100)  # as often as before: what comes next was there already
     opened |= {(await again.open(**fields))["session_id"] for _ in range(4)}
     assert len(opened) == len(again.service.sessions.live) == 7
 
