@@ -126,4 +126,14 @@ def effects_against_states(
 
 def given_up(before: Iterable[Manifest], history: History) -> list[int]:
     """The steps among ``before`` that the history made with other sessions, or not at all."""
-    return [m.step for m in before if history.manifests.get(m.step) != m]
+    oldest = min(history.consumed, default=0)
+    out = []
+    for manifest in before:
+        if manifest.step > oldest:
+            same = history.manifests.get(manifest.step) == manifest
+        else:
+            # The checkpoint's sessions stand for the manifests that it made needless.
+            same = set(manifest.trained) <= set(history.consumed[oldest])
+        if not same:
+            out.append(manifest.step)
+    return out

@@ -177,6 +177,8 @@ def test_steps_that_do_not_fit_together_are_seen() -> None:
     before = [step(2, "b"), step(3, "c")]
     assert history.given_up(before, chain({}, step(2, "b"), step(3, "x"))) == [3]
     assert history.given_up(before, chain({}, step(2, "b"))) == [3]
+    assert history.given_up(before, chain({2: ("a", "b")}, step(3, "c"))) == []
+    assert history.given_up(before, chain({2: ("a", "x")}, step(3, "c"))) == [2]
 
 
 def test_a_folders_history_is_read(tmp_path: Path) -> None:
