@@ -18,6 +18,7 @@ AnyAgentError                      500 internal_error
 ├── ReplyLost                      502 reply_lost
 ├── EngineUnavailable              503 engine_unavailable
 ├── StoreUnavailable               503 store_unavailable
+│   └── StoreBusy                  503 store_busy
 ├── ServiceUnavailable             503 service_unavailable
 ├── ConfigError                    500 bad_config (exit code 2)
 ├── StartupError                   500 startup_failed (exit code 1)
@@ -168,6 +169,12 @@ class StoreUnavailable(AnyAgentError):
     status = 503
     default_code = "store_unavailable"
     retryable = True
+
+
+class StoreBusy(StoreUnavailable):
+    """The store took nothing: what was asked for was not even begun."""
+
+    default_code = "store_busy"
 
 
 class ServiceUnavailable(AnyAgentError):

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlencode
 import orjson
 from aiohttp import web
 
-from any_agent.errors import ServiceUnavailable
+from any_agent.errors import ServiceUnavailable, StoreBusy, from_response
 from router.affinity import Affinity
 from router.body import Body, json_object, seconds
 from router.forward import Forwarder
@@ -93,19 +93,26 @@ class Opens:
         while True:
             live = await self._ranks.reach_any(give_up)
             order = [live[(turn + k) % len(live)] for k in range(len(live))]
+            full: list[int] = []
             refusal: Answer | None = None
             for rank in order:
                 answer = await self._ask(request, rank, first, first_target)
-                if answer is not None and answer.status not in (429, 503):
+                if answer is None:
+                    continue
+                if answer.status == 429:
+                    full.append(rank)
+                elif not _not_begun(answer):
                     return answer
-                refusal = answer or refusal
+                if answer.status == 429 or refusal is None:
+                    # A slot can be waited for.
+                    refusal = answer
             if refusal is None:
                 # All of them went away; wait for one.
                 continue
             remaining = deadline - time.monotonic()
-            if remaining <= 0 or refusal.status != 429:
+            if remaining <= 0 or not full:
                 return refusal
-            answer = await self._queue(request, one, self._shortest(order), remaining)
+            answer = await self._queue(request, one, self._shortest(full), remaining)
             if answer is not None:
                 return answer
 
@@ -119,14 +126,14 @@ class Opens:
         finally:
             self._queued[rank] -= 1
 
-    def _shortest(self, order: list[int]) -> int:
+    def _shortest(self, ranks: list[int]) -> int:
         """The rank where the fewest wait. What it said of itself is up to a second old."""
 
         def waiting(rank: int) -> int:
             entry = self._ranks.entry(rank)
             return max(self._queued[rank], entry.load.waiting if entry else 0)
 
-        return min(order, key=waiting)
+        return min(ranks, key=waiting)
 
     async def _ask(
         self, request: web.BaseRequest, rank: int, content: bytes, target: str | None
@@ -136,3 +143,11 @@ class Opens:
             return await self._forwarder.ask(request, rank, content=content or None, target=target)
         except ServiceUnavailable:
             return None
+
+
+def _not_begun(answer: Answer) -> bool:
+    """Whether a rank was too busy to begin: after its other failures a session may be there.
+
+    A write may reach the disk and fail to say so, and one open is to open one session.
+    """
+    return isinstance(from_response(answer.status, answer.body, None), StoreBusy)

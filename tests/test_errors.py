@@ -15,7 +15,9 @@ from any_agent.errors import AnyAgentError, from_response
 def tree(kind: type[AnyAgentError] = AnyAgentError, depth: int = 0) -> Iterator[tuple[int, type]]:
     yield depth, kind
     for child in kind.__subclasses__():
-        yield from tree(child, depth + 1)
+        # Other modules have subclasses for themselves, which nobody outside sees.
+        if child.__module__ == errors.__name__:
+            yield from tree(child, depth + 1)
 
 
 KINDS: list[type[AnyAgentError]] = [kind for _, kind in tree()]

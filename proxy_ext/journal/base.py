@@ -100,7 +100,11 @@ class Journal(Protocol):
     stats: JournalStats
 
     async def commit(self, *statements: Statement) -> None:
-        """Write all of them durably or none; StoreUnavailable if the store cannot."""
+        """Write all of them durably or none; StoreUnavailable if the store cannot.
+
+        StoreBusy, which is one, says that it was not begun; after another one a crash may show that
+        it was written all the same.
+        """
         ...
 
     async def sessions(self, states: Iterable[SessionState]) -> list[SessionRow]:

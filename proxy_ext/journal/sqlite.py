@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from any_agent.errors import StoreUnavailable
+from any_agent.errors import StoreBusy, StoreUnavailable
 from any_agent.record import pack_interaction, unpack_interaction
 from any_agent.types import Interaction, SessionState
 from proxy_ext.journal.base import (
@@ -184,12 +184,12 @@ class SQLiteJournal:
 
     async def _submit(self, run: Callable[[sqlite3.Connection], Any], *, writes: bool) -> Any:
         if self._closed:
-            raise StoreUnavailable("the journal is closed", retry_after=2)
+            raise StoreBusy("the journal is closed", retry_after=2)
         job = _Job(run, writes=writes)
         try:
             self._queue.put_nowait(job)
         except queue.Full:
-            raise StoreUnavailable("too many writes wait for the journal", retry_after=1) from None
+            raise StoreBusy("too many writes wait for the journal", retry_after=1) from None
         return await job.future
 
     def _work(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.errors import StoreUnavailable
+from any_agent.errors import StoreBusy, StoreUnavailable
 from any_agent.record import pack_interaction
 from any_agent.types import SessionState
 from proxy_ext.journal import (
@@ -27,6 +27,7 @@ from proxy_ext.journal import (
     SetInteractionReward,
     SetState,
     SQLiteJournal,
+    sqlite,
 )
 from tests.proxy_ext.journal_lab import make_interaction, make_row
 
@@ -68,7 +69,7 @@ async def test_round_trip(journal: SQLiteJournal, tmp_path: Path) -> None:
     parent.untrainable_reason = "undelivered"
     await journal.commit(PutInteraction(parent))
     await journal.close()
-    with pytest.raises(StoreUnavailable, match="closed"):
+    with pytest.raises(StoreBusy, match="closed"):
         await journal.commit(PutMeta("x", 1))
     again = SQLiteJournal(tmp_path / "j" / "rank-0.sqlite")
     stored = await again.interactions("s1")
@@ -166,6 +167,25 @@ async def test_a_foreign_lock_fails_a_batch_at_once(
     other.close()
     await journal.commit(PutMeta("k0", "after"))
     assert [await journal.meta(key) for key in ("k0", "k1")] == ["after", None]
+
+
+async def test_more_than_it_takes_is_refused_and_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "_MAX_QUEUE", 1)
+    journal = SQLiteJournal(tmp_path / "j.sqlite")
+    go, _ = counted_transactions(journal, monkeypatch)
+    # One batch is under way, and one job waits.
+    writes = [journal.commit(PutMeta(f"k{k}", k)) for k in range(sqlite._MAX_BATCH + 10)]
+    tasks = [asyncio.create_task(write) for write in writes]
+    await asyncio.sleep(0)
+    go.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    refused = [k for k, result in enumerate(results) if type(result) is StoreBusy]
+    assert len(refused) >= 9
+    assert results.count(None) == len(results) - len(refused)
+    assert [await journal.meta(f"k{k}") for k in refused] == [None] * len(refused)
+    await journal.close()
 
 
 async def test_a_bad_write_costs_one_more_transaction(

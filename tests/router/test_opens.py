@@ -249,20 +249,45 @@ async def test_an_opener_that_leaves_waits_no_more(pair: Lab) -> None:
     await until(lambda: any(rank.left.is_set() for rank in pair.ranks), "the rank is told")
 
 
-async def fail(received: Received) -> None:
-    await received.answer({"error": {"code": "store_unavailable"}}, status=503)
+def refuses(code: str, status: int) -> Handler:
+    async def handler(received: Received) -> None:
+        await received.answer({"error": {"message": "no", "code": code}}, status=status)
+
+    return handler
 
 
-async def finished(received: Received) -> None:
-    await received.answer({"error": {"code": "run_finished"}}, status=409)
-
-
-@pytest.mark.parametrize(("handler", "status", "tried"), [(fail, 503, 2), (finished, 409, 1)])
-async def test_other_refusals(pair: Lab, handler: Handler, status: int, tried: int) -> None:
+@pytest.mark.parametrize(
+    ("code", "status", "tried"),
+    [
+        ("run_finished", 409, 1),
+        # The session may be there all the same; a second one would be nobody's.
+        ("store_unavailable", 503, 1),
+        ("store_busy", 503, 2),
+    ],
+)
+async def test_other_refusals(pair: Lab, code: str, status: int, tried: int) -> None:
     for rank in pair.ranks:
-        rank.handler = handler
+        rank.handler = refuses(code, status)
     assert (await pair.post(START, {"wait": 1})).status_code == status
     assert sum(opened(pair)) == tried
+
+
+async def test_it_waits_only_where_a_slot_can_be_had(pair: Lab) -> None:
+    """Whoever was asked last, and wherever fewer seem to wait."""
+    more = slots(pair.ranks[0])
+    pair.ranks[1].handler = refuses("store_busy", 503)
+    calls = [asyncio.create_task(pair.post(START, {"wait": 14})) for _ in range(2)]
+    await until(lambda: opened(pair) == [4, 2], "both of them wait")
+    more(2)
+    assert [(await call).json() for call in calls] == [{"rank": 0}] * 2
+    assert opened(pair) == [4, 2]
+
+
+async def test_a_rank_without_a_slot_is_heard_before_one_that_is_busy(pair: Lab) -> None:
+    slots(pair.ranks[0])
+    pair.ranks[1].handler = refuses("store_busy", 503)
+    for _ in range(2):
+        assert (await pair.post(START, {})).status_code == 429
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"7", b'{"wait": "soon"}', b'{"wait": -1}'])
