@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 _FETCH_SITE = istr("Sec-Fetch-Site")
 _MAX_HEADER_BYTES = 32_768
+_MAX_HEADERS = 128
+_LIMITS = f"{_MAX_HEADERS} headers of {_MAX_HEADER_BYTES // 1024} KB together"
 _KEEPALIVE = 75.0
 """Seconds until a connection is closed that sends no request, or does not finish its headers."""
 _STOP_SECONDS = 1.5
@@ -116,7 +118,7 @@ class Router:
 
     def _check(self, request: web.BaseRequest) -> None:
         if sum(map(len, chain.from_iterable(request.raw_headers))) > _MAX_HEADER_BYTES:
-            raise PayloadTooLarge("the request's headers are too large")
+            raise PayloadTooLarge(f"the request's headers exceed {_LIMITS}")
         path = request.raw_path
         # An absolute one would name another host; what follows a # would not be sent on.
         if not path.startswith("/") or not path.isascii() or "#" in path:
@@ -172,7 +174,7 @@ class _Connection(web.RequestHandler):
         """What is no HTTP (400), or a fault of ours. The bytes are not logged: they hold keys."""
         if status < 500:
             error: AnyAgentError = InvalidRequest(
-                "the request is not valid HTTP, or one of its headers is too long"
+                f"the request is not valid HTTP, or it exceeds {_LIMITS}"
             )
         elif isinstance(exc, ConnectionError):
             # The client left while its answer was being sent. OpenAI's SDK does so at the end of
@@ -215,7 +217,9 @@ async def running_router(
             access_log=None,
             keepalive_timeout=_KEEPALIVE,
             max_line_size=65_536,
-            max_field_size=65_536,
+            # So that what comes before they are summed up is bounded, too.
+            max_field_size=_MAX_HEADER_BYTES,
+            max_headers=_MAX_HEADERS,
             auto_decompress=False,
         )
         runner = web.ServerRunner(low_level, shutdown_timeout=_STOP_SECONDS)

@@ -173,12 +173,22 @@ async def test_rl_bodies_that_are_read_have_a_limit_of_their_own(pair: Lab) -> N
     assert (await pair.post("/rl/v1/start_session", b"x" * (1 << 20) + b"x")).status_code == 413
 
 
-@pytest.mark.parametrize(("size", "status"), [(20_000, 200), (40_000, 413), (100_000, 400)])
-async def test_header_sizes(lab: Lab, size: int, status: int) -> None:
-    response = await lab.get("/v1/models", **{"X-Large": "x" * size})
+@pytest.mark.parametrize(
+    ("count", "size", "status"),
+    [
+        (1, 20_000, 200),
+        (2, 20_000, 413),
+        # One that is too large by itself is not even read to its end.
+        (1, 33_000, 400),
+        (100, 100, 200),
+        (130, 10, 400),
+    ],
+)
+async def test_headers_over_the_limits(lab: Lab, count: int, size: int, status: int) -> None:
+    response = await lab.get("/v1/models", **{f"X-{k}": "x" * size for k in range(count)})
     assert response.status_code == status
     if status != 200:
-        assert "header" in response.json()["error"]["message"]
+        assert "128 headers of 32 KB together" in response.json()["error"]["message"]
         assert not lab.ranks[0].received
 
 
