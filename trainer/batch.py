@@ -28,7 +28,7 @@ class TrainingBatch:
     """Sessions without one, and why: `stale` (they count in their baseline) or `untrainable`."""
     scores: list[float] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
-    """Optimizer steps between each counted output token's version and now."""
+    """Optimizer steps between each trained token's version and now."""
 
 
 def session_rewards(trajectory: Trajectory, discount: float) -> SessionRewards:
@@ -69,12 +69,15 @@ def training_batch(
         ):
             if score is not None:
                 batch.scores.append(score)
-            rows = _rows(t, r, advantages, batch.ages, step, step_of_version)
+            rows = _rows(t, r, advantages)
             fresh = [
                 mask_stale(row, step_of_version=step_of_version, step=step, eta=eta) for row in rows
             ]
             left = [row for row in fresh if bool(row["loss_mask"].any())]
             batch.rows += left
+            for row in left:
+                trained = row["versions"][row["loss_mask"].bool()].tolist()
+                batch.ages += [step - step_of_version[version] for version in trained]
             if left:
                 batch.trained.append(t.session_id)
             else:
@@ -94,12 +97,7 @@ def versions_in(episodes: Sequence[Episode]) -> set[int]:
 
 
 def _rows(
-    trajectory: Trajectory,
-    rewards: SessionRewards,
-    advantages: Sequence[float],
-    ages: list[int],
-    step: int,
-    step_of_version: Mapping[int, int],
+    trajectory: Trajectory, rewards: SessionRewards, advantages: Sequence[float]
 ) -> list[Row]:
     tree = InteractionTree.from_interactions(trajectory.interactions)
     rows = []
@@ -108,8 +106,6 @@ def _rows(
     ):
         if not counted:
             continue
-        known = [step_of_version[int(v)] for v in node.output_versions]
-        ages += [step - made for made in known if made >= 0]
         row: dict[str, Tensor] = row_to_tensors(interaction_row(tree, node.id, r))
         temperature = node.gconfig.temperature
         rows.append(with_training_signal(row, advantage=advantage, temperature=temperature))

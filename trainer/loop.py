@@ -327,6 +327,8 @@ class GRPOTrainer:
             {"version": self._publisher.version, "consumed": self._consumed},
             keep=self.config.train.keep_checkpoints,
         )
+        # Where the policy came from may just have been pruned.
+        self._tokenizer = self.checkpoint
         self._saved_step = self.policy.steps
         self._manifests.prune(list_checkpoints(self.dir.checkpoints)[0].step)
         log.info("checkpoint %s", self.checkpoint)
@@ -339,7 +341,8 @@ class GRPOTrainer:
         line = {
             "time": time.time(),
             "step": self.policy.steps,
-            "version": self._publisher.version,
+            # A step that is made again is not published by itself.
+            "version": self._publisher.versions.highest,
             "reward": sum(batch.scores) / max(1, len(batch.scores)),
             "sessions": len(batch.trained),
             "left_out": dict(Counter(batch.rejected.values())),

@@ -33,7 +33,7 @@ REWARD = Metric("any_agent_train_reward_mean", "gauge", "Mean score of the lates
 STALENESS_MEAN = Metric(
     "any_agent_train_staleness_mean_steps",
     "gauge",
-    "Optimizer steps by which the latest step's tokens were behind, mean.",
+    "Optimizer steps by which the tokens that the latest step trained on were behind, mean.",
 )
 STALENESS_MAX = Metric(
     "any_agent_train_staleness_max_steps", "gauge", "As the mean, of the oldest token."

@@ -38,8 +38,12 @@ class Progress:
         seconds = line["seconds"]
         assert isinstance(seconds, dict)
         self.step = int(str(line["step"]))
+        left_out = line.get("left_out") or {}
+        assert isinstance(left_out, dict)
+        why = "".join(f"  left out {count} ({reason})" for reason, count in left_out.items())
         return (
             f"step      {self.step:3d}/{self._steps}  reward {line['reward']:.3f}  "
             f"version {line['version']}  staleness {line['staleness_mean']:.2f}  "
             f"wait {seconds['wait']:.2f} s  train {seconds['train']:.2f} s"
+            f"{why}"
         )

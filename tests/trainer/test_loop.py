@@ -155,3 +155,16 @@ def test_manifests_go_with_their_checkpoints(settings: list[str]) -> None:
     kept = sorted(path.name for path in lab.trainer.dir.checkpoints.glob("step-*"))
     assert kept == ["step-00000004", "step-00000005"]
     assert lab.manifests == [5]
+
+
+def test_a_resumed_run_outlives_the_checkpoint_that_it_came_from(settings: list[str]) -> None:
+    """The tokenizer that it publishes and keeps must not be that folder's."""
+    every = ["train.checkpoint_every=1", "train.keep_checkpoints=1"]
+    first = Lab(config_of(settings, "train.steps=1", *every), [pair("a")])
+    first.trainer.train()
+    more = [pair(f"p{k}", version=k) for k in range(1, 4)]
+    again = Lab(config_of(settings, "train.steps=4", *every), more, before=first)
+    assert again.trainer.train()
+    kept = [path.name for path in again.trainer.dir.checkpoints.glob("step-*")]
+    assert kept == ["step-00000004"]
+    assert (again.trainer.dir.checkpoints / "step-00000004" / "tokenizer.json").is_file()
