@@ -49,7 +49,7 @@ def test_with_old_tokens_only_a_session_is_stale_and_still_in_the_baseline() -> 
     assert batch.rejected == {"old": "stale"}
     assert batch.scores == [1.0, 1.0, 4.0]
     assert advantages(batch) == [-1.0, -1.0]
-    assert batch.ages == [0, 0, 0, 0, 3, 3]
+    assert batch.ages == [0, 0, 0, 0]
 
 
 def test_eta_is_the_last_age_that_counts() -> None:
