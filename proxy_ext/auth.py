@@ -55,7 +55,10 @@ class Auth:
         """
         session = await self.session_or_none(request, named)
         if session is None:
-            raise Unauthenticated(_NO_SESSION, code="no_session")
+            said = _NO_SESSION
+            if bearer_of(request) and self._admin is not None:
+                said = "the admin key names no session: send the session's own key, or session_id"
+            raise Unauthenticated(said, code="no_session")
         return session
 
     async def session_or_none(self, request: Request, named: str | None = None) -> Session | None:

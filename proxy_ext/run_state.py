@@ -112,9 +112,10 @@ class RunState:
     def not_training(self) -> RunFinished:
         """What an open of a train session is told."""
         what = "training has ended" if self.state == "finished" else "no training is going on"
+        load = self.checkpoint or "the model"
         return RunFinished(
             f"{what} in {self._config.experiment}/{self._config.trial}, so train sessions are "
-            "refused; open one with mode=eval, or load the checkpoint for inference",
+            f"refused; open one with mode=eval, or load {load} for inference",
             details={"run": self.info.model_dump()},
         )
 
@@ -173,5 +174,5 @@ class RunState:
                 await self._resume_now()
                 return
             except AnyAgentError as error:
-                log.error("could not resume the engine, trying again: %s", error.message)
+                log.warning("could not resume the engine, trying again: %s", error.message)
             await asyncio.sleep(_RESUME_EVERY)

@@ -84,8 +84,8 @@ class Affinity:
             rank = rank_of_session(name)
         if rank is not None and rank >= self.ranks:
             raise NotFound(
-                f"the session lives on rank {rank}, and this service has the ranks 0 to "
-                f"{self.ranks - 1}: server.ranks was larger when it was opened",
+                f"the session is one of rank {rank}, and this service has the ranks 0 to "
+                f"{self.ranks - 1}: it was opened at another service",
                 code="unknown_rank",
             )
         return rank
