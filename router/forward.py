@@ -9,6 +9,7 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict
 
 from any_agent.errors import ReplyLost
+from any_agent.keys import bearer_of
 from router.affinity import SESSION_HEADER
 from router.body import Body
 from router.health import Ranks
@@ -77,7 +78,11 @@ class Forwarder:
                 # Once: if the rank has died, it is waited for now.
                 repeatable = False
         async with response:
-            return await self._replies.relay(request, response)
+            try:
+                return await self._replies.relay(request, response)
+            except ReplyLost:
+                self.lost += 1
+                raise
 
     async def ask(
         self,
@@ -126,8 +131,8 @@ def outgoing(request: web.BaseRequest) -> CIMultiDict[str]:
     headers.popall(hdrs.EXPECT, None)
     keys = headers.getall(hdrs.AUTHORIZATION, [])
     if len(keys) > 1:
-        # They are the same key, or mean nothing behind a path prefix.
-        headers[hdrs.AUTHORIZATION] = keys[0]
+        # But for empty ones they are the same key, or mean nothing behind a path prefix.
+        headers[hdrs.AUTHORIZATION] = next((key for key in keys if bearer_of([key], ())), keys[0])
     return headers
 
 

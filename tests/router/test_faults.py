@@ -86,6 +86,7 @@ async def test_death_before_the_answer_is_a_lost_reply(lab: Lab, how: str) -> No
     assert response.headers["x-should-retry"] == "false"
     assert response.json()["error"]["code"] == ReplyLost.default_code
     assert len(lab.ranks[0].received) == 1, "it was sent again"
+    assert lab.router.forwarder.lost == 1
 
 
 @pytest.mark.parametrize("route", ["start_session", "%73tart_session"])

@@ -173,6 +173,17 @@ async def test_a_duplicate_key_is_sent_on_once(lab: Lab) -> None:
     assert lab.ranks[0].received[0].values("authorization") == [f"Bearer {key}"]
 
 
+@pytest.mark.parametrize("empty", ["", "Bearer", "Bearer "])
+async def test_an_empty_key_beside_a_key_is_left_out(lab: Lab, empty: str) -> None:
+    """It was found by the other one; a rank that reads the first alone would find none."""
+    key = f"Bearer {lab.key(0)}"
+    wire = await lab.connect()
+    lines = f"Authorization: {empty}\r\nAuthorization: {key}\r\n"
+    await wire.send(f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{lines}\r\n".encode())
+    assert "200" in await wire.head()
+    assert lab.ranks[0].received[0].values("authorization") == [key]
+
+
 async def test_two_different_keys_are_refused(lab: Lab) -> None:
     lines = "".join(f"Authorization: Bearer {lab.key(0)}\r\n" for _ in range(2))
     wire = await lab.connect()
