@@ -65,6 +65,15 @@ def write_whole(target: Path, text: str) -> None:
     fsync(target.parent)
 
 
+def append_line(target: Path, line: str) -> None:
+    """Add a line to a text file; half a line that a killed writer left there is ended first."""
+    with open(target, "ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        torn = file.read(1) not in (b"", b"\n")
+        file.write(b"\n" * torn + line.encode() + b"\n")
+
+
 def remove_folder(target: Path) -> None:
     """Remove a folder so that no half of it is ever seen under its name."""
     doomed = _doomed(target)

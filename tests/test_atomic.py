@@ -1,4 +1,7 @@
-"""Folders that are replaced: whatever interrupts it, one whole state stays under the name."""
+"""Folders that are replaced: whatever interrupts it, one whole state stays under the name.
+
+And lines that are added: half a line spoils no other one.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.atomic import remove_folder, whole_folder
+from any_agent.atomic import append_line, remove_folder, whole_folder
 
 INTERRUPTIONS = pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
 
@@ -94,3 +97,21 @@ def test_removing_is_seen_at_once(target: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(KeyboardInterrupt):
         remove_folder(target)
     assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "new\n"),
+        ("", "new\n"),
+        ("old\n", "old\nnew\n"),
+        ("old\nhal", "old\nhal\nnew\n"),
+        ("é", "é\nnew\n"),
+    ],
+)
+def test_a_line_is_a_line_of_its_own(tmp_path: Path, before: str | None, after: str) -> None:
+    path = tmp_path / "lines"
+    if before is not None:
+        path.write_text(before, encoding="utf-8")
+    append_line(path, "new")
+    assert path.read_text(encoding="utf-8") == after

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from any_agent.atomic import append_line
 from any_agent.config import Config
 from any_agent.errors import ConfigError, TrainingError
 from any_agent.protocol import Rejection
@@ -355,8 +356,7 @@ class GRPOTrainer:
             "seconds": {phase: round(value, 4) for phase, value in seconds.items()},
             "capacity": now.model_dump() if now else None,
         }
-        with open(self.dir.metrics, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(self.dir.metrics, json.dumps(line))
         self.metrics.stepped(line)
         log.info(
             "step %d: reward %.3f, %d sessions, %d tokens, staleness %.2f, version %d",

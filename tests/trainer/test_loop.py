@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -32,6 +33,17 @@ def test_a_run(settings: list[str]) -> None:
     assert lab.service.published == [(1, 1), (2, 2), (3, 3)]
     assert lab.service.states == [("training", 0), ("finished", 3)]
     assert [line["step"] for line in lab.metrics] == [1, 2, 3]
+
+
+def test_half_a_line_of_metrics_spoils_no_other_one(settings: list[str]) -> None:
+    lab = Lab(config_of(settings, "train.steps=1"), [pair("p0")])
+    metrics = lab.trainer.dir.metrics
+    metrics.parent.mkdir(parents=True, exist_ok=True)
+    metrics.write_text('{"step": 0}\n{"step": 1, "rew')
+    lab.trainer.train()
+    first, half, line = metrics.read_text().splitlines()
+    assert (first, half) == ('{"step": 0}', '{"step": 1, "rew')
+    assert json.loads(line)["step"] == 1
 
 
 def test_a_run_that_is_stopped_keeps_what_it_trained(settings: list[str]) -> None:
