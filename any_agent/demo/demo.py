@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _WORKERS = 4
 _CHILD_TIMEOUT = 300.0
+_FINISH_TIMEOUT = 30.0
 _CHECK_EVERY = 0.2
 _POLL_EVERY = 1.0
 
@@ -232,7 +233,10 @@ def _first(error: BaseException) -> BaseException:
 
 
 def _finish(node: Node) -> None:
-    """The trainer tells `finished` before it exits; let it."""
-    deadline = time.monotonic() + 30
-    while not node.check() and time.monotonic() < deadline:
+    """The trainer tells `finished`, with its checkpoint, before it exits; let it."""
+    deadline = time.monotonic() + _FINISH_TIMEOUT
+    while not node.check():
+        if time.monotonic() >= deadline:
+            node.options.say(f"trainer   has not ended {_FINISH_TIMEOUT:g} s after its last step")
+            return
         time.sleep(0.05)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
+
+import pytest
 
 from any_agent.demo import demo as module
 from any_agent.demo.demo import Demo, part_names
 from any_agent.demo.run import demo_config
 from any_agent.demo.state import Part
 from any_agent.errors import AnyAgentError
+from any_agent.launcher import Node
 
 
 def test_parts_are_seen_before_they_are_started(tmp_path: Path) -> None:
@@ -28,3 +32,15 @@ def test_what_went_wrong_first_is_told() -> None:
     first = AnyAgentError("first")
     group = ExceptionGroup("", [ExceptionGroup("", [first, AnyAgentError("second")])])
     assert module._first(group) is first
+
+
+def test_a_trainer_that_does_not_end_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    looks = iter([False, False, True])
+    node = SimpleNamespace(check=lambda: next(looks), options=SimpleNamespace(say=said.append))
+    module._finish(cast(Node, node))
+    assert said == []
+    node.check = lambda: False
+    monkeypatch.setattr(module, "_FINISH_TIMEOUT", 0.1)
+    module._finish(cast(Node, node))
+    assert said == ["trainer   has not ended 0.1 s after its last step"]
