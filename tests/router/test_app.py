@@ -91,7 +91,7 @@ async def test_an_unknown_rank(pair: Lab) -> None:
     ):
         assert response.status_code == 404
         assert response.json()["error"]["code"] == "unknown_rank"
-        assert "server.ranks" in response.json()["error"]["message"]
+        assert "another service" in response.json()["error"]["message"]
 
 
 async def test_malformed_bodies_are_a_ranks_business(pair: Lab) -> None:
