@@ -37,6 +37,10 @@ lint: $(DEV) ## check style and types
 	@echo "mypy"; $(VENV)/bin/mypy
 
 bench: $(DEV) ## run every benchmark, one after another
+	@PATH="$$PATH:/usr/sbin" command -v nginx >/dev/null || { \
+	  echo "setup    installing nginx, the router's peer"; \
+	  apt-get install -qq -y nginx-light >/dev/null || true; \
+	}
 	@for file in $$(grep -l '__main__' benchmarks/*.py); do \
 	  echo "== $$file"; $(RUN) $$file $(ARGS); \
 	done
