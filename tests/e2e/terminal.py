@@ -7,6 +7,7 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import termios
@@ -16,6 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+
+
+def _take_terminal() -> None:
+    """Ctrl-C reaches who has it for a controlling terminal, and does not ignore it: a shell
+    starts background jobs, perhaps these tests, with SIGINT ignored."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
@@ -34,8 +42,7 @@ class Terminal:
             stdout=inner,
             stderr=inner,
             start_new_session=True,
-            # Ctrl-C reaches who has it for a controlling terminal.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_terminal,
         )
         self._seen = bytearray()
         self._reader = threading.Thread(target=self._read, daemon=True)
