@@ -56,6 +56,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _json(PayloadTooLarge(exc.text or "the body is too large").body(), 413)
     except web.HTTPException:
         raise
+    except ConnectionError:
+        # The caller left amid its answer: nobody gets this one.
+        return web.Response(status=499)
     except Exception as exc:
         logger.exception("%s failed", request.path)
         return _json(AnyAgentError(f"{type(exc).__name__}: {exc}").body(), 500)

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from aiohttp import web
 from embedded_lab import LIMIT, Gate, Serve, wrapped
 from sglang_contract import IDS, SGLangContract, body, call, check_answer, events
 
@@ -216,6 +217,29 @@ async def test_a_client_that_leaves_ends_its_request(
         await asyncio.wrap_future(engine.loop.call(lambda: None))
         assert engine.loop.load == (0, 0)
         assert engine.loop.steps < 10
+
+
+async def test_a_client_that_leaves_amid_an_event_is_no_fault(
+    engine: EmbeddedEngine,
+    serve: Serve,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write = web.StreamResponse.write
+
+    async def after_it_left(self: web.StreamResponse, data: Any) -> None:
+        assert self._req is not None and self._req.transport is not None
+        self._req.transport.close()
+        await write(self, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", after_it_left)
+    url = await serve(engine)
+    with pytest.raises(aiohttp.ClientError):
+        async with asyncio.timeout(LIMIT):
+            assert [e async for e in events(url, body(max_new_tokens=30))] == []
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+    # Its request has ended, and others are served.
+    assert (await call(url, "/generate", body()))[0] == 200
 
 
 async def test_a_dead_loop_answers(loaded: LoadedModel, serve: Serve) -> None:
