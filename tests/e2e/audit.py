@@ -215,7 +215,12 @@ def leaks(run: RunDir, secrets: Iterable[str]) -> list[str]:
     return out
 
 
-def complaints(run: RunDir) -> dict[str, int]:
-    """Tracebacks in the parts' logs: a kill elsewhere is no surprise to any part."""
-    counts = {p.name: p.read_bytes().count(b"Traceback") for p in run.logs.glob("*.log")}
-    return {name: count for name, count in sorted(counts.items()) if count}
+def complaints(run: RunDir) -> list[str]:
+    """Tracebacks in the parts' logs by their last lines: no kill elsewhere may surprise a part."""
+    counts: Counter[str] = Counter()
+    for path in run.logs.glob("*.log"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        # A traceback ends with the first line that is not indented.
+        for last in re.findall(r"^Traceback .*\n(?:[ \t].*\n)*(.*)", text, re.MULTILINE):
+            counts[f"{path.name}: {last[:160]}"] += 1
+    return [f"{count}x {what}" for what, count in counts.most_common()]

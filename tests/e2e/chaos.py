@@ -243,7 +243,7 @@ class Chaos:
         known = {told.session_id for told in ledger.sessions}
         figures["opened unheard"] = f"{len(records.keys() - known)} sessions"
         figures["trained unseen"] = f"{len(audit.unseen(ledger, records))} answers"
-        figures["tracebacks"] = str(audit.complaints(run) or "none in the logs")
+        self._check("tracebacks in logs", audit.complaints(run))
 
     def _audit_history(self, run: RunDir, records: dict[str, audit.Record]) -> None:
         survived = history.read_history(run)

@@ -229,6 +229,17 @@ def test_keys_in_logs_are_seen(tmp_path: Path) -> None:
     assert sorted(audit.leaks(run, ["admin-secret"])) == ["logs/rank-0.log", "logs/trainer.log"]
 
 
+def test_tracebacks_are_counted_by_what_they_end_with(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    (run.logs / "router.log").write_text("INFO all is well\n")
+    assert audit.complaints(run) == []
+    trace = 'ERROR it failed\nTraceback (most recent call last):\n  File "a.py", line 1\n    f()\n'
+    (run.logs / "trainer.log").write_text(2 * f"{trace}ValueError: no\nINFO on\n")
+    (run.logs / "rank-0.log").write_text(f"{trace}\tmore\nKeyError: 1")
+    assert audit.complaints(run) == ["2x trainer.log: ValueError: no", "1x rank-0.log: KeyError: 1"]
+
+
 def test_a_schedule_kills_each_kind_as_often_and_spreads_over_ranks() -> None:
     for seed in range(20):
         plan = schedule(10, 2, random.Random(seed))
