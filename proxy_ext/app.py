@@ -18,9 +18,11 @@ from any_agent.chat import ChatFormat
 from any_agent.config import Config
 from any_agent.errors import AnyAgentError, InvalidRequest, NotFound
 from any_agent.metrics import CONTENT_TYPE
+from any_agent.types import SessionMode, SessionState
 from proxy_ext import litellm_shim, rl
 from proxy_ext.front import Front
 from proxy_ext.metrics import exposition
+from proxy_ext.rl.common import admin_service, service_of
 from proxy_ext.service import Service, open_service
 from proxy_ext.wire.chat import chat_completions
 from proxy_ext.wire.http import JSONResponse
@@ -92,10 +94,10 @@ def create_app(
 
 def _add_model_routes(app: FastAPI) -> None:
     async def chat(request: Request) -> Response:
-        return await chat_completions(_service(request), request)
+        return await chat_completions(service_of(request), request)
 
     async def models(request: Request) -> Response:
-        return JSONResponse(list_models(_service(request)))
+        return JSONResponse(list_models(service_of(request)))
 
     # Clients differ in whether their base URL ends in /v1.
     for prefix in ("/v1", ""):
@@ -110,19 +112,19 @@ def _add_health_routes(app: FastAPI) -> None:
     @app.get("/healthz")
     async def healthz(request: Request) -> dict[str, Any]:
         """The process lives; what it is doing."""
-        return {"status": "ok", **rl.stats(_service(request))}
+        return {"status": "ok", **_stats(service_of(request))}
 
     @app.get("/readyz")
     async def readyz(request: Request) -> dict[str, Any]:
         """The engine answers too; 503 otherwise."""
-        service = _service(request)
+        service = service_of(request)
         await service.engine.info()
         return {"status": "ready", "version": service.run.version}
 
     @app.get("/metrics", response_class=Response)
     async def show_metrics(request: Request) -> Response:
         """The rank's metrics, for Prometheus."""
-        shown = exposition(rl.admin_service(request))
+        shown = exposition(admin_service(request))
         return Response(shown.render(), media_type=CONTENT_TYPE)
 
 
@@ -175,5 +177,14 @@ def _error_response(error: AnyAgentError, status: int | None = None) -> Response
     return JSONResponse(error.body(), status_code=status or error.status, headers=error.headers())
 
 
-def _service(request: Request) -> Service:
-    return rl.service_of(request)
+def _stats(service: Service) -> dict[str, Any]:
+    """Counts for `/healthz`."""
+    live = service.sessions.live.values()
+    return {
+        "open": sum(s.state is SessionState.OPEN for s in live),
+        "open_train": sum(
+            s.state is SessionState.OPEN and s.mode is SessionMode.TRAIN for s in live
+        ),
+        "buffered": sum(s.state is not SessionState.OPEN for s in live),
+        "calls": len(service.calls),
+    }

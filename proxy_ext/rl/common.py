@@ -1,0 +1,25 @@
+"""What the `/rl` routes share: the service behind them, and who may use it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends
+from starlette.requests import Request
+
+from proxy_ext.service import Service
+
+
+def service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def admin_service(request: Request) -> Service:
+    service = service_of(request)
+    service.auth.require_admin(request)
+    return service
+
+
+Anyone = Annotated[Service, Depends(service_of)]
+Admin = Annotated[Service, Depends(admin_service)]

@@ -1,0 +1,89 @@
+"""The `/rl` routes of the trainer: slots, trajectories, weights."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from any_agent.protocol import (
+    Ack,
+    Acked,
+    Capacity,
+    Lease,
+    Pause,
+    PublishedVersion,
+    RunInfo,
+    SetCapacity,
+    SetRun,
+)
+from any_agent.record import pack_trajectories
+from proxy_ext.rl.common import Admin, Anyone
+from proxy_ext.wire.http import while_present
+
+router = APIRouter(prefix="/rl/v1")
+MSGPACK = "application/x-msgpack"
+
+
+@router.get("/capacity")
+async def get_capacity(service: Admin) -> Capacity:
+    return service.leases.capacity()
+
+
+@router.put("/capacity")
+async def set_capacity(body: SetCapacity, service: Admin) -> Capacity:
+    """Cap the train sessions ever admitted here; renews the owner's leases."""
+    return await service.leases.set_capacity(body)
+
+
+@router.post("/lease", response_class=Response)
+async def lease(body: Lease, request: Request, service: Admin) -> Response:
+    """Closed groups as msgpack (`any_agent.record.codec`); 204 when none came in time."""
+    trajectories = await while_present(request, service.leases.lease(body))
+    if not trajectories:
+        return Response(status_code=204)
+    return Response(pack_trajectories(trajectories), media_type=MSGPACK)
+
+
+@router.post("/ack")
+async def ack(body: Ack, service: Admin) -> Acked:
+    """Sessions trained on, or rejected with a reason."""
+    return Acked(acked=await service.leases.ack(body))
+
+
+@router.post("/pause")
+async def pause(body: Pause, service: Admin) -> RunInfo:
+    """Stop sampling for a weight update; calls wait."""
+    await service.run.pause(body.ttl)
+    return service.run.info
+
+
+@router.post("/version")
+async def publish_version(body: PublishedVersion, service: Admin) -> RunInfo:
+    """The engine holds these weights now."""
+    await service.run.publish(body)
+    return service.run.info
+
+
+@router.get("/version")
+async def get_version(request: Request, service: Anyone) -> dict[str, int]:
+    await service.auth.session_or_none(request)
+    return {"version": service.run.version, "step": service.run.step}
+
+
+@router.post("/resume")
+async def resume(service: Admin) -> RunInfo:
+    """Go on sampling."""
+    await service.run.resume()
+    return service.run.info
+
+
+@router.put("/run")
+async def set_run(body: SetRun, service: Admin) -> RunInfo:
+    """The run's state and newest checkpoint, told by the trainer."""
+    await service.run.set_run(body)
+    if service.run.state == "training":
+        service.sessions.admission.reopen()
+    else:
+        service.sessions.admission.close(service.run.not_training())
+    return service.run.info
