@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
+
 from starlette.requests import Request
 
 from any_agent import keys
@@ -17,6 +20,34 @@ _NO_SESSION = (
     "no session: POST /rl/v1/start_session gives an api_key; send it as the bearer token "
     "(OPENAI_API_KEY), or in the path as /{api_key}/v1"
 )
+
+
+class Scope(StrEnum):
+    """What a key is good for; ``none`` is a request without one."""
+
+    ADMIN = "admin"
+    TRAINER = "trainer"
+    TENANT = "tenant"
+    SESSION = "session"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request."""
+
+    scope: Scope
+    name: str
+    """What is recorded as who: "admin", "tenant alice (key 3f9a)", "session", "anyone"."""
+    tenant: str | None = None
+    identity: str = ""
+    """The same for every request of one key, and for no other's: "admin", a key's id, a lane's."""
+
+
+ANYONE = Caller(Scope.ADMIN, "anyone", identity="anyone")
+"""Everybody, where there is no admin key."""
+_ADMIN = Caller(Scope.ADMIN, "admin", identity="admin")
+_NOBODY = Caller(Scope.NONE, "nobody")
 
 
 class Auth:
@@ -36,6 +67,27 @@ class Auth:
         if self._admin is None:
             return not bearer.startswith(SESSION_KEY_PREFIX)
         return bool(bearer) and self._admin.matches(bearer)
+
+    def caller(self, request: Request) -> Caller:
+        """Who sends this; Unauthenticated for a key that is not valid here."""
+        prefix = request.scope.get(PREFIX_SCOPE_KEY)
+        bearer = bearer_of(request) if prefix is None else prefix
+        if bearer.startswith(SESSION_KEY_PREFIX):
+            lane = self._signer.verify(bearer)
+            if lane is None:
+                raise Unauthenticated("this session key is not valid here")
+            return Caller(Scope.SESSION, "session", identity=f"lane {lane.id}")
+        if prefix is not None:
+            if not self.open_mode:
+                raise Unauthenticated("a session is named by its key here, not by its id")
+            return Caller(Scope.SESSION, "session", identity=prefix)
+        if self._admin is None:
+            return ANYONE
+        if not bearer:
+            return _NOBODY
+        if not self._admin.matches(bearer):
+            raise Unauthenticated("this key is not valid here")
+        return _ADMIN
 
     def require_admin(self, request: Request) -> None:
         """Unauthenticated without a key, Forbidden with one that does not suffice."""

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import Depends
 from starlette.requests import Request
 
+from proxy_ext.auth import Caller
 from proxy_ext.service import Service
 
 
@@ -21,5 +22,10 @@ def admin_service(request: Request) -> Service:
     return service
 
 
+def caller_of(request: Request) -> Caller:
+    return service_of(request).auth.caller(request)
+
+
 Anyone = Annotated[Service, Depends(service_of)]
 Admin = Annotated[Service, Depends(admin_service)]
+Who = Annotated[Caller, Depends(caller_of)]
