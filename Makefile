@@ -4,6 +4,7 @@
 #                python3.12, python3.11 that is a 3.11, 3.12 or 3.13
 #   TORCH_INDEX  a package index to take torch from, e.g. PyTorch's own for CPU-only builds
 #   ARGS         passed on to demo, test, bench, learn and chaos, e.g. make test ARGS="-k chat"
+#   PROOFS       passed on to the pytest of chaos, e.g. make chaos PROOFS="-k overload"
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -48,8 +49,9 @@ bench: $(DEV) ## run every benchmark, one after another
 learn: $(DEV) ## check over ten seeds that the demo learns, and that its control does not
 	@$(RUN) tests/e2e/learn.py $(ARGS)
 
-chaos: $(DEV) ## kill every kind of process again and again under load; nothing may be lost
+chaos: $(DEV) ## kill every kind of process under load, then run every proof at length
 	@$(RUN) tests/e2e/chaos.py $(ARGS)
+	@$(RUN) -m pytest tests/chaos --long --timeout 3600 $(PROOFS)
 
 clean: ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

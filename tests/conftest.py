@@ -11,6 +11,13 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    # Here and not beside the proofs: pytest asks only the first folders' files for options.
+    parser.addoption(
+        "--long", action="store_true", help="run the proofs of tests/chaos in their long form"
+    )
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random tiny Qwen3 (float32) with its tokenizer, in Hugging Face's layout."""
