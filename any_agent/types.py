@@ -164,6 +164,8 @@ class SessionMode(StrEnum):
 
 class SessionState(StrEnum):
     OPEN = "open"
+    AWAITING_REWARD = "awaiting_reward"
+    """Its agent is done; its reward is not there yet."""
     FINALIZED = "finalized"
     LEASED = "leased"
     TRAINED = "trained"
