@@ -21,6 +21,7 @@ from any_agent.metrics import CONTENT_TYPE
 from any_agent.types import SessionMode, SessionState
 from proxy_ext import litellm_shim, rl
 from proxy_ext.front import Front
+from proxy_ext.idempotency import Replayed
 from proxy_ext.metrics import exposition
 from proxy_ext.rl.common import admin_service, service_of
 from proxy_ext.service import Service, open_service
@@ -151,10 +152,15 @@ def _add_error_handlers(app: FastAPI) -> None:
             )
         return _error_response(InvalidRequest(str(error.detail)), error.status_code)
 
+    async def replayed(_: Request, error: Exception) -> Response:
+        assert isinstance(error, Replayed)
+        return error.response
+
     async def unknown(_: Request, error: Exception) -> Response:
         return _error_response(AnyAgentError("the service failed; its log says why"))
 
     app.add_exception_handler(AnyAgentError, known)
+    app.add_exception_handler(Replayed, replayed)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, unknown)

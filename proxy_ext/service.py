@@ -19,6 +19,7 @@ from any_agent.rundir import RunDir
 from any_agent.types import GenerationHyperparameters
 from proxy_ext.auth import Auth
 from proxy_ext.calls import Calls
+from proxy_ext.idempotency import Answers
 from proxy_ext.journal import Journal, SQLiteJournal
 from proxy_ext.leases import Leases
 from proxy_ext.names import Names
@@ -50,6 +51,7 @@ class Service:
     calls: Calls
     run: RunState
     auth: Auth
+    answers: Answers
 
 
 def load_chat(config: Config, path: str | None = None) -> ChatFormat:
@@ -125,6 +127,7 @@ async def open_service(
             calls=Calls(completer, sessions, limit=config.server.max_inflight_calls),
             run=run,
             auth=Auth(sessions, signer, admin.get_secret_value() if admin else None),
+            answers=Answers(journal, signer),
         )
         sweeper = asyncio.create_task(_sweep(service))
         try:
@@ -157,6 +160,7 @@ async def _sweep(service: Service) -> None:
         try:
             await service.sessions.expire()
             await service.leases.expire()
+            await service.answers.sweep()
         except AnyAgentError as error:
             log.warning("the sweep failed and will be tried again: %s", error.message)
         except Exception:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import Depends
 from starlette.requests import Request
 
 from proxy_ext.auth import Caller
+from proxy_ext.idempotency import Receipt
 from proxy_ext.service import Service
 
 
@@ -29,3 +31,13 @@ def caller_of(request: Request) -> Caller:
 Anyone = Annotated[Service, Depends(service_of)]
 Admin = Annotated[Service, Depends(admin_service)]
 Who = Annotated[Caller, Depends(caller_of)]
+
+
+async def receipt_of(request: Request, service: Anyone, caller: Who) -> AsyncIterator[Receipt]:
+    async with service.answers.receipt(request, caller) as receipt:
+        yield receipt
+
+
+# For the time of the route's function: equal requests that wait go on as soon as it has returned.
+Once = Annotated[Receipt, Depends(receipt_of, scope="function")]
+"""Every POST and DELETE of `/rl` takes one; `proxy_ext.idempotency` says what for."""
