@@ -111,14 +111,15 @@ class Receipt:
         body = self._answers.pack(answer)
         return (PutAnswer(self._scope, self._key, self._request, 200, body, time.time()),)
 
-    async def store(self, answer: BaseModel) -> None:
-        """Keep the answer of a route that writes nothing itself.
+    async def store(self, answer: BaseModel) -> Response:
+        """Keep the answer of a route that writes nothing itself, and answer it.
 
-        A crash just before it makes the request's repetition do the same once more: only for what
-        may be done twice.
+        After a crash just before it the request's repetition does the same once more: only for
+        what may be done twice.
         """
         if statements := self.keep(answer):
             await self._answers.journal.commit(*statements)
+        return self.response(answer)
 
     def response(self, answer: BaseModel) -> Response:
         """The answer; as it was kept, if it was."""

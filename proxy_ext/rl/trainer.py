@@ -18,7 +18,7 @@ from any_agent.protocol import (
     SetRun,
 )
 from any_agent.record import pack_trajectories
-from proxy_ext.rl.common import Admin, Anyone
+from proxy_ext.rl.common import Admin, Anyone, Once
 from proxy_ext.wire.http import while_present
 
 router = APIRouter(prefix="/rl/v1")
@@ -51,18 +51,18 @@ async def ack(body: Ack, service: Admin) -> Acked:
     return Acked(acked=await service.leases.ack(body))
 
 
-@router.post("/pause")
-async def pause(body: Pause, service: Admin) -> RunInfo:
+@router.post("/pause", response_model=RunInfo)
+async def pause(body: Pause, service: Admin, receipt: Once) -> Response:
     """Stop sampling for a weight update; calls wait."""
     await service.run.pause(body.ttl)
-    return service.run.info
+    return await receipt.store(service.run.info)
 
 
-@router.post("/version")
-async def publish_version(body: PublishedVersion, service: Admin) -> RunInfo:
+@router.post("/version", response_model=RunInfo)
+async def publish_version(body: PublishedVersion, service: Admin, receipt: Once) -> Response:
     """The engine holds these weights now."""
     await service.run.publish(body)
-    return service.run.info
+    return await receipt.store(service.run.info)
 
 
 @router.get("/version")
@@ -71,11 +71,11 @@ async def get_version(request: Request, service: Anyone) -> dict[str, int]:
     return {"version": service.run.version, "step": service.run.step}
 
 
-@router.post("/resume")
-async def resume(service: Admin) -> RunInfo:
+@router.post("/resume", response_model=RunInfo)
+async def resume(service: Admin, receipt: Once) -> Response:
     """Go on sampling."""
     await service.run.resume()
-    return service.run.info
+    return await receipt.store(service.run.info)
 
 
 @router.put("/run")
