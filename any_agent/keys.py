@@ -57,20 +57,26 @@ class KeySigner:
 
 
 _SESSION_ID = re.compile(r"ses-(0|[1-9][0-9]{0,3})-[0-9a-f]{16}")
+_NUMBERED_ID = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}-(0|[1-9][0-9]{0,3})-(?:0|[1-9][0-9]{0,9})"
+)
+"""`<task>-<rank>-<n>`, of sessions that were opened under the names of the AReaL documents."""
 
 
 def rank_of_session(session_id: str) -> int | None:
     """The rank that a session's id names; None for what is no session id."""
-    match = _SESSION_ID.fullmatch(session_id)
+    match = _SESSION_ID.fullmatch(session_id) or _NUMBERED_ID.fullmatch(session_id)
     return int(match[1]) if match else None
 
 
 def session_prefix(path: str) -> str | None:
     """The key or id in a path `/{session}/...`, whose forms no route begins with."""
-    if not path.startswith(("/" + SESSION_KEY_PREFIX, "/" + SESSION_ID_PREFIX)):
-        return None
     first, slash, _ = path[1:].partition("/")
-    return first if slash else None
+    if not slash or not path.startswith("/"):
+        return None
+    if first.startswith((SESSION_KEY_PREFIX, SESSION_ID_PREFIX)):
+        return first
+    return first if "-" in first and _NUMBERED_ID.fullmatch(first) else None
 
 
 _BEARER = re.compile(r"^bearer(\s+|$)", re.IGNORECASE)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from any_agent.keys import KeySigner, Lane, SecretHash, session_prefix
+from any_agent.keys import KeySigner, Lane, SecretHash, rank_of_session, session_prefix
 
 SECRET = bytes(range(32))
 
@@ -56,6 +56,15 @@ def test_secrets_are_compared_by_hash(candidate: str) -> None:
         ("/sk-v1.0.a.b/v1/x", "sk-v1.0.a.b"),
         ("/ses-0-a/", "ses-0-a"),
         ("/sk-v1./v1", "sk-v1."),
+        ("/task-0-0/v1/chat/completions", "task-0-0"),
+        ("/a.b_c-1-12-345/rl/set_reward", "a.b_c-1-12-345"),
+        ("/task-0-0", None),
+        ("/task-00-0/v1", None),
+        ("/task-0-\u0660/v1", None),
+        ("/-0-0/v1", None),
+        (f"/{'t' * 48}-9999-0/v1", f"{'t' * 48}-9999-0"),
+        (f"/{'t' * 49}-0-0/v1", None),
+        ("/v1/task-0-0/x", None),
         ("/sk-v1.0.a.b", None),
         ("/v1/ses-0-a/x", None),
         ("/sk-v2.0.a.b/v1", None),
@@ -66,3 +75,20 @@ def test_secrets_are_compared_by_hash(candidate: str) -> None:
 )
 def test_a_session_in_front_of_a_path(path: str, prefix: str | None) -> None:
     assert session_prefix(path) == prefix
+
+
+@pytest.mark.parametrize(
+    ("session_id", "rank"),
+    [
+        ("ses-3-0123456789abcdef", 3),
+        ("task-0-0", 0),
+        ("a-7-3-12", 3),
+        ("task-3", None),
+        ("task-3-x", None),
+        ("task-12345-0", None),
+        ("ta/sk-0-0", None),
+        ("", None),
+    ],
+)
+def test_an_id_names_its_rank(session_id: str, rank: int | None) -> None:
+    assert rank_of_session(session_id) == rank
