@@ -81,7 +81,17 @@ class ServerConfig(_Section):
     max_body_bytes: int = Field(32 * 2**20, ge=1024)
     """Larger request bodies get 413."""
     max_inflight_calls: int = Field(1024, ge=1)
-    """Model calls under way at once; further ones get 429."""
+    """Model calls under way at once on each rank; further ones get 429. Where the engine says how
+    many it samples at once, no more than twice as many are taken, or `rollout.max_concurrent` if
+    that is more: the others would only wait longer."""
+    tenant_open_sessions: int | None = Field(None, ge=1)
+    """Sessions that one tenant may have open at once, unless its key says otherwise; None: any
+    number. This and the next two are for the whole service: each rank enforces its share, rounded
+    up. Beyond them 429 `quota_exceeded`."""
+    tenant_requests_per_second: float | None = Field(None, gt=0)
+    """Model calls and opened sessions of one tenant; up to five seconds' worth may come at once."""
+    tenant_tokens_per_second: float | None = Field(None, gt=0)
+    """Prompt and output tokens of one tenant's calls, charged when a call has ended."""
     rank_wait: float = Field(45.0, ge=0)
     """Seconds that a request waits at the router for a rank that restarts, before it gets 503."""
     client_timeout: float = Field(60.0, gt=0)
@@ -176,6 +186,12 @@ class SessionConfig(_Section):
     """Sessions of one task that share a baseline, unless the open says otherwise."""
     group_timeout: float = Field(1800.0, gt=0)
     """Seconds after which a group closes with the sessions that it has."""
+    min_group_size: int = Field(2, ge=1)
+    """A group that closes with fewer finalized sessions is rejected: a baseline needs some. No
+    group needs more than the size that it was opened with."""
+    max_open: int = Field(20_000, ge=1)
+    """Sessions that each rank keeps open at once, those that wait for a reward included; further
+    opens get 429."""
     require_reward: bool = True
     """Refuse to finalize a train session that no reward was given to."""
 
