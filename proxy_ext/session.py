@@ -12,8 +12,8 @@ from any_agent.chat import chain_keys
 from any_agent.errors import SessionClosed
 from any_agent.protocol import SessionInfo
 from any_agent.record import InteractionTree
-from any_agent.types import Interaction, SessionMode, SessionState
-from proxy_ext.journal import SessionRow
+from any_agent.types import SessionMode, SessionState
+from proxy_ext.journal import SessionRow, StoredInteraction
 
 if TYPE_CHECKING:
     from proxy_ext.calls import Call
@@ -117,8 +117,12 @@ def closed_session(row: SessionRow) -> SessionClosed:
     )
 
 
-def add_to_tree(tree: InteractionTree, interaction: Interaction) -> None:
+def add_to_tree(tree: InteractionTree, stored: StoredInteraction) -> None:
     """Add a stored interaction under the key that continuations look for."""
+    interaction = stored.interaction
+    if stored.key is not None:
+        tree.add(interaction, stored.key)
+        return
     messages = [*interaction.message_delta, interaction.output_message]
     start = tree.key(interaction.parent_id) if interaction.parent_id is not None else None
     keys = chain_keys(messages, interaction.tools, start=start)

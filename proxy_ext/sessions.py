@@ -30,7 +30,7 @@ from proxy_ext.journal import (
     PutInteraction,
     SessionRow,
     SetFinal,
-    SetInteractionReward,
+    SetReward,
     SetState,
 )
 from proxy_ext.names import Names
@@ -89,8 +89,8 @@ class Sessions:
             remaining = min(row.expires_at - wall, row.expires_at - row.created_at)
             session = Session(row, expires=now + remaining)
             session.lease_expires = now + lease_ttl
-            for interaction in await self.journal.interactions(row.id):
-                add_to_tree(session.tree, interaction)
+            for stored in await self.journal.interactions(row.id):
+                add_to_tree(session.tree, stored)
             self.live[row.id] = session
             newest = await self.journal.session_of_lane(row.lane)
             if newest is not None and newest.id == row.id:
@@ -166,8 +166,8 @@ class Sessions:
     async def load(self, session: Session) -> None:
         """Read an ended session's interactions from the journal, if it has none yet."""
         if session.id not in self.live and not len(session.tree):
-            for interaction in await self.journal.interactions(session.id):
-                add_to_tree(session.tree, interaction)
+            for stored in await self.journal.interactions(session.id):
+                add_to_tree(session.tree, stored)
 
     async def info(self, session: Session) -> SessionInfo:
         """What is recorded of a session."""
@@ -178,7 +178,7 @@ class Sessions:
 
     async def record(self, session: Session, interaction: Interaction, key: bytes) -> None:
         """Make an interaction durable, then visible."""
-        await self.journal.commit(PutInteraction(interaction))
+        await self.journal.commit(PutInteraction(interaction, key))
         session.tree.add(interaction, key)
 
     async def mark_undelivered(self, session: Session, interaction: Interaction) -> None:
@@ -204,7 +204,17 @@ class Sessions:
                     "the session has no completion to reward yet", code="no_interactions"
                 )
             interaction = tree[wanted] if wanted is not None else tree.last()
-            await self.journal.commit(SetInteractionReward(interaction.id, reward))
+            await self.journal.commit(
+                SetReward(
+                    session.id,
+                    interaction.id,
+                    name=None,
+                    value=reward,
+                    by="session",
+                    at=time.time(),
+                    combined=reward,
+                )
+            )
             interaction.reward = reward
             return str(interaction.id)
 

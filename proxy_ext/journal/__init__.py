@@ -6,30 +6,51 @@
 - The proxy changes its memory only after the write: a store that fails changes nothing.
 """
 
-from proxy_ext.journal.base import (
-    Journal,
-    JournalStats,
+from proxy_ext.journal.base import Journal, JournalStats
+from proxy_ext.journal.rows import (
+    AnswerRow,
+    RequestMark,
+    RewardRow,
+    SessionRow,
+    StoredInteraction,
+    StoredRequest,
+)
+from proxy_ext.journal.sqlite import SQLiteJournal
+from proxy_ext.journal.statements import (
+    DropAnswers,
+    EraseContent,
+    MarkDelivered,
+    PutAnswer,
     PutInteraction,
     PutMeta,
     PutSession,
-    SessionRow,
+    SetAwaiting,
     SetFinal,
-    SetInteractionReward,
+    SetReward,
     SetState,
     Statement,
 )
-from proxy_ext.journal.sqlite import SQLiteJournal
 
 __all__ = [
+    "AnswerRow",
+    "DropAnswers",
+    "EraseContent",
     "Journal",
     "JournalStats",
+    "MarkDelivered",
+    "PutAnswer",
     "PutInteraction",
     "PutMeta",
     "PutSession",
+    "RequestMark",
+    "RewardRow",
     "SQLiteJournal",
     "SessionRow",
+    "SetAwaiting",
     "SetFinal",
-    "SetInteractionReward",
+    "SetReward",
     "SetState",
     "Statement",
+    "StoredInteraction",
+    "StoredRequest",
 ]

@@ -1,88 +1,22 @@
-"""The journal's interface: what can be written, and what can be read back."""
+"""The journal's interface: any store that keeps a rank's sessions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from any_agent.metrics import Histogram
-from any_agent.types import Interaction, SessionState
+from any_agent.types import SessionState
+from proxy_ext.journal.rows import (
+    AnswerRow,
+    RewardRow,
+    SessionRow,
+    StoredInteraction,
+    StoredRequest,
+)
+from proxy_ext.journal.statements import Statement
 
 COMMIT_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRow:
-    """A session as it is stored; times are seconds since the epoch."""
-
-    id: str
-    lane: str
-    mode: str
-    state: SessionState
-    task_id: str | None
-    group_id: str | None
-    """The generation of its group that it belongs to; None for a group of one."""
-    group_size: int
-    metadata: dict[str, Any]
-    created_at: float
-    expires_at: float
-    final_reward: float | None = None
-    reason: str | None = None
-    owner: str | None = None
-    """The trainer that holds its lease."""
-
-
-@dataclass(frozen=True, slots=True)
-class PutSession:
-    """A new session. One whose id is there already fails: nothing is ever overwritten."""
-
-    row: SessionRow
-
-
-@dataclass(frozen=True, slots=True)
-class SetFinal:
-    """End a session with its final reward."""
-
-    session_id: str
-    state: SessionState
-    final_reward: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class SetState:
-    """Move sessions to a state."""
-
-    session_ids: tuple[str, ...]
-    state: SessionState
-    reason: str | None = None
-    owner: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PutInteraction:
-    """Insert or replace an interaction."""
-
-    interaction: Interaction
-
-
-@dataclass(frozen=True, slots=True)
-class SetInteractionReward:
-    """An interaction's own reward."""
-
-    interaction_id: str
-    reward: float
-
-
-@dataclass(frozen=True, slots=True)
-class PutMeta:
-    """A named JSON value of the rank: counters, the run's state."""
-
-    key: str
-    value: Any
-
-
-Statement = PutSession | SetFinal | SetState | PutInteraction | SetInteractionReward | PutMeta
 
 
 class JournalStats:
@@ -108,7 +42,7 @@ class Journal(Protocol):
         ...
 
     async def sessions(self, states: Iterable[SessionState]) -> list[SessionRow]:
-        """Sessions in any of the states, oldest first."""
+        """Sessions in any of the states, in the order of their creation."""
         ...
 
     async def session_of_lane(self, lane: str) -> SessionRow | None:
@@ -120,7 +54,7 @@ class Journal(Protocol):
         ...
 
     async def group(self, group_id: str) -> list[SessionRow]:
-        """Every member that a group ever had, oldest first."""
+        """Every member that a group ever had, in the order of their creation."""
         ...
 
     async def group_ids(self) -> list[str]:
@@ -135,8 +69,20 @@ class Journal(Protocol):
         """How many sessions there are of each mode in each state."""
         ...
 
-    async def interactions(self, session_id: str) -> list[Interaction]:
+    async def interactions(self, session_id: str) -> list[StoredInteraction]:
         """In the order of their first commit: parents before children."""
+        ...
+
+    async def requests(self, session_id: str) -> list[StoredRequest]:
+        """The marked requests of a session's interactions, in their order."""
+        ...
+
+    async def rewards(self, session_id: str) -> list[RewardRow]:
+        """Every reward that was ever set, in the order in which they were."""
+        ...
+
+    async def answer(self, scope: str, key: str) -> AnswerRow | None:
+        """What the request with this idempotency key was answered."""
         ...
 
     async def meta(self, key: str) -> Any:

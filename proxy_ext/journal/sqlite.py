@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import queue
 import sqlite3
@@ -21,47 +20,26 @@ from typing import Any, TypeVar
 import orjson
 
 from any_agent.errors import StoreBusy, StoreUnavailable
-from any_agent.record import pack_interaction, unpack_interaction
-from any_agent.types import Interaction, SessionState
-from proxy_ext.journal.base import (
-    JournalStats,
-    PutInteraction,
-    PutMeta,
-    PutSession,
+from any_agent.record import unpack_interaction
+from any_agent.types import SessionState
+from proxy_ext.journal.base import JournalStats
+from proxy_ext.journal.prepare import SESSION_FIELDS, prepare
+from proxy_ext.journal.rows import (
+    AnswerRow,
+    RequestMark,
+    RewardRow,
     SessionRow,
-    SetFinal,
-    SetInteractionReward,
-    SetState,
-    Statement,
+    StoredInteraction,
+    StoredRequest,
 )
+from proxy_ext.journal.schema import connect
+from proxy_ext.journal.statements import Statement
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SCHEMA_VERSION = 1
-SCHEMA = """
-CREATE TABLE sessions (
-    id TEXT PRIMARY KEY, lane TEXT NOT NULL, mode TEXT NOT NULL, state TEXT NOT NULL,
-    task_id TEXT, group_id TEXT, group_size INTEGER NOT NULL, metadata BLOB NOT NULL,
-    created_at REAL NOT NULL, expires_at REAL NOT NULL, final_reward REAL, reason TEXT, owner TEXT
-) STRICT;
-CREATE INDEX sessions_by_state ON sessions (state, mode, created_at);
-CREATE INDEX sessions_by_group ON sessions (group_id, created_at);
-CREATE INDEX sessions_by_lane ON sessions (lane, created_at);
-CREATE TABLE interactions (
-    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, session_id TEXT NOT NULL,
-    data BLOB NOT NULL, reward REAL
-) STRICT;
-CREATE INDEX interactions_by_session ON interactions (session_id, number);
-CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
-"""
 _MAX_BATCH = 512
 _MAX_QUEUE = 16_384
-_SESSION_FIELDS = tuple(SessionRow.__dataclass_fields__)
-_PUT_SESSION = (
-    f"INSERT INTO sessions ({', '.join(_SESSION_FIELDS)}) "
-    f"VALUES ({', '.join('?' * len(_SESSION_FIELDS))})"
-)
 
 
 class _Job:
@@ -101,7 +79,7 @@ class SQLiteJournal:
         self.stats = JournalStats()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = _connect(path)
+            self._connection = connect(path)
         except (OSError, sqlite3.Error) as error:
             raise StoreUnavailable(f"cannot open the journal {path}: {error}") from error
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
@@ -109,7 +87,7 @@ class SQLiteJournal:
 
     async def commit(self, *statements: Statement) -> None:
         # Packing token data is the costly part: it happens here, not in the writer's transaction.
-        prepared = [_prepare(statement) for statement in statements]
+        prepared = [line for statement in statements for line in prepare(statement)]
 
         def write(connection: sqlite3.Connection) -> None:
             for sql, values in prepared:
@@ -120,7 +98,7 @@ class SQLiteJournal:
     async def sessions(self, states: Iterable[SessionState]) -> list[SessionRow]:
         wanted = tuple(str(state) for state in states)
         marks = ", ".join("?" * len(wanted))
-        sql = f"SELECT * FROM sessions WHERE state IN ({marks}) ORDER BY created_at, rowid"
+        sql = f"SELECT * FROM sessions WHERE state IN ({marks}) ORDER BY number"
         rows = await self._read(lambda c: c.execute(sql, wanted).fetchall())
         return [_row(row) for row in rows]
 
@@ -129,12 +107,12 @@ class SQLiteJournal:
 
     async def session_of_lane(self, lane: str) -> SessionRow | None:
         return await self._one(
-            "SELECT * FROM sessions WHERE lane = ? ORDER BY created_at DESC, rowid DESC LIMIT 1",
+            "SELECT * FROM sessions WHERE lane = ? ORDER BY number DESC LIMIT 1",
             lane,
         )
 
     async def group(self, group_id: str) -> list[SessionRow]:
-        sql = "SELECT * FROM sessions WHERE group_id = ? ORDER BY created_at, rowid"
+        sql = "SELECT * FROM sessions WHERE group_id = ? ORDER BY number"
         rows = await self._read(lambda c: c.execute(sql, (group_id,)).fetchall())
         return [_row(row) for row in rows]
 
@@ -153,15 +131,39 @@ class SQLiteJournal:
         rows = await self._read(lambda c: c.execute(sql).fetchall())
         return {(mode, SessionState(state)): number for mode, state, number in rows}
 
-    async def interactions(self, session_id: str) -> list[Interaction]:
-        sql = "SELECT data, reward FROM interactions WHERE session_id = ? ORDER BY number"
+    async def interactions(self, session_id: str) -> list[StoredInteraction]:
+        sql = "SELECT data, reward, key FROM interactions WHERE session_id = ? ORDER BY number"
         rows = await self._read(lambda c: c.execute(sql, (session_id,)).fetchall())
         out = []
-        for data, reward in rows:
+        for data, reward, key in rows:
             interaction = unpack_interaction(data)
             interaction.reward = reward
-            out.append(interaction)
+            out.append(StoredInteraction(interaction, key))
         return out
+
+    async def requests(self, session_id: str) -> list[StoredRequest]:
+        sql = (
+            "SELECT id, request_hash, retry_count, delivered FROM interactions "
+            "WHERE session_id = ? AND request_hash IS NOT NULL ORDER BY number"
+        )
+        rows = await self._read(lambda c: c.execute(sql, (session_id,)).fetchall())
+        return [StoredRequest(id, RequestMark(hash, n), bool(d)) for id, hash, n, d in rows]
+
+    async def rewards(self, session_id: str) -> list[RewardRow]:
+        sql = (
+            "SELECT interaction_id, name, value, by, at FROM rewards "
+            "WHERE session_id = ? ORDER BY number"
+        )
+        rows = await self._read(lambda c: c.execute(sql, (session_id,)).fetchall())
+        return [RewardRow(*row) for row in rows]
+
+    async def answer(self, scope: str, key: str) -> AnswerRow | None:
+        sql = (
+            "SELECT scope, key, request_hash, status, body, created_at FROM answers "
+            "WHERE scope = ? AND key = ?"
+        )
+        row = await self._read(lambda c: c.execute(sql, (scope, key)).fetchone())
+        return None if row is None else AnswerRow(*row)
 
     async def meta(self, key: str) -> Any:
         sql = "SELECT value FROM meta WHERE key = ?"
@@ -264,83 +266,8 @@ class _BadJob(Exception):
         self.cause = cause
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version == 0:
-        connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-    elif version != SCHEMA_VERSION:
-        connection.close()
-        raise StoreUnavailable(
-            f"the journal {path} has format {version}, this service writes {SCHEMA_VERSION}; "
-            "choose another trial"
-        )
-    connection.row_factory = sqlite3.Row
-    return connection
-
-
-@functools.singledispatch
-def _prepare(statement: Statement) -> tuple[str, tuple[Any, ...]]:
-    raise TypeError(f"the journal cannot write {type(statement).__name__}")
-
-
-@_prepare.register
-def _(statement: PutSession) -> tuple[str, tuple[Any, ...]]:
-    row = statement.row
-    values = [getattr(row, name) for name in _SESSION_FIELDS]
-    values[_SESSION_FIELDS.index("metadata")] = orjson.dumps(row.metadata)
-    values[_SESSION_FIELDS.index("state")] = str(row.state)
-    return _PUT_SESSION, tuple(values)
-
-
-@_prepare.register
-def _(statement: SetFinal) -> tuple[str, tuple[Any, ...]]:
-    return (
-        "UPDATE sessions SET state = ?, final_reward = ? WHERE id = ?",
-        (str(statement.state), statement.final_reward, statement.session_id),
-    )
-
-
-@_prepare.register
-def _(statement: SetState) -> tuple[str, tuple[Any, ...]]:
-    ids = orjson.dumps(statement.session_ids).decode()
-    return (
-        "UPDATE sessions SET state = ?, reason = ?, owner = ? "
-        "WHERE id IN (SELECT value FROM json_each(?))",
-        (str(statement.state), statement.reason, statement.owner, ids),
-    )
-
-
-@_prepare.register
-def _(statement: PutInteraction) -> tuple[str, tuple[Any, ...]]:
-    i = statement.interaction
-    return (
-        "INSERT INTO interactions (id, session_id, data, reward) VALUES (?, ?, ?, ?) "
-        "ON CONFLICT (id) DO UPDATE SET data = excluded.data, reward = excluded.reward",
-        (i.id, i.session_id, pack_interaction(i), i.reward),
-    )
-
-
-@_prepare.register
-def _(statement: SetInteractionReward) -> tuple[str, tuple[Any, ...]]:
-    return (
-        "UPDATE interactions SET reward = ? WHERE id = ?",
-        (statement.reward, statement.interaction_id),
-    )
-
-
-@_prepare.register
-def _(statement: PutMeta) -> tuple[str, tuple[Any, ...]]:
-    return (
-        "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)",
-        (statement.key, orjson.dumps(statement.value)),
-    )
-
-
 def _row(row: sqlite3.Row) -> SessionRow:
-    data = {name: row[name] for name in _SESSION_FIELDS}
+    data = {name: row[name] for name in SESSION_FIELDS}
     data["state"] = SessionState(data["state"])
     data["metadata"] = orjson.loads(data["metadata"])
     return SessionRow(**data)

@@ -53,7 +53,8 @@ def read_records(run: RunDir, ranks: int) -> dict[str, Record]:
             journal = SQLiteJournal(run.journal(rank))
             try:
                 for row in await journal.sessions(list(SessionState)):
-                    out[row.id] = Record(row, await journal.interactions(row.id))
+                    stored = await journal.interactions(row.id)
+                    out[row.id] = Record(row, [one.interaction for one in stored])
             finally:
                 await journal.close()
         return out

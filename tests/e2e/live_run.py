@@ -113,7 +113,10 @@ def recorded(config: Config) -> list[list[Interaction]]:
         journal = SQLiteJournal(run.journal(rank))
         try:
             rows = await journal.sessions(list(SessionState))
-            return [await journal.interactions(row.id) for row in rows]
+            return [
+                [stored.interaction for stored in await journal.interactions(row.id)]
+                for row in rows
+            ]
         finally:
             await journal.close()
 

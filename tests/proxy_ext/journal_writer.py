@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from any_agent.types import SessionState
-from proxy_ext.journal import PutInteraction, PutSession, SetInteractionReward, SQLiteJournal
+from proxy_ext.journal import PutInteraction, PutSession, SetReward, SQLiteJournal
 from tests.proxy_ext.journal_lab import make_interaction, make_row
 
 
@@ -26,7 +26,10 @@ async def main(path: Path, prefix: str) -> None:
                 PutSession(make_row(session_id, state=SessionState.FINALIZED)),
                 PutInteraction(interaction),
             )
-            await journal.commit(SetInteractionReward(interaction.id, number + 0.5))
+            value = number + 0.5
+            await journal.commit(
+                SetReward(session_id, interaction.id, None, value, "test", at=1.0, combined=value)
+            )
             print(session_id, number + 0.5, flush=True)
             number += 1
 

@@ -168,7 +168,8 @@ class Proxy:
 
     async def recorded(self, session_id: str) -> list[Any]:
         """A session's interactions, from the journal."""
-        return await self.service.journal.interactions(session_id)
+        stored = await self.service.journal.interactions(session_id)
+        return [one.interaction for one in stored]
 
 
 @asynccontextmanager

@@ -20,13 +20,22 @@ from any_agent.errors import StoreBusy, StoreUnavailable
 from any_agent.record import pack_interaction
 from any_agent.types import SessionState
 from proxy_ext.journal import (
+    AnswerRow,
+    DropAnswers,
+    EraseContent,
+    MarkDelivered,
+    PutAnswer,
     PutInteraction,
     PutMeta,
     PutSession,
+    RequestMark,
+    RewardRow,
+    SetAwaiting,
     SetFinal,
-    SetInteractionReward,
+    SetReward,
     SetState,
     SQLiteJournal,
+    StoredRequest,
     sqlite,
 )
 from tests.proxy_ext.journal_lab import make_interaction, make_row
@@ -43,12 +52,14 @@ async def journal(tmp_path: Path) -> AsyncIterator[SQLiteJournal]:
 
 async def test_round_trip(journal: SQLiteJournal, tmp_path: Path) -> None:
     first = make_row("s1", group_id="g", group_size=2, task_id="t", created_at=1.0)
-    second = make_row("s2", group_id="g", group_size=2, mode="eval", created_at=2.0)
+    second = make_row("s2", group_id="g", group_size=2, mode="eval", created_at=0.5)
     parent = make_interaction("i1", "s1")
     child = make_interaction("i2", "s1", parent_id="i1")
-    await journal.commit(PutSession(second), PutSession(first))
-    await journal.commit(PutInteraction(parent), PutInteraction(child))
-    await journal.commit(SetInteractionReward("i2", -1.5), PutMeta("run", {"step": 3}))
+    await journal.commit(PutSession(first), PutSession(second))
+    await journal.commit(PutInteraction(parent, b"key"), PutInteraction(child))
+    await journal.commit(
+        SetReward("s1", "i2", None, -1.5, "me", at=3.0, combined=-1.5), PutMeta("run", {"step": 3})
+    )
     assert await journal.session("s1") == first
     assert await journal.session("nothing") is None
     assert await journal.sessions([SessionState.OPEN]) == [first, second]
@@ -59,8 +70,11 @@ async def test_round_trip(journal: SQLiteJournal, tmp_path: Path) -> None:
     assert await journal.meta("run") == {"step": 3}
     assert await journal.meta("none") is None
     stored = await journal.interactions("s1")
-    assert [(i.id, i.reward) for i in stored] == [("i1", None), ("i2", -1.5)]
-    assert pack_interaction(stored[0]) == pack_interaction(parent)
+    assert [(i.interaction.id, i.interaction.reward, i.key) for i in stored] == [
+        ("i1", None, b"key"),
+        ("i2", -1.5, None),
+    ]
+    assert pack_interaction(stored[0].interaction) == pack_interaction(parent)
     await journal.commit(SetState(("s1", "s2"), SessionState.LEASED, "why", "owner"))
     row = await journal.session("s1")
     assert row is not None
@@ -73,7 +87,10 @@ async def test_round_trip(journal: SQLiteJournal, tmp_path: Path) -> None:
         await journal.commit(PutMeta("x", 1))
     again = SQLiteJournal(tmp_path / "j" / "rank-0.sqlite")
     stored = await again.interactions("s1")
-    assert [(i.id, i.untrainable_reason) for i in stored] == [("i1", "undelivered"), ("i2", None)]
+    assert [(i.interaction.untrainable_reason, i.key) for i in stored] == [
+        ("undelivered", b"key"),
+        (None, None),
+    ]
     await again.close()
 
 
@@ -86,6 +103,83 @@ async def test_a_session_that_is_there_is_not_overwritten(journal: SQLiteJournal
     await journal.commit(SetFinal("s1", SessionState.FINALIZED, 0.5))
     final = replace(first, state=SessionState.FINALIZED, final_reward=0.5)
     assert await journal.session("s1") == final
+
+
+async def test_rewards_are_a_history(journal: SQLiteJournal) -> None:
+    await journal.commit(PutSession(make_row("s1")), PutInteraction(make_interaction("i1", "s1")))
+    history = [
+        SetReward("s1", "i1", "correct", 1.0, "session", 1.5, combined=1.0),
+        SetReward("s1", "i1", "format", 0.5, "session", 2.5, combined=1.25),
+        SetReward("s1", None, None, -2.0, "admin", 3.5, combined=-2.0),
+    ]
+    for statement in history:
+        await journal.commit(statement)
+    assert await journal.rewards("s1") == [
+        RewardRow(s.interaction_id, s.name, s.value, s.by, s.at) for s in history
+    ]
+    (stored,) = await journal.interactions("s1")
+    row = await journal.session("s1")
+    assert row is not None
+    assert (stored.interaction.reward, row.final_reward) == (1.25, -2.0)
+
+
+async def test_marked_requests(journal: SQLiteJournal) -> None:
+    mark = RequestMark(b"hash", 1)
+    await journal.commit(
+        PutInteraction(make_interaction("i1", "s1"), b"key", mark),
+        PutInteraction(make_interaction("i2", "s1")),
+    )
+    assert await journal.requests("s1") == [StoredRequest("i1", mark, delivered=False)]
+    await journal.commit(MarkDelivered(("i1",)))
+    # Put again without them: key, mark and delivery stay.
+    await journal.commit(PutInteraction(make_interaction("i1", "s1")))
+    assert await journal.requests("s1") == [StoredRequest("i1", mark, delivered=True)]
+    assert [i.key for i in await journal.interactions("s1")] == [b"key", None]
+
+
+async def test_answers_are_kept_once_and_dropped_by_age(journal: SQLiteJournal) -> None:
+    first = PutAnswer("admin", "k", b"hash", 200, b"{}", 10.0)
+    await journal.commit(first, PutMeta("effect", 1))
+    with pytest.raises(StoreUnavailable):
+        await journal.commit(replace(first, body=b"other"), PutMeta("effect", 2))
+    assert await journal.meta("effect") == 1
+    assert await journal.answer("admin", "k") == AnswerRow("admin", "k", b"hash", 200, b"{}", 10.0)
+    assert await journal.answer("other", "k") is None
+    await journal.commit(DropAnswers(before=10.0))
+    assert await journal.answer("admin", "k") is not None
+    await journal.commit(DropAnswers(before=10.5))
+    assert await journal.answer("admin", "k") is None
+
+
+async def test_states_of_a_session(journal: SQLiteJournal) -> None:
+    first = make_row(
+        "s1", tenant="t", opened_by="tenant t (key 1)", pinned_version=3, clock="boot 12.5"
+    )
+    await journal.commit(PutSession(first), SetAwaiting("s1", until=50.0))
+    ((state, until),) = journal._connection.execute("SELECT state, awaits_until FROM sessions")
+    assert (state, until) == ("awaiting_reward", 50.0)
+    await journal.commit(SetFinal("s1", SessionState.FINALIZED, 0.5))
+    final = replace(first, state=SessionState.FINALIZED, final_reward=0.5)
+    assert await journal.session("s1") == final
+    await journal.commit(SetState(("s1",), SessionState.TRAINED, step=7, at=60.0))
+    trained = replace(final, state=SessionState.TRAINED, step=7, ended_at=60.0)
+    assert await journal.session("s1") == trained
+    await journal.commit(SetState(("s1",), SessionState.LEASED, owner="o"))
+    assert await journal.session("s1") == replace(final, state=SessionState.LEASED, owner="o")
+
+
+async def test_erased_content(journal: SQLiteJournal) -> None:
+    for k in ("1", "2"):
+        interaction = PutInteraction(make_interaction(f"i{k}", f"s{k}"))
+        await journal.commit(PutSession(make_row(f"s{k}")), interaction)
+    await journal.commit(SetReward("s1", None, None, 1.0, "me", 1.0, combined=1.0))
+    await journal.commit(EraseContent(("s1",)))
+    erased = await journal.session("s1")
+    assert erased is not None
+    assert (erased.content, erased.metadata, erased.final_reward) == ("deleted", {}, 1.0)
+    assert await journal.interactions("s1") == []
+    assert len(await journal.rewards("s1")) == 1
+    assert len(await journal.interactions("s2")) == 1
 
 
 async def test_what_there_is_of_names(journal: SQLiteJournal) -> None:
@@ -102,7 +196,7 @@ async def test_the_newest_session_of_a_lane(journal: SQLiteJournal) -> None:
         await journal.commit(PutSession(make_row(f"s{k}", lane="lane", created_at=at)))
     newest = await journal.session_of_lane("lane")
     assert newest is not None
-    assert newest.id == "s2"
+    assert newest.id == "s3"
 
 
 def counted_transactions(
@@ -285,5 +379,5 @@ async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
         # A session and its interaction were one write.
         (interaction,) = await journal.interactions(session_id)
         if session_id in acknowledged:
-            assert interaction.reward == acknowledged[session_id]
+            assert interaction.interaction.reward == acknowledged[session_id]
     await journal.close()

@@ -1,0 +1,95 @@
+"""What a journal holds, as it is read back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from any_agent.types import Interaction, SessionState
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRow:
+    """A session as it is stored; times are seconds since the epoch."""
+
+    id: str
+    lane: str
+    mode: str
+    state: SessionState
+    task_id: str | None
+    group_id: str | None
+    """The generation of its group that it belongs to; None for a group of one."""
+    group_size: int
+    metadata: dict[str, Any]
+    created_at: float
+    expires_at: float
+    final_reward: float | None = None
+    reason: str | None = None
+    owner: str | None = None
+    """The trainer that holds its lease."""
+    tenant: str | None = None
+    opened_by: str | None = None
+    """Whose key opened it, by name."""
+    pinned_version: int | None = None
+    """Every token of it is of this weight version."""
+    clock: str | None = None
+    """The boot's id and the boot clock's seconds when it was opened."""
+    awaits_until: float | None = None
+    """Until when it waits for its rewards."""
+    step: int | None = None
+    """The optimizer step that consumed it."""
+    ended_at: float | None = None
+    content: Literal["stored", "archived", "deleted"] = "stored"
+    """Where its interactions are."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMark:
+    """Which request an interaction answers, so that a retry of it finds the answer."""
+
+    hash: bytes
+    retry_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredInteraction:
+    """An interaction, and what is stored beside it."""
+
+    interaction: Interaction
+    key: bytes | None
+    """Under which continuations look for it; None in journals of version 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRequest:
+    """The request that an interaction answered."""
+
+    interaction_id: str
+    mark: RequestMark
+    delivered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRow:
+    """One reward as it was set, whether or not a later one replaced it."""
+
+    interaction_id: str | None
+    """None: the session's final reward."""
+    name: str | None
+    value: float
+    by: str
+    at: float
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRow:
+    """What an idempotent request was answered."""
+
+    scope: str
+    key: str
+    request_hash: bytes
+    status: int
+    body: bytes
+    created_at: float
+    """Seconds since the epoch."""
