@@ -24,6 +24,7 @@ from any_agent.presence import Presence
 from any_agent.registry import Entry, Registry
 from any_agent.rundir import RunDir
 from router.affinity import Affinity
+from router.areal import AREAL_START, ArealRoutes
 from router.body import Body, json_object
 from router.fanout import FanOut, Handler
 from router.forward import Forwarder
@@ -43,6 +44,7 @@ _MAX_HEADERS = 128
 _LIMITS = f"{_MAX_HEADERS} headers of {_MAX_HEADER_BYTES // 1024} KB together"
 _KEEPALIVE = 75.0
 """Seconds until a connection is closed that sends no request, or does not finish its headers."""
+_OPENS = (START, AREAL_START)
 _STOP_SECONDS = 1.5
 """aiohttp waits for requests under way once, cancels them, and waits once more."""
 
@@ -66,6 +68,7 @@ class Router:
             ("POST", START): opens.open,
             **FanOut(ranks, forwarder, replies).routes,
             **Leasing(affinity, ranks, forwarder, replies).routes,
+            **ArealRoutes(affinity, ranks, forwarder, replies).routes,
             ("GET", "/metrics"): MetricsRoute(self, upstream, admin_key=_admin_key(config)).show,
             **{(m, "/healthz"): self._healthz for m in ("GET", "HEAD")},
             **{(m, "/readyz"): self._readyz for m in ("GET", "HEAD")},
@@ -103,7 +106,7 @@ class Router:
         own = self._own.get((request.method, path))
         # A session that is named beside an open is another one, and must not choose its rank. Nor
         # must a name beside the operator's routes: what is for all ranks would reach one of them.
-        if own is not None and (path == START or not self._affinity.keyed(request.headers)):
+        if own is not None and (path in _OPENS or not self._affinity.keyed(request.headers)):
             return await own(request, body)
         if not named and request.method == "POST" and path.startswith("/rl/v1/"):
             return await self._by_body(request, body)
