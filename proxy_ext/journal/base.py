@@ -65,6 +65,10 @@ class Journal(Protocol):
         """The last session's id, in the order of ids, of those that begin with this."""
         ...
 
+    async def last_number(self, prefix: str) -> int | None:
+        """The highest whole number that follows this prefix, and nothing after it, in an id."""
+        ...
+
     async def counts(self) -> dict[tuple[str, SessionState], int]:
         """How many sessions there are of each mode in each state."""
         ...

@@ -126,6 +126,17 @@ class SQLiteJournal:
         last: str | None = (await self._read(lambda c: c.execute(sql, bounds).fetchone()))[0]
         return last
 
+    async def last_number(self, prefix: str) -> int | None:
+        at = len(prefix) + 1
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        sql = (
+            "SELECT MAX(CAST(substr(id, ?) AS INTEGER)) FROM sessions WHERE id > ? AND id < ? "
+            "AND substr(id, ?) NOT GLOB '*[^0-9]*'"
+        )
+        row = await self._read(lambda c: c.execute(sql, (at, prefix, end, at)).fetchone())
+        number: int | None = row[0]
+        return number
+
     async def counts(self) -> dict[tuple[str, SessionState], int]:
         sql = "SELECT mode, state, COUNT(*) FROM sessions GROUP BY state, mode"
         rows = await self._read(lambda c: c.execute(sql).fetchall())

@@ -191,6 +191,15 @@ async def test_what_there_is_of_names(journal: SQLiteJournal) -> None:
     assert sorted(await journal.group_ids()) == ["g", "h"]
 
 
+async def test_the_highest_number_of_a_task(journal: SQLiteJournal) -> None:
+    assert await journal.last_number("task-0-") is None
+    for id in ("task-0-9", "task-0-10", "task-0-77-0-80", "task-0-x", "task-1-99", "task-0.5"):
+        await journal.commit(PutSession(make_row(id)))
+    assert await journal.last_number("task-0-") == 10
+    assert await journal.last_number("task-0-77-0-") == 80
+    assert await journal.last_number("tas-0-") is None
+
+
 async def test_the_newest_session_of_a_lane(journal: SQLiteJournal) -> None:
     for k, at in enumerate((1.0, 3.0, 3.0, 2.0)):
         await journal.commit(PutSession(make_row(f"s{k}", lane="lane", created_at=at)))
