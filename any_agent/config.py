@@ -94,6 +94,8 @@ class ServerConfig(_Section):
     """Prompt and output tokens of one tenant's calls, charged when a call has ended."""
     rank_wait: float = Field(45.0, ge=0)
     """Seconds that a request waits at the router for a rank that restarts, before it gets 503."""
+    drain_timeout: float = Field(20.0, ge=0)
+    """Seconds that requests under way have for their end after SIGTERM."""
     client_timeout: float = Field(60.0, gt=0)
     """Seconds after which a client that takes no byte of its answer is cut off."""
 

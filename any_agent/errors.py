@@ -20,6 +20,7 @@ AnyAgentError                      500 internal_error
 ├── StoreUnavailable               503 store_unavailable
 │   └── StoreBusy                  503 store_busy
 ├── ServiceUnavailable             503 service_unavailable
+│   └── Draining                   503 draining
 ├── ConfigError                    500 bad_config (exit code 2)
 ├── StartupError                   500 startup_failed (exit code 1)
 └── TrainingError                  500 training_failed
@@ -28,6 +29,7 @@ AnyAgentError                      500 internal_error
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, ClassVar
 
 
@@ -68,7 +70,7 @@ class AnyAgentError(Exception):
     def headers(self) -> dict[str, str]:
         """``Retry-After`` where a later try may succeed, ``x-should-retry: false`` elsewhere."""
         if self.retry_after is not None:
-            return {"Retry-After": str(max(1, round(self.retry_after)))}
+            return {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
         return {} if self.retryable else {"x-should-retry": "false"}
 
 
@@ -131,6 +133,13 @@ class RunFinished(Conflict):
     default_code = "run_finished"
 
 
+class StaleOwner(AnyAgentError):
+    """A later start of the trainer has taken over from the one that asks."""
+
+    status = 409
+    default_code = "stale_owner"
+
+
 class SessionClosed(AnyAgentError):
     status = 410
     default_code = "session_closed"
@@ -183,6 +192,12 @@ class ServiceUnavailable(AnyAgentError):
     status = 503
     default_code = "service_unavailable"
     retryable = True
+
+
+class Draining(ServiceUnavailable):
+    """A part that stops ends what is under way and begins nothing: it was not even begun."""
+
+    default_code = "draining"
 
 
 class ConfigError(AnyAgentError):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from any_agent.registry import HEARTBEAT, Entry, publish
 
@@ -26,7 +26,9 @@ class Presence:
     def __init__(self, folder: Path, describe: Callable[[], Entry]) -> None:
         self._folder = folder
         self._describe = describe
-        self._over = asyncio.Event()
+        self._over = False
+        self._stopping = False
+        self._hurry = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._failed = False
 
@@ -34,23 +36,31 @@ class Presence:
         await self._write()
         self._task = asyncio.create_task(self._beat())
 
+    def stopping(self) -> None:
+        """It ends what is under way: from now on, and at once, it says so."""
+        self._stopping = True
+        self._hurry.set()
+
     async def end(self) -> None:
-        self._over.set()
+        self._over = True
+        self.stopping()
         if self._task is not None:
             # Not cancelled: a write under way would come after the last one.
             await self._task
-        await self._write(state="stopping")
+        await self._write()
 
     async def _beat(self) -> None:
-        while not self._over.is_set():
-            try:
-                await asyncio.wait_for(self._over.wait(), HEARTBEAT)
-            except TimeoutError:
-                await self._write()
+        while not self._over:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), HEARTBEAT)
+            self._hurry.clear()
+            await self._write()
 
-    async def _write(self, **changes: Any) -> None:
+    async def _write(self) -> None:
         try:
-            entry = self._describe().model_copy(update=changes)
+            entry = self._describe()
+            if self._stopping:
+                entry = entry.model_copy(update={"state": "stopping"})
             await asyncio.to_thread(publish, self._folder, entry)
         except Exception as error:
             if not self._failed:

@@ -10,7 +10,8 @@ import sys
 import time
 import uuid
 
-from any_agent.config import LOOPBACK, Config, load_resolved
+from any_agent.access import require_key
+from any_agent.config import Config, load_resolved
 from any_agent.engine import SGLangEngine
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StartupError
 from any_agent.logs import set_up_logging
@@ -43,8 +44,8 @@ def main() -> int:
         config = load_resolved(args.config)
         part = rank_name(args.rank)
         set_up_logging(config.log_level, config.log_format, part=part, secrets=config.secrets())
-        if args.host not in LOOPBACK and config.server.admin_key is None:
-            raise ConfigError(f"--host {args.host} needs an admin key; without one, only loopback")
+        for host in (args.host, config.server.host):
+            require_key(config, host)
         # Before anything slow, so that a port in use is known at once.
         listener = listen(args.host, args.port)
         return _serve(config, args, listener)
@@ -103,12 +104,14 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
             access_log=False,
             log_config=None,
             server_header=False,
-            timeout_graceful_shutdown=5,
+            timeout_graceful_shutdown=1,
             timeout_keep_alive=75,
             backlog=2048,
         ),
         RunDir.of(config.root, config.user, config.experiment, config.trial).registry,
         lambda: entry_of(opened[0], url=url, boot_id=boot_id),
+        lambda: opened[0].drain(),
+        drain_timeout=config.server.drain_timeout,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:

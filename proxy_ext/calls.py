@@ -9,6 +9,7 @@ from dataclasses import replace
 from any_agent.completions import Completed, Completer, Completion, Prepared
 from any_agent.errors import AnyAgentError, SessionClosed, TooManyRequests
 from proxy_ext.call_stats import CallStats, CallTimer
+from proxy_ext.draining import draining
 from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions
 
@@ -94,13 +95,17 @@ class Calls:
         self._sessions = sessions
         self._limit = limit
         self._running: set[Call] = set()
+        self.draining = False
+        """Those under way end, and none begins."""
         self.stats = CallStats()
 
     def __len__(self) -> int:
         return len(self._running)
 
     def start(self, prepared: Prepared, session: Session | None, *, stream: bool) -> Call:
-        """Begin a call; SessionClosed or TooManyRequests."""
+        """Begin a call; SessionClosed, TooManyRequests or Draining."""
+        if self.draining:
+            raise draining()
         if session is not None:
             session.require_open()
         if len(self._running) >= self._limit:

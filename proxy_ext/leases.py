@@ -32,6 +32,13 @@ class Leases:
         self._lock = asyncio.Lock()
         self._heard: tuple[str, int] = ("", 0)
         """The trainer that set the cap last, and the number of its message."""
+        self._draining = False
+
+    async def drain(self) -> None:
+        """Answer long polls at once, from now on."""
+        self._draining = True
+        async with self._sessions.ready:
+            self._sessions.ready.notify_all()
 
     async def set_capacity(self, body: SetCapacity) -> Capacity:
         """Set the cap, renew the leases held, take back those that their holder does not know of:
@@ -87,12 +94,12 @@ class Leases:
                 if chosen:
                     return await self._take(chosen, body.owner)
             remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if remaining <= 0 or self._draining:
                 return []
             async with ready:
                 # Looked at again under the condition's lock: a group that closed since then
                 # has notified nobody.
-                if not self._closed_groups(1):
+                if not self._closed_groups(1) and not self._draining:
                     try:
                         async with asyncio.timeout(remaining):
                             await ready.wait()

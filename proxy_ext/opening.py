@@ -11,6 +11,7 @@ from any_agent.errors import Conflict, InvalidRequest, TooManyRequests, Unauthen
 from any_agent.keys import KeySigner, Lane
 from any_agent.protocol import StartSession
 from any_agent.types import SessionMode, SessionState
+from proxy_ext.draining import draining
 from proxy_ext.groups import Group, closed_error
 from proxy_ext.journal import PutSession, SessionRow
 from proxy_ext.session import Session
@@ -31,9 +32,17 @@ class Opening:
         """Lanes whose session is being opened."""
         self.refused: Counter[str] = Counter()
         """Opens that were refused, by the error's code."""
+        self._draining = False
+
+    def drain(self) -> None:
+        """Refuse whoever waits for a slot, at once, and whoever comes."""
+        self._draining = True
+        self._sessions.admission.close(draining())
 
     async def open(self, body: StartSession) -> tuple[Session, str]:
         """Open a session: take a slot (train), write it, answer it with its key."""
+        if self._draining:
+            raise draining()
         lane, key = await self._lane(body.api_key)
         self._opening.add(lane.id)
         try:

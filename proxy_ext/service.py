@@ -53,6 +53,12 @@ class Service:
     auth: Auth
     answers: Answers
 
+    async def drain(self) -> None:
+        """Begin nothing new and answer long polls; calls under way go on."""
+        self.calls.draining = True
+        self.opening.drain()
+        await self.leases.drain()
+
 
 def load_chat(config: Config, path: str | None = None) -> ChatFormat:
     """The policy's chat format; ConfigError when its template cannot be used."""

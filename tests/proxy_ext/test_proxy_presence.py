@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ class App:
                 await send({"type": f"lifespan.{event}.complete"})
             return
         self.called.set()
+        await self.answered(send)
+
+    async def answered(self, send: Any) -> None:
         await self.answer.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"answer"})
@@ -75,12 +79,21 @@ async def app() -> AsyncIterator[App]:
     app.answer.set()
 
 
+def present(app: Any, folder: Path) -> PresentServer:
+    config = uvicorn.Config(app, lifespan="on", log_config=None, timeout_graceful_shutdown=1)
+
+    async def drain() -> None:
+        pass
+
+    return PresentServer(config, folder, Rank(), drain, drain_timeout=30)
+
+
 async def test_a_server_is_present_from_when_it_listens_until_it_is_told_to_stop(
     tmp_path: Path, app: App
 ) -> None:
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = PresentServer(uvicorn.Config(app, lifespan="on", log_config=None), tmp_path, Rank())
+    server = present(app, tmp_path)
     serving = asyncio.create_task(server._serve([listener]))
     await until(lambda: version(tmp_path))
     assert app.events == ["startup"]
@@ -98,13 +111,83 @@ async def test_a_server_is_present_from_when_it_listens_until_it_is_told_to_stop
     assert app.events == ["startup", "shutdown"]
 
 
+async def test_it_drains_at_sigterm(tmp_path: Path, app: App) -> None:
+    listener = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = present(app, tmp_path)
+    serving = asyncio.create_task(server._serve([listener]))
+    await until(lambda: server.started and version(tmp_path))
+    async with httpx.AsyncClient() as http:
+        call = asyncio.create_task(http.get(url))
+        await app.called.wait()
+        server.handle_exit(signal.SIGTERM, None)
+        await until(lambda: (last := entry(tmp_path)) and last.state == "stopping")
+        # It goes on beating, so that nobody takes it for dead meanwhile.
+        beats = version(tmp_path)
+        await until(lambda: version(tmp_path) > beats + 2)
+        # A request that comes now is answered, too.
+        late = asyncio.create_task(http.get(url))
+        app.answer.set()
+        assert (await call).text == (await late).text == "answer"
+    await serving
+    assert app.events == ["startup", "shutdown"]
+    # uvicorn would raise the signal again, and the process die of it.
+    assert server._captured_signals == []
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_it_at_once(
+    tmp_path: Path, app: App, second: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = present(app, tmp_path)
+    serving = asyncio.create_task(server._serve([listener]))
+    await until(lambda: server.started and version(tmp_path))
+    async with httpx.AsyncClient(timeout=60) as http:
+        call = asyncio.create_task(http.get(url))
+        await app.called.wait()
+        server.handle_exit(signal.SIGTERM, None)
+        server.handle_exit(second, None)
+        cut = await call
+    assert (cut.status_code, cut.json()["error"]["code"]) == (503, "draining")
+    assert int(cut.headers["retry-after"]) >= 1
+    await serving
+    assert app.events == ["startup", "shutdown"]
+    assert "Traceback" not in caplog.text
+
+
+async def test_an_answer_that_has_begun_is_cut_not_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Endless(App):
+        async def answered(self, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"half", "more_body": True})
+            await asyncio.Event().wait()
+
+    app = Endless()
+    listener = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = present(app, tmp_path)
+    serving = asyncio.create_task(server._serve([listener]))
+    await until(lambda: server.started and version(tmp_path))
+    async with httpx.AsyncClient(timeout=60) as http:
+        with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+            async with http.stream("GET", url) as response:
+                async for _ in response.aiter_bytes():
+                    server.handle_exit(signal.SIGINT, None)
+    await serving
+    assert "Traceback" not in caplog.text
+
+
 async def test_a_server_that_cannot_start_was_never_present(tmp_path: Path) -> None:
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         await receive()
         await send({"type": "lifespan.startup.failed"})
 
     listener = listen("127.0.0.1", 0)
-    server = PresentServer(uvicorn.Config(broken, lifespan="on", log_config=None), tmp_path, Rank())
+    server = present(broken, tmp_path)
     with pytest.raises(SystemExit):
         await server._serve([listener])
     listener.close()
