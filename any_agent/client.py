@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from any_agent import errors
 from any_agent.protocol import (
+    EPOCH_HEADER,
     Abort,
     Ack,
     Acked,
@@ -43,7 +44,8 @@ class RLClient:
     is asked at each attempt, because a service that restarts may move. A connection that could
     not be made is tried again for ``retry_for`` seconds (a rank that restarts); a lost reply or a
     503 only where doing it twice changes nothing. Without ``trust_env`` proxies named in the
-    environment are not used.
+    environment are not used. ``epoch`` is the number of the trainer's start: once a later one was
+    heard of, StaleOwner is raised.
     """
 
     def __init__(
@@ -51,12 +53,15 @@ class RLClient:
         url: str | Callable[[], str | None],
         *,
         admin_key: str | None = None,
+        epoch: int | None = None,
         timeout: float = 60.0,
         retry_for: float = 30.0,
         trust_env: bool = True,
     ) -> None:
         self._where = url
         self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+        if epoch is not None:
+            self._headers[EPOCH_HEADER] = str(epoch)
         self._retry_for = retry_for
         self._timeout = timeout
         self._http = httpx.AsyncClient(
@@ -167,9 +172,16 @@ class RLClient:
         body = Lease(owner=owner, wait=0, session_ids=session_ids, replay=True)
         return (await self._send("POST", "/lease", body, repeatable=True)).content
 
-    async def ack(self, *, owner: str, trained: list[str], rejected: list[Rejection]) -> int:
-        """End leases, all or none; Conflict if one of them was lost."""
-        body = Ack(owner=owner, trained=trained, rejected=rejected)
+    async def ack(
+        self,
+        *,
+        owner: str,
+        trained: list[str],
+        rejected: list[Rejection],
+        step: int | None = None,
+    ) -> int:
+        """End leases, all or none; Conflict if one of them was lost. ``step`` consumed them."""
+        body = Ack(owner=owner, trained=trained, rejected=rejected, step=step)
         return (await self._call(Acked, "POST", "/ack", body, repeatable=True)).acked
 
     async def pause(self, *, ttl: float) -> None:
@@ -188,8 +200,9 @@ class RLClient:
         *,
         step: int,
         checkpoint: str | None,
+        oldest_step: int | None = None,
     ) -> None:
-        body = SetRun(state=state, step=step, checkpoint=checkpoint)
+        body = SetRun(state=state, step=step, checkpoint=checkpoint, oldest_step=oldest_step)
         await self._send("PUT", "/run", body, repeatable=True)
 
     # ------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ AnyAgentError                      500 internal_error
 ├── NotFound                       404 not_found
 ├── Conflict                       409 conflict
 │   └── RunFinished                409 run_finished
+├── StaleOwner                     409 stale_owner
 ├── SessionClosed                  410 session_closed
 ├── PayloadTooLarge                413 payload_too_large
 ├── Unprocessable                  422 unprocessable

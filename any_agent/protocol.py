@@ -13,6 +13,11 @@ from any_agent.config import NAME_PATTERN
 
 MAX_METADATA_BYTES = 65_536
 MAX_METADATA_DEPTH = 32
+MAX_NAMED = 131_072
+"""Sessions that one message of the trainer may name: many times what can be buffered."""
+EPOCH_HEADER = "x-any-agent-epoch"
+"""The number of the trainer's start. A rank that has heard of a later start refuses earlier ones;
+requests without it are people's."""
 Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
 
 
@@ -128,7 +133,7 @@ class SetCapacity(_Body):
     """Seconds after which the limit lapses unless it is set again."""
     owner: str = Field(max_length=64)
     """The trainer's incarnation; leases of an earlier one are taken back."""
-    held: list[str] = Field(default_factory=list)
+    held: list[str] = Field(default_factory=list, max_length=MAX_NAMED)
     """Sessions whose leases are renewed. A lease whose answer was lost is not among them, and is
     soon handed out again."""
     number: int = Field(0, ge=0)
@@ -155,7 +160,7 @@ class Lease(_Body):
     owner: str = Field(max_length=64)
     wait: float = Field(30.0, ge=0, le=300)
     max_groups: int = Field(default=1, ge=1, le=1024)
-    session_ids: list[str] | None = None
+    session_ids: list[str] | None = Field(default=None, max_length=1024)
     """Lease just these sessions, whatever their group."""
     replay: bool = False
     """With `session_ids`: also those that a step took already, for a resume from before it."""
@@ -168,8 +173,11 @@ class Rejection(_Body):
 
 class Ack(_Body):
     owner: str = Field(max_length=64)
-    trained: list[str] = Field(default_factory=list)
-    rejected: list[Rejection] = Field(default_factory=list)
+    trained: list[str] = Field(default_factory=list, max_length=MAX_NAMED)
+    rejected: list[Rejection] = Field(default_factory=list, max_length=MAX_NAMED)
+    step: int | None = Field(default=None, ge=0)
+    """The optimizer step that consumed them. What was trained without one is kept for good: no rank
+    can know whether a resume will want it."""
 
 
 class Acked(BaseModel):
@@ -198,6 +206,9 @@ class SetRun(_Body):
     state: Literal["training", "finished", "serving"]
     step: int = Field(0, ge=0)
     checkpoint: str | None = None
+    oldest_step: int | None = Field(default=None, ge=0)
+    """The step of the oldest retained checkpoint: sessions of later steps are kept for a resume.
+    None: all of them are."""
 
 
 class RunInfo(BaseModel):

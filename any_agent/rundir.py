@@ -4,7 +4,10 @@
 
     config.yaml       the settings that training was last started with, without secrets
     resolved.yaml     those of the last start, for its processes
-    secret.key        signs session keys; mode 0600
+    secret.key        signs session keys, one secret a line, the first one signs; mode 0600
+    keys.json         the keys of operators, trainers and tenants, hashed; mode 0600
+    audit/            who did what to the run and to sessions, and who was refused
+    trainer.epoch     how often training was started
     lock              held while a service uses the folder
     format            the layout's number, so that another version's folder is refused by name
     registry/         who serves where, written by each part itself
@@ -25,7 +28,7 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,10 +127,42 @@ class RunDir:
                 ) from None
             yield file.fileno()
 
-    def signing_secret(self) -> bytes:
-        """The secret behind session keys, made at the first call; the file is the owner's alone."""
-        path = self.path / "secret.key"
-        if not path.exists():
+    def next_epoch(self) -> int:
+        """The number of a start of the trainer, above every earlier one; on disk when it returns.
+
+        By it the ranks tell a trainer from the ones before it. Whoever removes the file removes
+        the ranks' journals, too, or counts on from what they have heard of.
+        """
+        path = self.path / "trainer.epoch"
+        with open(self.path / "trainer.lock", "w") as file:
+            # Two trainers of one trial are one too many, but never one number.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            text = path.read_text(encoding="utf-8") if path.exists() else "0"
+            if not text.strip().isdecimal():
+                raise StartupError(f"{path} holds no number")
+            epoch = int(text) + 1
+            write_whole(path, f"{epoch}\n")
+        return epoch
+
+    @property
+    def secret(self) -> Path:
+        return self.path / "secret.key"
+
+    @property
+    def keys(self) -> Path:
+        return self.path / "keys.json"
+
+    @property
+    def audit(self) -> Path:
+        return self.path / "audit"
+
+    def signing_secrets(self) -> Sequence[bytes]:
+        """The secrets behind session keys: the first one signs, all of them verify.
+
+        One is made at the first call; the file is the owner's alone.
+        """
+        if not self.secret.exists():
+            self.path.mkdir(parents=True, exist_ok=True)
             # Whole or not at all: keys signed with half a secret could be forged.
             fd, temporary = tempfile.mkstemp(prefix="secret.", dir=self.path)
             with os.fdopen(fd, "w") as file:
@@ -135,15 +170,28 @@ class RunDir:
                 file.flush()
                 os.fsync(file.fileno())
             with suppress(FileExistsError):
-                os.link(temporary, path)
+                os.link(temporary, self.secret)
             os.unlink(temporary)
             fsync(self.path)
-        text = path.read_text(encoding="ascii", errors="replace").strip()
-        if re.fullmatch("[0-9a-f]{64}", text) is None:
+        try:
+            return parse_secrets(self.secret.read_bytes())
+        except ValueError:
             raise StartupError(
-                f"{path} holds no secret; delete it, and the session keys of this trial are void"
-            )
-        return bytes.fromhex(text)
+                f"{self.secret} holds no secret; delete it, and the session keys of this trial "
+                "are void"
+            ) from None
+
+    def signing_secret(self) -> bytes:
+        """The one that signs."""
+        return self.signing_secrets()[0]
+
+
+def parse_secrets(content: bytes) -> Sequence[bytes]:
+    """Secrets as `secret.key` holds them, one a line; ValueError for anything else."""
+    lines = content.decode("ascii", errors="replace").split()
+    if not lines or any(re.fullmatch("[0-9a-f]{64}", line) is None for line in lines):
+        raise ValueError("not one secret of 64 hexadecimal digits a line")
+    return tuple(map(bytes.fromhex, lines))
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -69,3 +69,11 @@ def test_json_is_replaced_whole(run: RunDir) -> None:
     assert read_json(run.state) == {"step": 1}
     write_json(run.state, {"step": 2})
     assert read_json(run.state) == {"step": 2}
+
+
+def test_each_start_of_the_trainer_has_a_number_of_its_own(run: RunDir) -> None:
+    assert [run.next_epoch() for _ in range(3)] == [1, 2, 3]
+    assert RunDir(run.path).next_epoch() == 4
+    (run.path / "trainer.epoch").write_text("x")
+    with pytest.raises(StartupError, match="holds no number"):
+        run.next_epoch()

@@ -30,18 +30,17 @@ from trainer.checkpoint import (
 )
 from trainer.loss import LossConfig, preset
 from trainer.manifests import Manifest, Manifests
-from trainer.metrics import TrainerMetrics
+from trainer.memory import Memory
+from trainer.metrics import TrainerMetrics, last_reported
 from trainer.packing import count_trained, micro_batches
 from trainer.policy import Policy, PolicyConfig, StepResult
 from trainer.publisher import PATIENCE, Publisher
-from trainer.telling import RunWord, tell, tell_if_there
+from trainer.telling import News, RunWord, tell, tell_if_there
 from trainer.weights import tokenizer_of
 
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_STEPS = 5
-_REMEMBERED = 65_536
-"""Consumed ids kept: many times what can be finalized and not yet acknowledged."""
 
 
 class GRPOTrainer:
@@ -51,14 +50,15 @@ class GRPOTrainer:
         self.config = config
         self.dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
         self._make_workflow = workflow or ProxyWorkflow
-        self._consumed: dict[str, str | None] = {}
-        """Sessions that steps took: None, or why there was nothing in them to train on."""
+        self._consumed = Memory()
+        self._epoch: int | None = None
         key = config.server.admin_key
         self._executor = RolloutExecutor(
             lambda: Ranks(
                 self.dir.registry,
                 config.server.ranks,
                 admin_key=key.get_secret_value() if key else None,
+                epoch=self._epoch,
                 retry_for=PATIENCE,
             ),
             lambda client, owner: self._make_workflow(client, owner=owner),  # type: ignore[call-arg]
@@ -93,6 +93,7 @@ class GRPOTrainer:
         False if it was stopped before.
         """
         self._load()
+        self._epoch = self.dir.next_epoch()
         self.loaded = True
         self._executor.start()
         try:
@@ -140,7 +141,7 @@ class GRPOTrainer:
         if result is not None:
             self._publish()
         published = time.perf_counter()
-        self._settle([batch])
+        self._settle(batch, self.policy.steps if result is not None else None)
         if result is None:
             log.warning("no step on a batch: %s", dict(Counter(batch.rejected.values())))
             # All of it may have been too old because an engine lost its weights.
@@ -155,7 +156,7 @@ class GRPOTrainer:
         )
         if self.policy.steps % self.config.train.checkpoint_every == 0:
             self._save()
-            tell_if_there(self._executor, step=self.policy.steps, checkpoint=self.checkpoint)
+            tell_if_there(self._executor, self._news)
 
     def _manifest(self, episodes: list[Episode]) -> Manifest:
         """What the next step is to take, as far as it is known before the batch is made."""
@@ -220,18 +221,12 @@ class GRPOTrainer:
         self._publisher.publish(self.policy, self._tokenizer)
         self.metrics.now(step=self.policy.steps, version=self._publisher.version)
 
-    def _settle(self, batches: list[TrainingBatch]) -> None:
-        """Remember what was consumed, and tell the ranks."""
-        trained = [id for batch in batches for id in batch.trained]
-        rejected = {id: why for batch in batches for id, why in batch.rejected.items()}
-        self._consumed.update(dict.fromkeys(trained))
-        self._consumed.update(rejected)
-        while len(self._consumed) > _REMEMBERED:
-            del self._consumed[next(iter(self._consumed))]
-        self._executor.ack(
-            trained, [Rejection(session_id=id, reason=why) for id, why in rejected.items()]
-        )
-        self.metrics.settled(trained, rejected)
+    def _settle(self, batch: TrainingBatch, step: int | None) -> None:
+        """Remember what this step, or none, consumed, and tell the ranks."""
+        self._consumed.add(batch, step)
+        rejected = [Rejection(session_id=id, reason=why) for id, why in batch.rejected.items()]
+        self._executor.ack(batch.trained, rejected, step=step)
+        self.metrics.settled(batch.trained, batch.rejected)
 
     def _wait(self) -> list[Episode]:
         """The next batch."""
@@ -250,17 +245,18 @@ class GRPOTrainer:
         with the same settings. So whatever a killed trainer was at, the run goes on as if it had
         not been killed, and no session has an effect twice.
         """
-        replayed = []
+        replayed = {}
         for step in self._manifests.after(self.policy.steps):
             if self._done or self._stopping:
                 break
-            replayed.append(self._replay(self._manifests.read(step)))
+            replayed[step] = self._replay(self._manifests.read(step))
         self._publisher.resume(
             self.policy, self._tokenizer, fresh=self.checkpoint is None and not replayed
         )
         self.metrics.now(step=self.policy.steps, version=self._publisher.version)
         if replayed:
-            self._settle(replayed)
+            for step, batch in replayed.items():
+                self._settle(batch, step)
             log.info("made %d steps again, now at step %d", len(replayed), self.policy.steps)
             if self.policy.steps % self.config.train.checkpoint_every == 0:
                 self._save()
@@ -296,7 +292,7 @@ class GRPOTrainer:
         """The policy: from the latest checkpoint, else from the configured model."""
         c = self.config.train
         _seed(c.seed)
-        self._reported = _last_reported(self.dir.metrics)
+        self._reported = last_reported(self.dir.metrics)
         settings = PolicyConfig(
             lr=c.lr,
             betas=c.betas,
@@ -316,7 +312,7 @@ class GRPOTrainer:
             # The optimizer's state goes on; its settings are those of this start.
             group.update(lr=c.lr, betas=c.betas, weight_decay=c.weight_decay)
         self._saved_step = self.policy.steps
-        self._consumed.update(state["consumed"])
+        self._consumed.load(state)
         self.checkpoint = latest
         log.info("going on from %s (step %d)", latest, self.policy.steps)
 
@@ -325,7 +321,7 @@ class GRPOTrainer:
             self.dir.checkpoints,
             self.policy,
             self._tokenizer,
-            {"version": self._publisher.version, "consumed": self._consumed},
+            {"version": self._publisher.version, **self._consumed.dump()},
             keep=self.config.train.keep_checkpoints,
         )
         # Where the policy came from may just have been pruned.
@@ -335,7 +331,16 @@ class GRPOTrainer:
         log.info("checkpoint %s", self.checkpoint)
 
     def _tell(self, state: RunWord) -> None:
-        tell(self._executor, state, step=self.policy.steps, checkpoint=self.checkpoint)
+        tell(self._executor, state, self._news)
+
+    @property
+    def _news(self) -> News:
+        whole = list_checkpoints(self.dir.checkpoints)
+        return News(
+            step=self.policy.steps,
+            checkpoint=str(self.checkpoint) if self.checkpoint else None,
+            oldest_step=whole[0].step if whole else None,
+        )
 
     def _report(self, batch: TrainingBatch, result: StepResult, **seconds: float) -> None:
         now = self._executor.capacity
@@ -367,17 +372,6 @@ class GRPOTrainer:
             line["staleness_mean"],
             line["version"],
         )
-
-
-def _last_reported(path: Path) -> int:
-    """The step of the last line that was written whole."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return 0
 
 
 def _loss_config(config: Config) -> LossConfig:

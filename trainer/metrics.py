@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from any_agent.metrics import Exposition, Metric, Reading
@@ -135,3 +137,14 @@ class TrainerMetrics:
         if latest:
             yield from ((metric, latest[name]) for name, metric in _LATEST.items())
             yield CLIPPED, {(side,): latest[f"clipped_{side}"] for side in ("low", "high")}
+
+
+def last_reported(path: Path) -> int:
+    """The step of the last line of `metrics.jsonl` that was written whole; 0 for none."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return 0

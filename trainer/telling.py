@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-from any_agent.errors import AnyAgentError
+from any_agent.client import RLClient
+from any_agent.errors import AnyAgentError, StaleOwner
 from any_agent.rollout import RolloutExecutor
 from trainer.publisher import PATIENCE
 
@@ -18,26 +18,43 @@ _WITHIN = 5.0
 """Seconds that a rank may take to hear of a checkpoint."""
 
 
-def tell(executor: RolloutExecutor, state: RunWord, *, step: int, checkpoint: Path | None) -> None:
+class News(NamedTuple):
+    """How far the run is."""
+
+    step: int
+    checkpoint: str | None
+    """The newest one."""
+    oldest_step: int | None
+    """Of the oldest checkpoint that training can go on from; None while it would begin anew."""
+
+
+def tell(executor: RolloutExecutor, state: RunWord, news: News) -> None:
     """Every rank must hear it, or this raises: one that does not know that training goes on, or
     that it has ended, sends agents away, or keeps them."""
-    ranks, path = executor.ranks, str(checkpoint) if checkpoint else None
+    ranks = executor.ranks
     executor.call(
-        ranks.all(lambda rank: ranks.clients[rank].set_run(state, step=step, checkpoint=path)),
-        timeout=2 * PATIENCE,
+        ranks.all(lambda rank: _say(ranks.clients[rank], state, news)), timeout=2 * PATIENCE
     )
 
 
-def tell_if_there(executor: RolloutExecutor, *, step: int, checkpoint: Path | None) -> None:
-    """A new checkpoint, which is only shown: a rank that is away holds nobody up, and hears of
-    the next one."""
-    ranks, path = executor.ranks, str(checkpoint) if checkpoint else None
+def tell_if_there(executor: RolloutExecutor, news: News) -> None:
+    """A new checkpoint, which decides on nothing that cannot wait: a rank that is away holds nobody
+    up, and hears of the next one."""
+    ranks = executor.ranks
 
     async def say(rank: int) -> None:
         try:
             async with asyncio.timeout(_WITHIN):
-                await ranks.clients[rank].set_run("training", step=step, checkpoint=path)
+                await _say(ranks.clients[rank], "training", news)
+        except StaleOwner:
+            raise
         except (AnyAgentError, TimeoutError) as error:
-            log.warning("rank %d was not told of step %d: %r", rank, step, error)
+            log.warning("rank %d was not told of step %d: %r", rank, news.step, error)
 
     executor.call(ranks.all(say))
+
+
+async def _say(client: RLClient, state: RunWord, news: News) -> None:
+    await client.set_run(
+        state, step=news.step, checkpoint=news.checkpoint, oldest_step=news.oldest_step
+    )

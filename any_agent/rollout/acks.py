@@ -25,6 +25,7 @@ class _Ack:
 
     trained: list[str]
     rejected: list[Rejection]
+    step: int | None
     done: asyncio.Future[None]
 
 
@@ -44,16 +45,24 @@ class Acks:
         self._more = [asyncio.Event() for _ in range(len(ranks))]
 
     async def send(
-        self, trained: Sequence[str], rejected: Sequence[Rejection], *, patience: float
+        self,
+        trained: Sequence[str],
+        rejected: Sequence[Rejection],
+        *,
+        patience: float,
+        step: int | None = None,
     ) -> None:
-        """Return when every rank knows; after ``patience`` seconds even if one does not yet."""
+        """Return when every rank knows; after ``patience`` seconds even if one does not yet.
+
+        ``step`` is the optimizer step that consumed them, if one did.
+        """
         home = self._ranks.home
         sent = []
         for rank in range(len(self._ranks)):
             mine = [id for id in trained if home(id) == rank]
             refused = [r for r in rejected if home(r.session_id) == rank]
             if mine or refused:
-                ack = _Ack(mine, refused, asyncio.get_running_loop().create_future())
+                ack = _Ack(mine, refused, step, asyncio.get_running_loop().create_future())
                 self._todo[rank].append(ack)
                 self._more[rank].set()
                 sent.append(ack.done)
@@ -80,32 +89,33 @@ class Acks:
             self._more[rank].clear()
             while todo:
                 ack = todo[0]
-                await self._send(self._ranks.clients[rank], ack.trained, ack.rejected)
+                await self._send(self._ranks.clients[rank], ack)
                 todo.popleft()
                 self._settled([*ack.trained, *(r.session_id for r in ack.rejected)])
                 ack.done.set_result(None)
             await self._more[rank].wait()
 
-    async def _send(self, client: RLClient, trained: list[str], rejected: list[Rejection]) -> None:
+    async def _send(self, client: RLClient, ack: _Ack) -> None:
+        trained, rejected = ack.trained, ack.rejected
         try:
-            await self._repeat(client, trained, rejected)
+            await self._repeat(client, trained, rejected, ack.step)
         except (Conflict, NotFound):
             # The lease of some was lost meanwhile (another trainer, a very long step); the others
             # must not wait for their time-out.
             for one in [*(([id], []) for id in trained), *(([], [r]) for r in rejected)]:
                 try:
-                    await self._repeat(client, *one)
+                    await self._repeat(client, *one, ack.step)
                 except (Conflict, NotFound) as error:
                     log.error("a session may be handed out again: %s", error.message)
 
     async def _repeat(
-        self, client: RLClient, trained: list[str], rejected: list[Rejection]
+        self, client: RLClient, trained: list[str], rejected: list[Rejection], step: int | None
     ) -> None:
         """All or none. Repeating an ack changes nothing, so a full store, say, ends no run."""
         pause, longest = _AGAIN_AFTER
         while True:
             try:
-                await client.ack(owner=self._owner, trained=trained, rejected=rejected)
+                await client.ack(owner=self._owner, trained=trained, rejected=rejected, step=step)
                 return
             except AnyAgentError as error:
                 if not error.retryable:

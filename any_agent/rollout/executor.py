@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from any_agent.client import RLClient
 from any_agent.config import RolloutConfig
@@ -36,6 +36,15 @@ _REPLAYED_AT_ONCE = 64
 _MISTAKABLE = (TimeoutError, InterruptedError, asyncio.CancelledError)
 
 
+class Consumed(NamedTuple):
+    """What a batch made of a session."""
+
+    step: int | None
+    """The optimizer step that took it; None if there was none."""
+    rejected: str | None = None
+    """Why there was nothing in it to train on."""
+
+
 class RolloutExecutor:
     """Runs a workflow per rank on an event loop of its own thread; the trainer calls it from
     another one.
@@ -43,8 +52,8 @@ class RolloutExecutor:
     It renews the leases of what it holds from ``start`` on, and admits sessions and takes
     episodes from ``begin`` on. ``reject`` looks at an episode and says why it is not worth
     training on, or None: such episodes are rejected at once and their slots refilled.
-    ``consumed`` holds the sessions that steps took, and why one was rejected: those that come
-    again, because their acknowledgement was lost, are acknowledged again and nothing more.
+    ``consumed`` holds the sessions that batches took: those that come again, because their
+    acknowledgement was lost, are acknowledged again and nothing more.
     """
 
     def __init__(
@@ -54,7 +63,7 @@ class RolloutExecutor:
         config: RolloutConfig,
         *,
         owner: str,
-        consumed: Mapping[str, str | None] | None = None,
+        consumed: Mapping[str, Consumed] | None = None,
         reject: Callable[[Episode], str | None] = lambda _: None,
     ) -> None:
         self._make_ranks = make_ranks
@@ -142,12 +151,14 @@ class RolloutExecutor:
         with self._arrived:
             self._arrived.notify_all()
 
-    def ack(self, trained: list[str], rejected: list[Rejection]) -> None:
-        """Tell each rank what became of its sessions of a batch.
+    def ack(
+        self, trained: list[str], rejected: list[Rejection], *, step: int | None = None
+    ) -> None:
+        """Tell each rank what became of its sessions of a batch, and of which optimizer step.
 
         A rank that is away is told when it is back; until then they are held.
         """
-        self.call(self._acks.send(trained, rejected, patience=_ACK_PATIENCE))
+        self.call(self._acks.send(trained, rejected, step=step, patience=_ACK_PATIENCE))
 
     def flush(self) -> None:
         """Wait a moment for the ranks that were not told yet."""
@@ -247,10 +258,19 @@ class RolloutExecutor:
                 await self._receive(left)
 
     async def _ack_again(self, session_ids: list[str]) -> None:
-        reasons = {id: self._consumed.get(id) for id in session_ids}
-        trained = [id for id, reason in reasons.items() if reason is None]
-        rejected = [Rejection(session_id=id, reason=r) for id, r in reasons.items() if r]
-        await self._acks.send(trained, rejected, patience=_ACK_PATIENCE)
+        again = {id: self._consumed[id] for id in session_ids}
+        for step in dict.fromkeys(taken.step for taken in again.values()):
+            of_step = {id: taken for id, taken in again.items() if taken.step == step}
+            await self._acks.send(
+                [id for id, taken in of_step.items() if taken.rejected is None],
+                [
+                    Rejection(session_id=id, reason=taken.rejected)
+                    for id, taken in of_step.items()
+                    if taken.rejected is not None
+                ],
+                step=step,
+                patience=_ACK_PATIENCE,
+            )
 
     async def _receive(self, episode: Episode) -> None:
         ids = [trajectory.session_id for trajectory in episode]

@@ -28,13 +28,23 @@ class Ranks:
     """
 
     def __init__(
-        self, folder: Path, count: int, *, admin_key: str | None = None, retry_for: float = 30.0
+        self,
+        folder: Path,
+        count: int,
+        *,
+        admin_key: str | None = None,
+        epoch: int | None = None,
+        retry_for: float = 30.0,
     ) -> None:
         self._registry = Registry(folder)
         self._looked = -_LOOK_EVERY
         self.clients: tuple[RLClient, ...] = tuple(
             RLClient(
-                partial(self._url, rank), admin_key=admin_key, retry_for=retry_for, trust_env=False
+                partial(self._url, rank),
+                admin_key=admin_key,
+                epoch=epoch,
+                retry_for=retry_for,
+                trust_env=False,
             )
             for rank in range(count)
         )

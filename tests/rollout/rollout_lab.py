@@ -22,6 +22,8 @@ class Service(RLClient):
         self.held: list[list[str]] = []
         self.acks: list[tuple[list[str], list[str]]] = []
         self.failures: dict[str, list[AnyAgentError]] = {}
+        self.steps: list[int | None] = []
+        """Of each ack."""
         self.lost: set[str] = set()
         self.state = {"admitted": 0, "reserved": 0, "waiting": 0, "running": 0, "buffered": 0}
         self.closed = False
@@ -46,11 +48,14 @@ class Service(RLClient):
         self.held.append(held)
         return Capacity(**self.state, limit=limit)
 
-    async def ack(self, *, owner: str, trained: list[str], rejected: list[Rejection]) -> int:
+    async def ack(
+        self, *, owner: str, trained: list[str], rejected: list[Rejection], step: int | None = None
+    ) -> int:
         self._maybe_fail("ack")
         if self.lost & {*trained, *(r.session_id for r in rejected)}:
             raise Conflict("a lease was lost")
         self.acks.append((trained, [r.session_id for r in rejected]))
+        self.steps.append(step)
         return len(trained) + len(rejected)
 
     async def close(self) -> None:

@@ -16,6 +16,7 @@ from any_agent.errors import (
     Conflict,
     EngineUnavailable,
     ServiceUnavailable,
+    StaleOwner,
     StoreUnavailable,
     Unauthenticated,
     from_response,
@@ -209,3 +210,16 @@ def test_stopping_ends_polls_at_once() -> None:
     lab.executor.stop()
     assert time.monotonic() - began < 5
     assert not lab.executor._thread.is_alive()
+
+
+@pytest.mark.parametrize("where", ["capacity", "ack"])
+def test_a_trainer_that_another_took_over_from_ends(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(module, "_ACK_PATIENCE", 0.0)
+    lab = Lab()
+    lab.service.failures[where] = [StaleOwner("start 2 took over") for _ in range(9)]
+    lab.executor.ack(["a-0"], [], step=1)
+    with pytest.raises(StaleOwner):
+        lab.executor.prepare_batch(timeout=10)
+    lab.executor.stop()

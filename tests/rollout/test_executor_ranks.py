@@ -15,7 +15,7 @@ from any_agent.config import RolloutConfig
 from any_agent.errors import Conflict, NotFound, ServiceUnavailable
 from any_agent.protocol import Rejection
 from any_agent.record import pack_trajectories
-from any_agent.rollout import Ranks, RolloutExecutor
+from any_agent.rollout import Consumed, Ranks, RolloutExecutor
 from any_agent.rollout import executor as module
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode, RolloutWorkflow
@@ -37,10 +37,12 @@ class Home(Service):
         self.away = False
         self.replayed: list[list[str]] = []
 
-    async def ack(self, *, owner: str, trained: list[str], rejected: list[Rejection]) -> int:
+    async def ack(
+        self, *, owner: str, trained: list[str], rejected: list[Rejection], step: int | None = None
+    ) -> int:
         if self.away:
             raise ServiceUnavailable("away")
-        return await super().ack(owner=owner, trained=trained, rejected=rejected)
+        return await super().ack(owner=owner, trained=trained, rejected=rejected, step=step)
 
     async def replay(self, *, owner: str, session_ids: list[str]) -> bytes:
         assert owner == "me"
@@ -58,7 +60,7 @@ class Fleet(Ranks):
 
 class Lab:
     def __init__(self, *, begin: bool = True, **settings: Any) -> None:
-        self.consumed: dict[str, str | None] = {}
+        self.consumed: dict[str, Consumed] = {}
         self.services = (Home(), Home())
         self.workflows: dict[RLClient, Scripted] = {s: Scripted() for s in self.services}
         config = {"batch_size": 4, "max_concurrent": 8, "eta": 1, **settings}
@@ -163,13 +165,19 @@ def test_what_is_handed_out_twice_is_taken_once(lab: Lab) -> None:
 def test_what_a_step_took_is_acknowledged_again_and_nothing_more(lab: Lab) -> None:
     """Its acknowledgement was lost with the trainer that sent it."""
     zero, one = lab.services
-    lab.consumed |= {sid(0, 1): None, sid(0, 2): "stale", sid(1, 1): None}
+    lab.consumed |= {
+        sid(0, 1): Consumed(7),
+        sid(0, 2): Consumed(7, "stale"),
+        sid(1, 1): Consumed(6),
+        sid(1, 4): Consumed(None, "not_finite"),
+    }
     lab.give(0, group(0, "a", 1, 2), group(0, "new", 5, 6))
-    lab.give(1, group(1, "b", 1, 2, 3))
+    lab.give(1, group(1, "b", 1, 2, 3, 4))
     batch = lab.executor.prepare_batch(timeout=10)
     assert {t.session_id for e in batch for t in e} == {sid(0, 5), sid(0, 6), sid(1, 2), sid(1, 3)}
     until(lambda: zero.acks == [([sid(0, 1)], [sid(0, 2)])])
-    until(lambda: one.acks == [([sid(1, 1)], [])])
+    until(lambda: one.acks == [([sid(1, 1)], []), ([], [sid(1, 4)])])
+    assert (zero.steps, one.steps) == ([7], [6, None])
     until(lambda: zero.held[-1] == [sid(0, 5), sid(0, 6)])
 
 

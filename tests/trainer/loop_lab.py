@@ -28,6 +28,8 @@ class Service:
     def __init__(self, version: int) -> None:
         self.version = version
         self.states: list[tuple[str, int]] = []
+        self.oldest: list[int | None] = []
+        """The oldest checkpoints' steps that it was told of."""
         self.published: list[tuple[int, int]] = []
         self.resumed = 0
         self.away = ""
@@ -39,12 +41,15 @@ class Service:
     async def run_info(self) -> SimpleNamespace:
         return SimpleNamespace(version=self.version)
 
-    async def set_run(self, state: str, *, step: int, checkpoint: str | None) -> None:
+    async def set_run(
+        self, state: str, *, step: int, checkpoint: str | None, oldest_step: int | None
+    ) -> None:
         if self.away == "refusing":
             raise ServiceUnavailable("away")
         if self.away:
             await asyncio.Event().wait()
         self.states.append((state, step))
+        self.oldest.append(oldest_step)
 
 
 class OneRank:
@@ -83,6 +88,8 @@ class Executor:
     def __init__(self, episodes: list[Episode], version: int) -> None:
         self.ranks = OneRank(Service(version))
         self.acks: list[tuple[list[str], dict[str, str]]] = []
+        self.steps: list[int | None] = []
+        """Of each ack."""
         self.capacity = None
         self.rejected: Counter[str] = Counter()
         self.begun = False
@@ -119,7 +126,10 @@ class Executor:
             raise Conflict(f"these are open: {missing}")
         return {id: self.journal[id] for id in reversed(session_ids)}
 
-    def ack(self, trained: list[str], rejected: list[Rejection]) -> None:
+    def ack(
+        self, trained: list[str], rejected: list[Rejection], *, step: int | None = None
+    ) -> None:
+        self.steps.append(step)
         self.acks.append((list(trained), {r.session_id: r.reason for r in rejected}))
         self.settled.update(trained, self.acks[-1][1])
 

@@ -107,6 +107,8 @@ def test_a_step_that_is_not_finite_is_left_out(settings: list[str]) -> None:
     lab.trainer._step()
     assert not same(before, lab.weights())
     assert lab.executor.acks[1:] == [(["good-good", "good-bad"], {})]
+    # No step took the first: a resume cannot want it.
+    assert lab.executor.steps == [None, 1]
     assert lab.service.published == [(1, 1)]
 
 

@@ -190,9 +190,9 @@ def test_a_long_resume_does_not_keep_the_rows_of_all_its_steps(settings: list[st
     again = Lab(config, [], before=first)
     settle, kept = again.trainer._settle, []
 
-    def settled(batches: list[TrainingBatch]) -> None:
-        kept.extend(batches)
-        settle(batches)
+    def settled(batch: TrainingBatch, step: int | None) -> None:
+        kept.append(batch)
+        settle(batch, step)
 
     again.trainer._settle = settled  # type: ignore[method-assign]
     assert again.trainer.train()
@@ -227,7 +227,12 @@ def test_the_masks_of_a_step_are_its_own(settings: list[str]) -> None:
     again.trainer._catch_up()
     assert same(first.weights(), again.weights())
     assert same(moments_of(first.trainer.policy), moments_of(again.trainer.policy))
-    assert again.executor.acks == [(["a-good", "a-bad", "b-good", "b-bad"], manifest.rejected)]
+    assert again.executor.acks == [
+        (["a-good", "a-bad"], {}),
+        (["b-good", "b-bad"], manifest.rejected),
+    ]
+    # Each under its own step, so that a rank keeps it for as long as a resume may want it.
+    assert again.executor.steps == [1, 2]
 
 
 def test_a_batch_that_is_not_the_same_stops_the_resume(settings: list[str]) -> None:
@@ -329,10 +334,10 @@ def test_rejected_sessions_of_a_step_are_consumed_too(settings: list[str]) -> No
     lab = Lab(config, [[*pair("a"), *pair("odd", untrainable="x")]])
     lab.trainer.train()
     assert lab.trainer._consumed == {
-        "a-good": None,
-        "a-bad": None,
-        "odd-good": "untrainable",
-        "odd-bad": "untrainable",
+        "a-good": (1, None),
+        "a-bad": (1, None),
+        "odd-good": (1, "untrainable"),
+        "odd-bad": (1, "untrainable"),
     }
     again = Lab(config, [], before=lab)
     again.trainer._load()
@@ -353,3 +358,39 @@ def test_weights_that_a_rank_lost_are_given_to_it_again(settings: list[str]) -> 
     lab.trainer._step()
     assert lab.executor.acks[-1] == ([], {"stale-good": "stale", "stale-bad": "stale"})
     assert lab.service.published == [(1, 1), (2, 2), (2, 2)]
+
+
+def test_the_ranks_hear_which_checkpoint_is_the_oldest(settings: list[str]) -> None:
+    options = ["train.checkpoint_every=1", "train.keep_checkpoints=2", "rollout.eta=9"]
+    lab = Lab(config_of(settings, *options, "train.steps=4"), [pair(f"p{k}") for k in range(4)])
+    assert lab.trainer.train()
+    # Pruned first, told then: what a rank may drop, no checkpoint needs.
+    assert lab.service.oldest == [None, 1, 1, 2, 3, 3]
+    again = Lab(config_of(settings, *options, "train.steps=5"), [pair("p4")], before=lab)
+    assert again.trainer.train()
+    assert again.service.oldest == [3, 4, 4]
+
+
+def test_the_oldest_checkpoint_is_enough_once_the_ranks_dropped_what_it_holds(
+    settings: list[str],
+) -> None:
+    options = ["train.checkpoint_every=2", "train.keep_checkpoints=2", "train.steps=6"]
+    config = config_of(settings, *options, "rollout.eta=9")
+    first = Lab(config, [pair(f"p{k}") for k in range(6)])
+    assert first.trainer.train()
+    oldest = first.service.oldest[-1]
+    assert oldest is not None and oldest == 4
+    # As a rank's retention does: steps up to the oldest checkpoint's are not needed.
+    steps = {id: taken.step for id, taken in first.trainer._consumed.items()}
+    for id, step in steps.items():
+        assert step is not None
+        if step <= oldest:
+            del first.executor.journal[id]
+    # The newest checkpoint is lost.
+    newest = first.trainer.checkpoint
+    assert newest is not None and newest.name == "step-00000006"
+    (newest / "manifest.json").unlink()
+    again = Lab(config, [], before=first)
+    assert again.trainer.train()
+    assert again.executor.replayed == [["p4-good", "p4-bad"], ["p5-good", "p5-bad"]]
+    assert same(first.weights(), again.weights())
