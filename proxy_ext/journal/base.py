@@ -61,6 +61,10 @@ class Journal(Protocol):
         """Every group that ever had a member."""
         ...
 
+    async def unfilled_groups(self, since: float) -> list[str]:
+        """Groups to which fewer members than their size were added since then (epoch seconds)."""
+        ...
+
     async def last_session(self, prefix: str) -> str | None:
         """The last session's id, in the order of ids, of those that begin with this."""
         ...
