@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic.types import StringConstraints
 
 from any_agent.errors import ConfigError
-from any_agent.keys import SESSION_KEY_PREFIX
+from any_agent.keys import KEY_PREFIXES
 
 ENV_PREFIX = "ANY_AGENT_"
 SECRET_VARIABLES = (f"{ENV_PREFIX}SERVER__ADMIN_KEY",)
@@ -77,7 +77,8 @@ class ServerConfig(_Section):
     public_url: str | None = None
     """The URL that agents reach, if it is not http://host:port."""
     admin_key: SecretStr | None = None
-    """Opens sessions and the trainer's routes. Without one, only loopback may be bound."""
+    """Good for every route. Without one, and without a key of scope admin from
+    `any-agent keys create`, only loopback may be bound, and whoever reaches it needs no key."""
     max_body_bytes: int = Field(32 * 2**20, ge=1024)
     """Larger request bodies get 413."""
     max_inflight_calls: int = Field(1024, ge=1)
@@ -104,22 +105,13 @@ class ServerConfig(_Section):
     def _usable_key(cls, key: SecretStr | None) -> SecretStr | None:
         text = key.get_secret_value() if key is not None else None
         if text is not None and (
-            not re.fullmatch(r"[!-~]{8,256}", text) or text.startswith(SESSION_KEY_PREFIX)
+            not re.fullmatch(r"[!-~]{8,256}", text) or text.startswith(KEY_PREFIXES)
         ):
             raise ValueError(
                 "the admin key must be 8 to 256 printable characters without spaces, and must "
-                f"not begin with {SESSION_KEY_PREFIX}; `openssl rand -hex 24` makes one"
+                f"not begin with {', '.join(KEY_PREFIXES)}; `openssl rand -hex 24` makes one"
             )
         return key
-
-    @model_validator(mode="after")
-    def _key_unless_loopback(self) -> Self:
-        if self.host not in LOOPBACK and self.admin_key is None:
-            raise ValueError(
-                f"server.host={self.host} is reachable from outside, so server.admin_key must be "
-                "set (ANY_AGENT_SERVER__ADMIN_KEY); without a key only 127.0.0.1 may be bound"
-            )
-        return self
 
 
 class SamplingConfig(_Section):

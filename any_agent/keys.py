@@ -1,7 +1,14 @@
-"""Session keys: ``sk-v1.<rank>.<lane>.<hmac>``, derived from one secret and never stored.
+"""The forms of keys.
 
-A key names a lane on a rank and nothing else, so a router can read the rank without a table and a
-rank can check a key without one.
+::
+
+    sk-v1.<rank>.<lane>.<hmac>   a session's: derived from the run's signing secret, never stored
+    sk-admin.<id>.<secret>       made by `any-agent keys create`: their hashes are stored
+    sk-trainer.<id>.<secret>     ... or, with "run" as id, the run's own, derived like a session's
+    sk-tenant.<id>.<secret>
+
+A session's key names a lane on a rank and nothing else, so a router can read the rank without a
+table and a rank can check a key without one.
 """
 
 from __future__ import annotations
@@ -10,12 +17,17 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from any_agent.errors import SessionMismatch
 
 SESSION_KEY_PREFIX = "sk-v1."
+KEPT_SCOPES = ("admin", "trainer", "tenant")
+KEPT_PREFIXES = tuple(f"sk-{scope}." for scope in KEPT_SCOPES)
+KEY_PREFIXES = (SESSION_KEY_PREFIX, *KEPT_PREFIXES)
+"""What begins so is a key of ours, or a forged one."""
+_RUN_KEY = "sk-trainer.run."
 SESSION_ID_PREFIX = "ses-"
 _KEY = re.compile(r"sk-v1\.(0|[1-9][0-9]{0,3})\.([0-9a-f]{24})\.([0-9a-f]{32})")
 
@@ -29,10 +41,14 @@ class Lane:
 
 
 class KeySigner:
-    """Mints and checks session keys with one secret."""
+    """Mints and checks session keys.
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    Of several secrets the first one signs, and all of them verify. ``secret`` may be a function
+    that gives those of at most so many seconds ago: a running service learns of new ones by it.
+    """
+
+    def __init__(self, secret: bytes | Callable[[float | None], Sequence[bytes]]) -> None:
+        self._secrets = secret if callable(secret) else lambda _: (secret,)
 
     def mint(self, rank: int) -> tuple[Lane, str]:
         """A new lane and its key."""
@@ -40,8 +56,13 @@ class KeySigner:
         return lane, self.key_of(lane)
 
     def key_of(self, lane: Lane) -> str:
-        """The key of a lane; always the same one."""
-        return f"{SESSION_KEY_PREFIX}{lane.rank}.{lane.id}.{self._mac(lane)}"
+        """The key of a lane; the same one as long as the first secret is."""
+        return next(self.keys_of(lane))
+
+    def keys_of(self, lane: Lane) -> Iterator[str]:
+        """The key of a lane by each secret."""
+        for secret in self._secrets(None):
+            yield f"{SESSION_KEY_PREFIX}{lane.rank}.{lane.id}.{_mac(secret, lane)}"
 
     def verify(self, key: str) -> Lane | None:
         """The lane of a genuine key; None for anything else."""
@@ -49,11 +70,57 @@ class KeySigner:
         if match is None:
             return None
         lane = Lane(int(match[1]), match[2])
-        return lane if hmac.compare_digest(match[3], self._mac(lane)) else None
 
-    def _mac(self, lane: Lane) -> str:
-        message = f"v1.{lane.rank}.{lane.id}".encode()
-        return hmac.digest(self._secret, message, "sha256").hex()[:32]
+        def genuine(secret: bytes) -> bool:
+            return hmac.compare_digest(match[3], _mac(secret, lane))
+
+        return lane if self._any(genuine) else None
+
+    @property
+    def run_key(self) -> str:
+        """The key of the run's own trainer and router: of scope trainer, and kept nowhere."""
+        return _run_key(self._secrets(0.0)[0])
+
+    def is_run_key(self, key: str) -> bool:
+        """Whether a key is that one, by whichever secret."""
+        if not key.startswith(_RUN_KEY):
+            return False
+        given = secret_hash(key)
+        return self._any(lambda s: hmac.compare_digest(given, secret_hash(_run_key(s))))
+
+    def _any(self, genuine: Callable[[bytes], bool]) -> bool:
+        # Signed by a secret that is newer than the last look, perhaps.
+        return any(map(genuine, self._secrets(None))) or any(
+            map(genuine, self._secrets(_LOOK_AGAIN))
+        )
+
+
+_LOOK_AGAIN = 0.1
+"""Seconds: a flood of forged keys must not become one of looks at a file."""
+
+
+def _mac(secret: bytes, lane: Lane) -> str:
+    return hmac.digest(secret, f"v1.{lane.rank}.{lane.id}".encode(), "sha256").hex()[:32]
+
+
+def _run_key(secret: bytes) -> str:
+    mac = hmac.digest(secret, b"any-agent: the key of the run's own trainer and router", "sha256")
+    return f"{_RUN_KEY}{mac.hex()}"
+
+
+_KEPT_KEY = re.compile(r"sk-(admin|trainer|tenant)\.([0-9a-f]{8})\.([0-9a-f]{48})")
+
+
+def new_key(scope: str) -> tuple[str, str]:
+    """A new key of a kept scope, 192 random bits, and its id."""
+    id = secrets.token_hex(4)
+    return f"sk-{scope}.{id}.{secrets.token_hex(24)}", id
+
+
+def key_id(key: str) -> str | None:
+    """The id in a key of a kept scope's form; None for anything else."""
+    match = _KEPT_KEY.fullmatch(key)
+    return match[2] if match else None
 
 
 _SESSION_ID = re.compile(r"ses-(0|[1-9][0-9]{0,3})-[0-9a-f]{16}")
@@ -95,11 +162,12 @@ class SecretHash:
     """A secret kept as its hash and compared in constant time."""
 
     def __init__(self, secret: str) -> None:
-        self._digest = self._hash(secret)
+        self._digest = secret_hash(secret)
 
     def matches(self, candidate: str) -> bool:
-        return hmac.compare_digest(self._digest, self._hash(candidate))
+        return hmac.compare_digest(self._digest, secret_hash(candidate))
 
-    @staticmethod
-    def _hash(text: str) -> bytes:
-        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+def secret_hash(text: str) -> bytes:
+    """Enough for what is random; a slow hash is for what people make up."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

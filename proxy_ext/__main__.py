@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import signal
 import socket
 import sys
 import time
@@ -23,6 +24,8 @@ _ASK_EVERY = 0.3
 
 
 def main() -> int:
+    # While there is nothing to end, Ctrl-C ends it without a word.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(prog="python -m proxy_ext", description="One rank's proxy.")
     parser.add_argument("--config", required=True, help="the run's resolved YAML")
     parser.add_argument("--rank", type=int, default=0, help="which of the run's ranks this is")

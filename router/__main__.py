@@ -10,13 +10,16 @@ import signal
 import socket
 import sys
 
-from any_agent.config import LOOPBACK, Config, load_resolved
+from any_agent.access import require_key
+from any_agent.config import Config, load_resolved
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.logs import set_up_logging
 from any_agent.ports import listen
 
 
 def main() -> int:
+    # While there is nothing to end, Ctrl-C ends it without a word.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(prog="python -m router", description="One URL for all ranks.")
     parser.add_argument("--config", required=True, help="the run's resolved YAML")
     parser.add_argument("--host", required=True)
@@ -29,8 +32,8 @@ def main() -> int:
     try:
         config = load_resolved(args.config)
         set_up_logging(config.log_level, config.log_format, part="router", secrets=config.secrets())
-        if args.host not in LOOPBACK and config.server.admin_key is None:
-            raise ConfigError(f"--host {args.host} needs an admin key; without one, only loopback")
+        for host in (args.host, config.server.host):
+            require_key(config, host)
         inherited = args.listener
         listener = (
             listen(args.host, args.port) if inherited is None else socket.socket(fileno=inherited)
@@ -58,16 +61,29 @@ def _run(config: Config, listener: socket.socket, public_url: str | None) -> Non
     url = public_url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def serve() -> None:
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        async with running_router(config, listener, url):
+        drain, stop = asyncio.Event(), asyncio.Event()
+
+        def asked() -> None:
+            # The second time it is to be at once.
+            (stop if drain.is_set() else drain).set()
+
+        def at_once() -> None:
+            drain.set()
+            stop.set()
+
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, asked)
+        loop.add_signal_handler(signal.SIGINT, at_once)
+        async with running_router(config, listener, url) as router:
             # What is there now stays, so the garbage collector need not walk it again and again.
             gc.collect()
             gc.freeze()
             # And requests leave few cycles behind.
             gc.set_threshold(10_000, 20, 20)
-            await stop.wait()
+            await drain.wait()
+            stopped = asyncio.create_task(stop.wait())
+            drained = asyncio.create_task(router.drain(config.server.drain_timeout))
+            await asyncio.wait({stopped, drained}, return_when=asyncio.FIRST_COMPLETED)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())

@@ -17,16 +17,23 @@ PACKAGES = ("any_agent", "proxy_ext", "router", "trainer")
 
 VOCABULARY = ("types", "errors", "config", "protocol", "keys", "registry", "rundir")
 VOCABULARY += ("atomic", "client", "logs", "loopback", "metrics", "ports", "presence")
+VOCABULARY += ("access", "keystore", "watched")
 LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
     ("chat", "engine", "record"),
     ("completions",),
     ("workflow",),
     ("rollout", "sdk", "inference"),
-    ("launcher", "demo", "cli"),
+    ("launcher", "demo", "cli", "keys_cli"),
 )
 """Of `any_agent`: each part imports earlier layers only."""
-WITHIN = {("cli", "launcher"), ("cli", "demo"), ("demo", "launcher")}
+WITHIN = {
+    ("cli", "launcher"),
+    ("cli", "demo"),
+    ("cli", "keys_cli"),
+    ("keys_cli", "launcher"),
+    ("demo", "launcher"),
+}
 """The last layer's parts that start one another."""
 LEVEL = {part: k for k, layer in enumerate(LAYERS) for part in layer}
 

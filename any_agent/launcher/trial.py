@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from any_agent.config import LOOPBACK, Config, load_config
+from any_agent.access import require_key, run_dir_of
+from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
 from any_agent.rundir import RunDir, checkpoint_problem, read_json
 
@@ -31,22 +32,28 @@ class SavedWeights(Weights):
 
 
 def trial_dir(config: Config) -> RunDir:
-    return RunDir.of(config.root, config.user, config.experiment, config.trial)
+    return run_dir_of(config)
 
 
 def resolve_config(path: str | None, overrides: Sequence[str]) -> Config:
     """The settings to start with; without a file, those that the trial was started with before.
 
     Raises ConfigError for a trial that was started from another model, as its checkpoints, sessions
-    and template belong together, or with another number of ranks, as each has sessions of its own.
+    and template belong together, or with another number of ranks, as each has sessions of its own,
+    and for an address that others reach without an admin key.
     """
+    config = _with_saved(path, overrides)
+    require_key(config, config.server.host)
+    return config
+
+
+def _with_saved(path: str | None, overrides: Sequence[str]) -> Config:
     config = load_config(path, overrides)
     trial_dir(config).check_format()
     saved = trial_dir(config).path / "config.yaml"
     if not saved.is_file():
         return config
-    # Its admin key is in no file, and without one only this machine's addresses are valid.
-    before = load_config(saved, [f"server.host={LOOPBACK[0]}"], environ={})
+    before = load_config(saved, environ={})
     if path is None:
         config = load_config(saved, overrides)
     elif not config.model.path:

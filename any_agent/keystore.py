@@ -1,0 +1,244 @@
+"""The keys that operators make for themselves, for trainers and for tenants: ``<trial>/keys.json``.
+
+Keys are kept as hashes; a key's text is shown once, when it is made. Writers take a lock, so that
+two of them lose nothing; readers see the file whole, before a change or after it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from any_agent.atomic import fsync
+from any_agent.config import NAME_PATTERN, Name
+from any_agent.errors import ConfigError, NotFound, StartupError
+from any_agent.keys import key_id, new_key, secret_hash
+
+KeptScope = Literal["admin", "trainer", "tenant"]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TenantLimits(_Model):
+    """What one tenant may use of the whole service; None: as the service's settings say."""
+
+    open_sessions: Annotated[int, Field(ge=1)] | None = None
+    requests_per_second: Rate | None = None
+    tokens_per_second: Rate | None = None
+
+
+class KeptKey(_Model):
+    """One key. Times are seconds since 1970."""
+
+    id: str
+    scope: KeptScope
+    tenant: Name | None = None
+    hash: str
+    """SHA-256 of the key's text, in hexadecimal digits."""
+    limits: TenantLimits = TenantLimits()
+    created_at: float
+    created_by: str = ""
+    """The account that made it."""
+    expires_at: float | None = None
+    revoked_at: float | None = None
+
+    @model_validator(mode="after")
+    def _tenant_if_a_tenants(self) -> KeptKey:
+        if (self.scope == "tenant") != (self.tenant is not None):
+            raise ValueError("a tenant's key names its tenant, and no other key does")
+        return self
+
+    def state(self, now: float) -> Literal["live", "revoked", "expired"]:
+        if self.revoked_at is not None:
+            return "revoked"
+        return "expired" if self.expires_at is not None and now >= self.expires_at else "live"
+
+    def matches(self, key: str) -> bool:
+        return hmac.compare_digest(bytes.fromhex(self.hash), secret_hash(key))
+
+
+class _File(_Model):
+    format: Literal[1] = 1
+    keys: tuple[KeptKey, ...] = ()
+
+
+@dataclass(frozen=True)
+class Keys:
+    """All keys as they are at one moment."""
+
+    keys: tuple[KeptKey, ...] = ()
+    by_id: dict[str, KeptKey] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_id", {key.id: key for key in self.keys})
+
+    def find(self, text: str) -> KeptKey | None:
+        """The live key with this text."""
+        key = self.by_id.get(key_id(text) or "")
+        found = key is not None and key.matches(text) and key.state(time.time()) == "live"
+        return key if found else None
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether there is a live admin key."""
+        now = time.time()
+        return any(key.state(now) == "live" for key in self._admins)
+
+    @cached_property
+    def _admins(self) -> tuple[KeptKey, ...]:
+        return tuple(key for key in self.keys if key.scope == "admin")
+
+    @cached_property
+    def limits(self) -> dict[str, TenantLimits]:
+        """By tenant: each limit as its newest key says that has one.
+
+        Revoked keys count only where a tenant has no other: its sessions go on.
+        """
+        out: dict[str, TenantLimits] = {}
+        used = {key.tenant for key in self.keys if key.revoked_at is None}
+        for key in self.keys:
+            if key.tenant is not None and (key.revoked_at is None or key.tenant not in used):
+                earlier = out.get(key.tenant, TenantLimits())
+                out[key.tenant] = earlier.model_copy(
+                    update=key.limits.model_dump(exclude_none=True)
+                )
+        return out
+
+
+def parse_keys(content: bytes) -> Keys:
+    """Keys as the file holds them; ValueError for anything else."""
+    try:
+        return Keys(_File.model_validate_json(content).keys)
+    except ValidationError as error:
+        # Without the input: it is a file of secrets, if only of their hashes.
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+
+
+def read_keys(path: Path) -> Keys:
+    """The keys now, none where there is no file; StartupError for a broken one."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return Keys()
+    except OSError as error:
+        raise StartupError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        return parse_keys(content)
+    except ValueError as error:
+        raise StartupError(
+            f"{path} holds no keys ({error}); put back an earlier copy, or delete it: every key "
+            "in it is void then"
+        ) from None
+
+
+def create_key(
+    path: Path,
+    scope: KeptScope,
+    *,
+    tenant: str | None = None,
+    limits: TenantLimits | None = None,
+    expires_in: float | None = None,
+    created_by: str = "",
+    told: Callable[[KeptKey], None] = lambda _: None,
+) -> tuple[str, KeptKey]:
+    """Make a key and keep its hash; its text, which nothing keeps, and what is kept.
+
+    ``told`` is given the key before it is good: a record that must exist for it.
+    """
+    if scope == "tenant" and (tenant is None or re.fullmatch(NAME_PATTERN, tenant) is None):
+        raise ConfigError(
+            f"a tenant's key needs the tenant's name: --tenant, of the form {NAME_PATTERN}"
+        )
+    if scope != "tenant" and (tenant is not None or limits not in (None, TenantLimits())):
+        raise ConfigError("only a key of scope tenant has a tenant and limits")
+    now = time.time()
+    with _changed(path) as change:
+        text, id = new_key(scope)
+        while id in change.keys.by_id:
+            text, id = new_key(scope)
+        key = KeptKey(
+            id=id,
+            scope=scope,
+            tenant=tenant,
+            hash=secret_hash(text).hex(),
+            limits=limits or TenantLimits(),
+            created_at=now,
+            created_by=created_by,
+            expires_at=None if expires_in is None else now + expires_in,
+        )
+        told(key)
+        change.keys = Keys((*change.keys.keys, key))
+    return text, key
+
+
+def revoke_key(
+    path: Path, id: str, *, told: Callable[[KeptKey], None] = lambda _: None
+) -> tuple[KeptKey, bool]:
+    """Make a key void for good; the key, and whether this did it. NotFound for none of that id."""
+    with _changed(path) as change:
+        key = change.keys.by_id.get(id)
+        if key is None:
+            raise NotFound(
+                f"there is no key {id[:40]!r}; `any-agent keys list` shows those there are"
+            )
+        if key.revoked_at is not None:
+            return key, False
+        key = key.model_copy(update={"revoked_at": time.time()})
+        told(key)
+        change.keys = Keys(tuple(key if k.id == id else k for k in change.keys.keys))
+    return key, True
+
+
+@dataclass
+class _Change:
+    keys: Keys
+
+
+@contextmanager
+def _changed(path: Path) -> Iterator[_Change]:
+    """The keys to change; they are written on leaving, if they are others then."""
+    with locked(path):
+        change = _Change(before := read_keys(path))
+        yield change
+        if change.keys is not before:
+            content = _File(keys=change.keys.keys).model_dump_json(indent=1, exclude_none=True)
+            write_private(path, content + "\n")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Be the only writer of a file and of what lies beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f"{path.name}.lock"), "w") as file:
+        os.chmod(file.fileno(), 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace a file that only its owner may read: durable, and never seen half-written."""
+    temporary = path.with_name(f".partial-{path.name}")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync(path.parent)
