@@ -1,0 +1,153 @@
+"""Quotas of tenants: buckets on a clock of their own, and what refusals say."""
+
+from __future__ import annotations
+
+import pytest
+
+from any_agent.errors import TooManyRequests
+from proxy_ext.quotas import Limits, Quotas
+
+
+class Lab:
+    def __init__(self, *, ranks: int = 1, **limits: float) -> None:
+        self.now = 1000.0
+        self.limits = {"alice": Limits(**limits)}  # type: ignore[arg-type]
+        self.open = 0
+        self.quotas = Quotas(
+            lambda tenant: self.limits.get(tenant, Limits()),
+            ranks=ranks,
+            open_sessions=lambda _: self.open,
+            clock=lambda: self.now,
+        )
+
+    def allowed(self, most: int = 10_000) -> int:
+        """Requests until one is refused."""
+        for number in range(most):
+            try:
+                self.quotas.model_call("alice")
+            except TooManyRequests:
+                return number
+        return most
+
+
+def test_a_rate_allows_a_burst_and_then_its_pace() -> None:
+    lab = Lab(requests_per_second=10)
+    assert lab.allowed() == 50, "five seconds' worth"
+    assert lab.allowed() == 0
+    lab.now += 0.35
+    assert lab.allowed() == 3
+    lab.now += 3600
+    assert lab.allowed() == 50, "rest is not saved up beyond the burst"
+
+
+def test_the_wait_is_what_the_bucket_needs() -> None:
+    lab = Lab(requests_per_second=1)
+    assert lab.allowed() == 5
+    with pytest.raises(TooManyRequests) as refused:
+        lab.quotas.request("alice")
+    error = refused.value
+    assert error.code == "quota_exceeded"
+    assert error.details == {"quota": "requests_per_second"}
+    assert "requests_per_second" in error.message
+    assert error.headers()["Retry-After"] == "1"
+    lab.now += error.retry_after or 0
+    lab.quotas.request("alice")
+
+
+def test_tokens_are_charged_afterwards_and_may_overdraw() -> None:
+    lab = Lab(tokens_per_second=100)
+    lab.quotas.model_call("alice")
+    lab.quotas.tokens("alice", 2500)
+    with pytest.raises(TooManyRequests) as refused:
+        lab.quotas.model_call("alice")
+    # 500 were there, 2,000 are owed: 20 seconds, and one token for the next call.
+    assert refused.value.details == {"quota": "tokens_per_second"}
+    assert refused.value.headers()["Retry-After"] == "21"
+    lab.now += 21
+    lab.quotas.model_call("alice")
+
+
+def test_waits_are_bounded_and_never_zero() -> None:
+    lab = Lab(tokens_per_second=1, requests_per_second=1000)
+    lab.quotas.tokens("alice", 10**9)
+    with pytest.raises(TooManyRequests) as owing:
+        lab.quotas.model_call("alice")
+    assert owing.value.headers()["Retry-After"] == "60"
+    for _ in range(5000):
+        lab.quotas.request("alice")
+    with pytest.raises(TooManyRequests) as brief:
+        lab.quotas.request("alice")
+    assert brief.value.headers()["Retry-After"] == "1"
+
+
+def test_a_call_refused_for_its_tokens_costs_no_request() -> None:
+    lab = Lab(tokens_per_second=1, requests_per_second=1)
+    lab.quotas.tokens("alice", 6)
+    assert lab.allowed() == 0
+    lab.now += 2.1
+    assert lab.allowed() == 5
+
+
+def test_open_sessions_count_those_being_opened() -> None:
+    lab = Lab(open_sessions=3)
+    lab.open = 1
+    lab.quotas.begin_open("alice")
+    lab.quotas.begin_open("alice")
+    with pytest.raises(TooManyRequests) as refused:
+        lab.quotas.begin_open("alice")
+    assert refused.value.details == {"quota": "open_sessions"}
+    assert int(refused.value.headers()["Retry-After"]) >= 1
+    lab.quotas.end_open("alice")
+    lab.quotas.begin_open("alice")
+
+
+def test_each_rank_enforces_its_share_rounded_up() -> None:
+    limits = Limits(open_sessions=5, requests_per_second=4, tokens_per_second=1).share(3)
+    assert limits == Limits(open_sessions=2, requests_per_second=2, tokens_per_second=1)
+    lab = Lab(ranks=3, requests_per_second=4)
+    assert lab.allowed() == 10
+
+
+def test_nobody_else_is_held_up() -> None:
+    lab = Lab(open_sessions=1, requests_per_second=1, tokens_per_second=1)
+    lab.limits["bob"] = lab.limits["alice"]
+    lab.quotas.begin_open("alice")
+    lab.quotas.tokens("alice", 10**6)
+    assert lab.allowed() == 0
+    lab.quotas.begin_open("bob")
+    lab.quotas.model_call("bob")
+    lab.quotas.tokens(None, 10**6)
+    for _ in range(100):
+        lab.quotas.model_call(None)
+        lab.quotas.begin_open(None)
+
+
+def test_a_changed_limit_holds_at_once() -> None:
+    lab = Lab(requests_per_second=1)
+    assert lab.allowed() == 5
+    lab.limits["alice"] = Limits()
+    assert lab.allowed(100) == 100
+    lab.limits["alice"] = Limits(requests_per_second=2)
+    assert lab.allowed() == 10
+    lab.limits["alice"] = Limits(requests_per_second=4)
+    lab.now += 1
+    assert lab.allowed() == 2, "the second before was at the old rate, and what was used stays used"
+
+
+def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy_ext.quotas._MOST_BUCKETS", 8)
+    now = 0.0
+    quotas = Quotas(
+        lambda _: Limits(requests_per_second=1),
+        ranks=1,
+        open_sessions=lambda _: 0,
+        clock=lambda: now,
+    )
+    for number in range(100):
+        quotas.request(f"t{number}")
+        now += 1.0
+        assert len(quotas._buckets) <= 8
+    for number in range(5):
+        quotas.begin_open(f"t{number}")
+        quotas.end_open(f"t{number}")
+    assert not quotas._opening
