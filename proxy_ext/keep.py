@@ -1,0 +1,19 @@
+"""What a change commits together with its effect, so that its answer is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from pydantic import BaseModel
+
+from proxy_ext.journal import Statement
+
+Keep: TypeAlias = Callable[[BaseModel], tuple[Statement, ...]]
+"""From an answer to what keeps it. Whatever changes something takes one, makes its answer before
+the commit, and commits these statements with the rest."""
+
+
+def keep_nothing(_: BaseModel) -> tuple[Statement, ...]:
+    """The Keep of a request without a key."""
+    return ()
