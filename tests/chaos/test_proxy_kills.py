@@ -1,0 +1,245 @@
+"""One rank's proxy killed -9 again and again under agents and a trainer: nothing that was said is
+lost, nothing is trained on twice, and every session is accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from any_agent.client import RLClient
+from any_agent.errors import AnyAgentError
+from any_agent.launcher.trial import trial_dir
+from any_agent.record import unpack_trajectories
+from any_agent.types import SessionState
+from tests.chaos.conftest import Figure
+from tests.chaos.killable import KillableProxy, engine_in_thread
+from tests.e2e import audit
+from tests.e2e.ledger import Answer, Ledger, Told
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.proxy_ext.proxy_lab import config_for
+
+GROUP = 4
+TURNS = 3
+PACE = 0.004
+"""Seconds between tokens, so that kills meet calls under way."""
+
+
+@dataclass
+class Load:
+    """Agents and a trainer at one proxy, until :attr:`leaving`."""
+
+    proxy: KillableProxy
+    seed: int
+    ledger: Ledger = field(default_factory=Ledger)
+    trained: Counter[str] = field(default_factory=Counter)
+    """By session: how often it was handed out after its ack was acknowledged, plus that ack."""
+    leaving: bool = False
+
+    async def agent(self, number: int) -> None:
+        rng = random.Random(f"{self.seed}-{number}")
+        sdk = openai.AsyncOpenAI(api_key="none", base_url=f"{self.proxy.url}/v1", max_retries=6)
+        async with RLClient(self.proxy.url, retry_for=60) as service, sdk:
+            turn = 0
+            while not self.leaving:
+                turn += 1
+                # Members of one group, at the same time, by agents side by side.
+                await self._episode(service, sdk, f"g-{number // GROUP}-{turn}", rng)
+
+    async def _episode(
+        self, service: RLClient, sdk: openai.AsyncOpenAI, group: str, rng: random.Random
+    ) -> None:
+        try:
+            started = await service.start_session(
+                group_id=group, group_size=GROUP, wait=20, patience=60
+            )
+        except AnyAgentError as error:
+            self.ledger.fail("open", error)
+            return
+        told = self.ledger.open(started.session_id, started.api_key, started.mode)
+        mine = sdk.with_options(api_key=started.api_key)
+        try:
+            await self._work(service, mine, told, rng)
+        except (AnyAgentError, openai.OpenAIError, httpx.HTTPError) as error:
+            self.ledger.fail("call", error)
+            # Its group must not wait for it.
+            await service.abort(started)
+
+    async def _work(
+        self, service: RLClient, sdk: openai.AsyncOpenAI, told: Told, rng: random.Random
+    ) -> None:
+        talk: list[Any] = [{"role": "user", "content": "Say a number."}]
+        last = ""
+        for _ in range(rng.randint(1, TURNS)):
+            began = time.time()
+            last, text = await self._ask(sdk, talk, stream=rng.random() < 0.5)
+            told.answers[last] = Answer(text, began, time.time())
+            talk += [{"role": "assistant", "content": text}, {"role": "user", "content": "On."}]
+        reward = float(rng.randint(0, 3))
+        await service.set_reward(told.api_key, reward, completion_id=last)
+        told.rewards[last] = reward
+        await service.finalize(told.api_key)
+        told.finalized = True
+
+    async def _ask(
+        self, sdk: openai.AsyncOpenAI, talk: list[Any], *, stream: bool
+    ) -> tuple[str, str]:
+        if not stream:
+            done = await sdk.chat.completions.create(model="any", messages=talk, max_tokens=12)
+            return done.id, done.choices[0].message.content or ""
+        for _ in range(6):
+            try:
+                return await self._streamed(sdk, talk)
+            except (openai.APIError, httpx.HTTPError) as error:
+                # No SDK repeats a stream that broke off.
+                self.ledger.fail("stream", error)
+        raise httpx.ReadError("the stream broke off again and again")
+
+    async def _streamed(self, sdk: openai.AsyncOpenAI, talk: list[Any]) -> tuple[str, str]:
+        id, parts, finished = "", [], False
+        stream = await sdk.chat.completions.create(
+            model="any", messages=talk, max_tokens=12, stream=True
+        )
+        async for chunk in stream:
+            id = chunk.id
+            for choice in chunk.choices:
+                parts.append(choice.delta.content or "")
+                finished = finished or choice.finish_reason is not None
+        if not finished:
+            raise httpx.ReadError("the stream broke off")
+        return id, "".join(parts)
+
+    async def trainer(self) -> None:
+        """Leases and acknowledges; what it was told to be done with must never come again."""
+        held: set[str] = set()
+        capacity = asyncio.create_task(self._capacity(held))
+        try:
+            async with RLClient(self.proxy.url, retry_for=60) as service:
+                while not (self.leaving and capacity.done()):
+                    await self._batch(service, held)
+        finally:
+            capacity.cancel()
+
+    async def _batch(self, service: RLClient, held: set[str]) -> None:
+        try:
+            packed = await service.lease(owner="trainer", wait=1.0, max_groups=4)
+        except AnyAgentError:
+            return
+        got = unpack_trajectories(packed) if packed else []
+        for trajectory in got:
+            self.trained[trajectory.session_id] += trajectory.session_id in self.trained
+        fresh = [t.session_id for t in got if t.session_id not in held]
+        held.update(fresh)
+        while fresh:
+            try:
+                await service.ack(owner="trainer", trained=fresh, rejected=[])
+            except AnyAgentError as error:
+                if not error.retryable:
+                    raise
+                continue
+            self.trained.update(fresh)
+            held.difference_update(fresh)
+            return
+
+    async def _capacity(self, held: set[str]) -> None:
+        number = 0
+        async with RLClient(self.proxy.url, retry_for=1) as service:
+            while True:
+                number += 1
+                try:
+                    said = await service.get_capacity()
+                    if self.leaving and said.running + said.buffered == 0:
+                        return
+                    await service.set_capacity(
+                        limit=said.admitted + 64,
+                        ttl=30,
+                        owner="trainer",
+                        held=list(held),
+                        number=number,
+                    )
+                except AnyAgentError as error:
+                    self.ledger.fail("capacity", error)
+                await asyncio.sleep(0.1)
+
+
+async def under_fire(load: Load, *, agents: int, kills: int, rng: random.Random) -> list[float]:
+    """Kill the proxy at random moments of its lives; how long each was away, in seconds."""
+    away = []
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(agents):
+            tasks.create_task(load.agent(number))
+        tasks.create_task(load.trainer())
+        for _ in range(kills):
+            await asyncio.sleep(rng.uniform(0.05, 1.2))
+            began = time.monotonic()
+            await asyncio.to_thread(load.proxy.kill)
+            await asyncio.to_thread(load.proxy.start)
+            away.append(time.monotonic() - began)
+        await asyncio.sleep(1.0)
+        load.leaving = True
+    return away
+
+
+@pytest.mark.timeout(1800)
+def test_a_proxy_killed_under_load_keeps_its_word(
+    tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
+) -> None:
+    kills, agents = (100, 32) if long else (8, 16)
+    settings = ("sessions.ttl=20", "sessions.group_timeout=15", "rollout.max_concurrent=64")
+    with engine_in_thread(tiny_model_dir) as engine:
+        engine.pace = PACE
+        proxy = KillableProxy(tmp_path, tiny_model_dir, engine.url, *settings)
+        try:
+            proxy.start()
+            load = Load(proxy, seed=0)
+            away = asyncio.run(under_fire(load, agents=agents, kills=kills, rng=random.Random(0)))
+            counters = audit.counters_of(httpx.get(f"{proxy.url}/metrics", timeout=60).text)
+        finally:
+            proxy.close()
+        judge(load, engine, counters, tmp_path, away, figure)
+
+
+def judge(
+    load: Load,
+    engine: ScriptedEngine,
+    counters: audit.Counters,
+    root: Path,
+    away: list[float],
+    figure: Figure,
+) -> None:
+    ledger = load.ledger
+    records = audit.read_records(trial_dir(config_for(root)), 1)
+    lost = audit.lost(ledger, records)
+    twice = [id for id, count in load.trained.items() if count > 1]
+    unheard = records.keys() - {told.session_id for told in ledger.sessions}
+    unbalanced = audit.unbalanced([counters], records, 1)
+    failures = Counter(f"{failure.what} {failure.error}" for failure in ledger.failures)
+    answers = sum(1 for _ in ledger.answers())
+    recorded = sum(len(record.interactions) for record in records.values())
+    figure(
+        f"{len(away)} kill -9 (away {sorted(away)[len(away) // 2]:.2f} s), {len(ledger.sessions)} "
+        f"sessions, {answers} answers of {recorded} recorded ({len(engine.requests)} sampled), "
+        f"{len(load.trained)} trained"
+    )
+    figure(
+        f"lost: {len(lost.sessions)} sessions, {len(lost.answers)} answers, {len(lost.rewards)} "
+        f"rewards, {len(lost.finalizes)} finalizes; trained twice {len(twice)}; opened unheard "
+        f"{len(unheard)}; counters out of balance {len(unbalanced)}"
+    )
+    figure(f"failed for their agents: {dict(failures.most_common(6))}")
+    assert (lost.sessions, lost.answers, lost.rewards, lost.finalizes) == ([], [], [], [])
+    assert (twice, sorted(unheard), unbalanced, ledger.broken) == ([], [], [], [])
+    finalized = [told for told in ledger.sessions if told.finalized]
+    assert len(finalized) >= 20
+    states = Counter(records[told.session_id].row.state for told in finalized)
+    # All that were finalized came to an end: trained on, or in a group that lost its others.
+    assert set(states) <= {SessionState.TRAINED, SessionState.REJECTED}
+    assert states[SessionState.TRAINED] == len(load.trained)
