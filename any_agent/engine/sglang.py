@@ -21,6 +21,7 @@ from any_agent.engine.sglang_wire import (
     events,
     failure,
     generate_body,
+    slots_of,
     version_number,
 )
 from any_agent.errors import ConfigError, EngineUnavailable
@@ -115,6 +116,14 @@ class SGLangEngine:
                 "set engine.context_length"
             )
         return int(told)
+
+    async def slots(self) -> int | None:
+        """How many requests the engine samples at once; None if it does not say."""
+        try:
+            told = await self._control("GET", "/get_server_info")
+        except EngineUnavailable:
+            return None
+        return slots_of(told)
 
     async def pause(self) -> None:
         self._gate.close()

@@ -100,6 +100,22 @@ def version_number(version: Any) -> int:
     return 0 if version == "default" else int(version)
 
 
+def slots_of(info: dict[str, Any]) -> int | None:
+    """Requests that an engine samples at once, from its `/get_server_info`; None if untold.
+
+    What SGLang was started with is often not set; what follows from its memory it tells of each of
+    its data-parallel schedulers.
+    """
+    states = info.get("internal_states")
+    states = [state for state in states if isinstance(state, dict)] if states else []
+    each = [state.get("effective_max_running_requests_per_dp") for state in states]
+    known = [number for number in each if isinstance(number, int) and number > 0]
+    if known:
+        return sum(known)
+    told = info.get("max_running_requests")
+    return told if isinstance(told, int) and told > 0 else None
+
+
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
     """The JSON of each server-sent event until `[DONE]`; lines of any length."""
     buffer = b""

@@ -11,6 +11,7 @@ import pytest
 
 from any_agent.engine import SGLangEngine, agenerate
 from any_agent.engine.sglang import _rest_of
+from any_agent.engine.sglang_wire import slots_of
 from any_agent.errors import EngineUnavailable, InvalidRequest
 from tests.engine.sglang_lab import (
     BOTH,
@@ -373,3 +374,38 @@ async def test_the_context_of_the_embedded_engine_and_of_sglang(
     assert await client.context_length() == scripted.context_length
     scripted.like_sglang = True
     assert await client.context_length() == 2042
+
+
+@pytest.mark.parametrize(
+    "told, slots",
+    [
+        ({"max_running_requests": 16}, 16),
+        ({"max_running_requests": None}, None),
+        ({}, None),
+        ({"internal_states": [{}], "max_running_requests": 8}, 8),
+        (
+            {
+                "max_running_requests": None,
+                "internal_states": [
+                    {"effective_max_running_requests_per_dp": 24},
+                    {"effective_max_running_requests_per_dp": 24},
+                ],
+            },
+            48,
+        ),
+    ],
+)
+def test_how_many_requests_an_engine_samples_at_once(
+    told: dict[str, Any], slots: int | None
+) -> None:
+    assert slots_of(told) == slots
+
+
+async def test_slots_are_asked_of_the_engine(
+    scripted: ScriptedEngine, client: SGLangEngine
+) -> None:
+    assert await client.slots() is None
+    scripted.slots = 3
+    assert await client.slots() == 3
+    await scripted.die()
+    assert await client.slots() is None

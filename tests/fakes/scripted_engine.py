@@ -30,6 +30,8 @@ _SAMPLING = {
     "sampling_seed",
 }
 
+Hold = tuple[int, asyncio.Event] | None
+
 
 class ScriptedEngine:
     """See the module. ``decode`` is for the answers' text and for stop strings."""
@@ -41,6 +43,7 @@ class ScriptedEngine:
         incremental: bool = False,
         context_length: int = 2048,
         pace: float = 0.0,
+        slots: int | None = None,
     ) -> None:
         self.decode = decode or (lambda ids: "".join(chr(97 + i % 26) for i in ids))
         self.incremental = incremental
@@ -49,6 +52,11 @@ class ScriptedEngine:
         self.ill = False
         """The server lives and its loop does not: `/health` says so."""
         self.pace = pace
+        self.slots = slots
+        """Sampled at once; the other requests wait. None: all are, and it is not told."""
+        self._free = asyncio.Semaphore(slots or 1 << 30)
+        self.most_running = 0
+        """Requests at once, those that waited for a slot included."""
         self.weight_version = "0"
         self.requests: list[dict[str, Any]] = []
         """Bodies of `/generate`, in the order of their arrival."""
@@ -160,7 +168,8 @@ class ScriptedEngine:
         )
 
     async def _server_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"context_length": None, "max_req_input_len": 2042})
+        told = {"context_length": None, "max_req_input_len": 2042}
+        return web.json_response({**told, "max_running_requests": self.slots})
 
     async def _abort_request(self, http: web.Request) -> web.Response:
         rid = (await http.json()).get("rid")
@@ -211,19 +220,26 @@ class ScriptedEngine:
         )
         hold = self._holds.popleft() if self._holds else None
         self.running[run.rid] = run
+        self.most_running = max(self.most_running, len(self.running))
         try:
-            if body.get("stream"):
-                return await self._stream(http, body, run, hold)
-            async for _ in self._tokens(run, hold):
-                pass
-            if self._broken(run):
-                return self._break(http, run)
-            return web.Response(body=self._event(body, run, 0), content_type="application/json")
+            async with self._free:
+                return await self._sampled(http, body, run, hold)
         except asyncio.CancelledError:
             self.cancelled.append(run.rid)
             raise
         finally:
             self.running.pop(run.rid, None)
+
+    async def _sampled(
+        self, http: web.Request, body: dict[str, Any], run: Running, hold: Hold
+    ) -> web.StreamResponse:
+        if body.get("stream"):
+            return await self._stream(http, body, run, hold)
+        async for _ in self._tokens(run, hold):
+            pass
+        if self._broken(run):
+            return self._break(http, run)
+        return web.Response(body=self._event(body, run, 0), content_type="application/json")
 
     def _problem(self, body: dict[str, Any]) -> str | None:
         params = body["sampling_params"]
@@ -241,11 +257,7 @@ class ScriptedEngine:
         return None
 
     async def _stream(
-        self,
-        http: web.Request,
-        body: dict[str, Any],
-        run: Running,
-        hold: tuple[int, asyncio.Event] | None,
+        self, http: web.Request, body: dict[str, Any], run: Running, hold: Hold
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
@@ -277,9 +289,7 @@ class ScriptedEngine:
             http.transport.abort()
         return web.Response()
 
-    async def _tokens(
-        self, run: Running, hold: tuple[int, asyncio.Event] | None
-    ) -> AsyncIterator[None]:
+    async def _tokens(self, run: Running, hold: Hold) -> AsyncIterator[None]:
         """One more token, and the end, at each step."""
         limit = int(run.params.get("max_new_tokens", 128))
         stops = run.params.get("stop") or []
