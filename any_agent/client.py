@@ -44,7 +44,8 @@ class RLClient:
     is asked at each attempt, because a service that restarts may move. A connection that could
     not be made is tried again for ``retry_for`` seconds (a rank that restarts); a lost reply or a
     503 only where doing it twice changes nothing. Without ``trust_env`` proxies named in the
-    environment are not used. ``epoch`` is the number of the trainer's start: once a later one was
+    environment are not used. ``admin_key``, a trainer's or a tenant's key as well, may be a function,
+    too, for a key that changes. ``epoch`` is the number of the trainer's start: once a later one was
     heard of, StaleOwner is raised.
     """
 
@@ -52,16 +53,15 @@ class RLClient:
         self,
         url: str | Callable[[], str | None],
         *,
-        admin_key: str | None = None,
+        admin_key: str | Callable[[], str] | None = None,
         epoch: int | None = None,
         timeout: float = 60.0,
         retry_for: float = 30.0,
         trust_env: bool = True,
     ) -> None:
         self._where = url
-        self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
-        if epoch is not None:
-            self._headers[EPOCH_HEADER] = str(epoch)
+        self._key = admin_key if callable(admin_key) else lambda: admin_key or ""
+        self._epoch = {EPOCH_HEADER: str(epoch)} if epoch is not None else {}
         self._retry_for = retry_for
         self._timeout = timeout
         self._http = httpx.AsyncClient(
@@ -224,15 +224,17 @@ class RLClient:
         repeatable: bool = False,
         retry_for: float | None = None,
     ) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {key}"} if key else self._headers
         content = body.model_dump_json(exclude_none=True) if body is not None else None
+        headers = {} if key else dict(self._epoch)
         if content is not None:
-            headers = headers | {"Content-Type": "application/json"}
+            headers["Content-Type"] = "application/json"
         deadline = time.monotonic() + (self._retry_for if retry_for is None else retry_for)
         delay = 0.05
         while True:
             late = time.monotonic() + delay > deadline
             url = self.url
+            if bearer := key or self._key():
+                headers["Authorization"] = f"Bearer {bearer}"
             try:
                 if url is None:
                     raise httpx.ConnectError("nobody has said where it is")

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 
+from any_agent.access import signer_of
 from any_agent.config import load_resolved
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.logs import set_up_logging
@@ -32,12 +33,10 @@ def main() -> int:
         trainer = GRPOTrainer(config)
         # After the step under way, so that what was trained is kept.
         signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
-        key = config.server.admin_key
-        admin_key = key.get_secret_value() if key is not None else None
         present = Presence(
             trainer.dir.registry,
             trainer.metrics,
-            admin_key=admin_key,
+            signer=signer_of(trainer.dir),
             ready=lambda: trainer.loaded,
         )
         with present:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from any_agent.access import signer_of
 from any_agent.atomic import append_line
 from any_agent.config import Config
 from any_agent.errors import ConfigError, TrainingError
@@ -52,12 +53,12 @@ class GRPOTrainer:
         self._make_workflow = workflow or ProxyWorkflow
         self._consumed = Memory()
         self._epoch: int | None = None
-        key = config.server.admin_key
+        signer = signer_of(self.dir)
         self._executor = RolloutExecutor(
             lambda: Ranks(
                 self.dir.registry,
                 config.server.ranks,
-                admin_key=key.get_secret_value() if key else None,
+                admin_key=lambda: signer.run_key,
                 epoch=self._epoch,
                 retry_for=PATIENCE,
             ),

@@ -18,8 +18,7 @@ from typing import Any, Self
 
 from any_agent import keys
 from any_agent.errors import AnyAgentError, NotFound, Unauthenticated
-from any_agent.keys import SecretHash
-from any_agent.loopback import require_local
+from any_agent.keys import KeySigner
 from any_agent.metrics import CONTENT_TYPE
 from any_agent.registry import HEARTBEAT, Entry, publish
 from trainer.metrics import TrainerMetrics
@@ -32,7 +31,8 @@ _HOST = "127.0.0.1"
 class Presence:
     """A context manager: while it is open, `/metrics` is served and the registry entry is fresh.
 
-    ``ready`` tells whether the trainer has what it needs, or is still starting.
+    ``signer`` knows the run's own key, which metrics need. ``ready`` tells whether the trainer has
+    what it needs, or is still starting.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class Presence:
         folder: Path,
         metrics: TrainerMetrics,
         *,
-        admin_key: str | None,
+        signer: KeySigner,
         ready: Callable[[], bool],
     ) -> None:
         self._folder = folder
         self._metrics = metrics
-        self._server = _Server(metrics.exposition().render, admin_key)
+        self._server = _Server(metrics.exposition().render, signer)
         self.url = f"http://{_HOST}:{self._server.server_address[1]}"
         self._ready = ready
         self._boot_id = secrets.token_hex(8)
@@ -112,9 +112,9 @@ class _Server(TCPServer):
 
     allow_reuse_address = True
 
-    def __init__(self, render: Callable[[], bytes], admin_key: str | None) -> None:
+    def __init__(self, render: Callable[[], bytes], signer: KeySigner) -> None:
         self.render = render
-        self.admin = SecretHash(admin_key) if admin_key else None
+        self.signer = signer
         super().__init__((_HOST, 0), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -134,20 +134,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(error.status, "text/plain; charset=utf-8", f"{error.message}\n".encode())
 
     def _check(self) -> None:
-        """As the proxies do for the operator's routes."""
+        """The router alone asks here, with the run's own key; whoever else may, asks the router."""
         headers = self.headers
-        if self.server.admin is None:
-            require_local(
-                hosts=headers.get_all("Host", []),
-                origins=headers.get_all("Origin", []),
-                fetch_sites=headers.get_all("Sec-Fetch-Site", []),
-            )
-        else:
-            bearer = keys.bearer_of(
-                headers.get_all("Authorization", []), headers.get_all("X-Api-Key", [])
-            )
-            if not self.server.admin.matches(bearer):
-                raise Unauthenticated("metrics need the admin key: Authorization: Bearer <key>")
+        bearer = keys.bearer_of(
+            headers.get_all("Authorization", []), headers.get_all("X-Api-Key", [])
+        )
+        if not self.server.signer.is_run_key(bearer):
+            raise Unauthenticated("the trainer's metrics are part of the router's /metrics")
         if self.path.partition("?")[0] != "/metrics":
             raise NotFound("only /metrics is here")
 

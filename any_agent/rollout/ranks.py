@@ -32,7 +32,7 @@ class Ranks:
         folder: Path,
         count: int,
         *,
-        admin_key: str | None = None,
+        admin_key: str | Callable[[], str] | None = None,
         epoch: int | None = None,
         retry_for: float = 30.0,
     ) -> None:
