@@ -168,7 +168,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def _validation_error(error: RequestValidationError) -> InvalidRequest:
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query"))
+    # A name may be as long as a body.
+    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query"))[:200]
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         return InvalidRequest("the body is not valid JSON", code="invalid_json")

@@ -20,10 +20,11 @@ from any_agent.protocol import (
 )
 from any_agent.types import SessionState
 from proxy_ext.rl.common import Admin, Anyone
+from proxy_ext.rl.strict import StrictRoute
 from proxy_ext.service import Service
 from proxy_ext.wire.http import while_present
 
-router = APIRouter(prefix="/rl/v1")
+router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)
 # Everything in these bodies has a default, so none is needed.
 Start = Annotated[StartSession, Body(default_factory=StartSession)]
 End = Annotated[Finalize, Body(default_factory=Finalize)]

@@ -19,9 +19,10 @@ from any_agent.protocol import (
 )
 from any_agent.record import pack_trajectories
 from proxy_ext.rl.common import Admin, Anyone, Once
+from proxy_ext.rl.strict import StrictRoute
 from proxy_ext.wire.http import while_present
 
-router = APIRouter(prefix="/rl/v1")
+router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)
 MSGPACK = "application/x-msgpack"
 
 

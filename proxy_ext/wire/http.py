@@ -17,6 +17,8 @@ from any_agent.errors import InvalidRequest
 T = TypeVar("T")
 
 MAX_DEPTH = 64
+_PARSERS_DEPTH = "depth limit exceeded"
+"""What orjson says of more than 1024 levels."""
 
 
 class JSONResponse(Response):
@@ -33,6 +35,8 @@ async def read_json(request: Request) -> Any:
     try:
         data = orjson.loads(await request.body())
     except orjson.JSONDecodeError as error:
+        if error.msg == _PARSERS_DEPTH:
+            raise _too_deep(MAX_DEPTH) from None
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except ClientDisconnect:
         raise InvalidRequest("the body did not arrive whole") from None
@@ -52,7 +56,11 @@ def require_shallow(data: Any, limit: int = MAX_DEPTH) -> None:
         ]
         if not level:
             return
-    raise InvalidRequest(f"the body is nested deeper than {limit} levels", code="too_deep")
+    raise _too_deep(limit)
+
+
+def _too_deep(limit: int) -> InvalidRequest:
+    return InvalidRequest(f"the body is nested deeper than {limit} levels", code="too_deep")
 
 
 class Client:

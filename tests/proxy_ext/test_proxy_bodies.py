@@ -30,6 +30,33 @@ async def test_nesting_is_bounded(proxy: Proxy, container: str) -> None:
             assert response.json()["error"]["code"] == "too_deep"
 
 
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"[" * 1000 + b"]" * 1000, "too_deep"),
+        (b'{"metadata": ' + b'{"a": ' * 5000 + b"1" + b"}" * 5000 + b"}", "too_deep"),
+        (b'{"ttl": NaN}', "invalid_json"),
+        (b'{"ttl": 1e400}', "invalid_json"),
+        (b'{"ttl": -Infinity}', "invalid_json"),
+        (b'{"ttl": %s}' % (b"9" * 5000), "invalid_json"),
+        (b'{"metadata": {"a": "\\ud800"}}', "invalid_json"),
+        (b'{"metadata": {"a": "\xff"}}', "invalid_json"),
+        (b"\xef\xbb\xbf{}", "invalid_json"),
+    ],
+)
+async def test_rl_bodies_are_read_strictly(proxy: Proxy, body: bytes, code: str) -> None:
+    response = await proxy.post("/rl/v1/start_session", body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["code"] == code
+    assert not proxy.service.sessions.live
+
+
+async def test_an_error_does_not_grow_with_its_cause(proxy: Proxy) -> None:
+    response = await proxy.post("/rl/v1/start_session", {"x" * 100_000: 1})
+    assert response.status_code == 400
+    assert len(response.content) < 1000
+
+
 async def test_what_cannot_fit_is_refused_unread(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
