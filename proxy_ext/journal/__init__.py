@@ -9,14 +9,18 @@
 from proxy_ext.journal.base import Journal, JournalStats
 from proxy_ext.journal.rows import (
     AnswerRow,
+    NumberedRow,
     RequestMark,
     RewardRow,
+    SessionFilter,
+    SessionPage,
     SessionRow,
     StoredInteraction,
     StoredRequest,
 )
 from proxy_ext.journal.sqlite import SQLiteJournal
 from proxy_ext.journal.statements import (
+    ArchiveContent,
     DropAnswers,
     EraseContent,
     MarkDelivered,
@@ -33,11 +37,13 @@ from proxy_ext.journal.statements import (
 
 __all__ = [
     "AnswerRow",
+    "ArchiveContent",
     "DropAnswers",
     "EraseContent",
     "Journal",
     "JournalStats",
     "MarkDelivered",
+    "NumberedRow",
     "PutAnswer",
     "PutInteraction",
     "PutMeta",
@@ -45,6 +51,8 @@ __all__ = [
     "RequestMark",
     "RewardRow",
     "SQLiteJournal",
+    "SessionFilter",
+    "SessionPage",
     "SessionRow",
     "SetAwaiting",
     "SetFinal",

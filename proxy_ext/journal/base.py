@@ -9,7 +9,10 @@ from any_agent.metrics import Histogram
 from any_agent.types import SessionState
 from proxy_ext.journal.rows import (
     AnswerRow,
+    NumberedRow,
     RewardRow,
+    SessionFilter,
+    SessionPage,
     SessionRow,
     StoredInteraction,
     StoredRequest,
@@ -77,6 +80,28 @@ class Journal(Protocol):
         """How many sessions there are of each mode in each state."""
         ...
 
+    async def ended(
+        self, *, before: float, oldest_step: int | None, limit: int
+    ) -> list[NumberedRow]:
+        """Ended sessions whose content no resume can need, the oldest first.
+
+        Those that ended before then (seconds since the epoch), are still stored and, where an
+        optimizer step consumed them, whose step the oldest checkpoint holds.
+        """
+        ...
+
+    async def page(self, wanted: SessionFilter, *, before: int | None, limit: int) -> SessionPage:
+        """Sessions with lower numbers than ``before``, newest first.
+
+        It looks at a bounded number of them, so that a page may be short, or empty, and yet not be
+        the last one.
+        """
+        ...
+
+    async def number(self, session_id: str) -> int | None:
+        """The session's place in the order of creation."""
+        ...
+
     async def interactions(self, session_id: str) -> list[StoredInteraction]:
         """In the order of their first commit: parents before children."""
         ...
@@ -95,6 +120,14 @@ class Journal(Protocol):
 
     async def meta(self, key: str) -> Any:
         """A named value, or None."""
+        ...
+
+    async def trim(self) -> None:
+        """Give some of the space that removed content left back to the file system."""
+        ...
+
+    def size(self) -> int:
+        """The bytes that it takes on disk."""
         ...
 
     async def close(self) -> None: ...

@@ -12,6 +12,7 @@ import orjson
 from any_agent.record import pack_interaction
 from proxy_ext.journal.rows import SessionRow
 from proxy_ext.journal.statements import (
+    ArchiveContent,
     DropAnswers,
     EraseContent,
     MarkDelivered,
@@ -140,6 +141,17 @@ def _(statement: EraseContent) -> Prepared:
     rows = f"UPDATE sessions SET content = 'deleted', metadata = ? WHERE id {_AMONG}"
     return (
         (f"DELETE FROM interactions WHERE session_id {_AMONG}", (ids,)),
+        (rows, (b"{}", ids)),
+    )
+
+
+@prepare.register
+def _(statement: ArchiveContent) -> Prepared:
+    ids = _ids(statement.session_ids)
+    rows = f"UPDATE sessions SET content = 'archived', metadata = ? WHERE id {_AMONG}"
+    return (
+        (f"DELETE FROM interactions WHERE session_id {_AMONG}", (ids,)),
+        (f"DELETE FROM rewards WHERE session_id {_AMONG}", (ids,)),
         (rows, (b"{}", ids)),
     )
 

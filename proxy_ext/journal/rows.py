@@ -44,6 +44,35 @@ class SessionRow:
 
 
 @dataclass(frozen=True, slots=True)
+class NumberedRow:
+    """A session in the order of their creation."""
+
+    number: int
+    row: SessionRow
+    interactions: int = 0
+    """How many the journal holds; not counted by every read."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFilter:
+    """Which sessions are wanted; None: any."""
+
+    state: SessionState | None = None
+    task_id: str | None = None
+    group_id: str | None = None
+    tenant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPage:
+    """Some sessions, newest first."""
+
+    rows: list[NumberedRow]
+    before: int | None
+    """The next page is of lower numbers; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestMark:
     """Which request an interaction answers, so that a retry of it finds the answer."""
 

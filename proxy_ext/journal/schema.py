@@ -20,6 +20,7 @@ CREATE TABLE sessions (
 CREATE INDEX sessions_by_state ON sessions (state, mode);
 CREATE INDEX sessions_by_group ON sessions (group_id);
 CREATE INDEX sessions_by_lane ON sessions (lane);
+CREATE INDEX sessions_by_end ON sessions (ended_at) WHERE content = 'stored';
 CREATE TABLE interactions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, session_id TEXT NOT NULL,
     data BLOB NOT NULL, checksum INTEGER NOT NULL, reward REAL, key BLOB, request_hash BLOB,
@@ -43,6 +44,8 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
 def connect(path: Path) -> sqlite3.Connection:
     """Open or create a journal; StoreUnavailable for one of another version."""
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    # Of a new file; it lets what the archives took be given back to the file system in small steps.
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     (version,) = connection.execute("PRAGMA user_version").fetchone()

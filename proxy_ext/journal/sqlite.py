@@ -22,12 +22,17 @@ import orjson
 from any_agent.errors import StoreBusy, StoreUnavailable
 from any_agent.record import unpack_interaction
 from any_agent.types import SessionState
+from proxy_ext.journal import listing
 from proxy_ext.journal.base import JournalStats
-from proxy_ext.journal.prepare import SESSION_FIELDS, prepare
+from proxy_ext.journal.listing import session_row
+from proxy_ext.journal.prepare import prepare
 from proxy_ext.journal.rows import (
     AnswerRow,
+    NumberedRow,
     RequestMark,
     RewardRow,
+    SessionFilter,
+    SessionPage,
     SessionRow,
     StoredInteraction,
     StoredRequest,
@@ -40,6 +45,8 @@ T = TypeVar("T")
 
 _MAX_BATCH = 512
 _MAX_QUEUE = 16_384
+_TRIMMED_PAGES = 1024
+"""Given back to the file system at once: 4 MB, within some milliseconds."""
 
 
 class _Job:
@@ -100,7 +107,7 @@ class SQLiteJournal:
         marks = ", ".join("?" * len(wanted))
         sql = f"SELECT * FROM sessions WHERE state IN ({marks}) ORDER BY number"
         rows = await self._read(lambda c: c.execute(sql, wanted).fetchall())
-        return [_row(row) for row in rows]
+        return [session_row(row) for row in rows]
 
     async def session(self, session_id: str) -> SessionRow | None:
         return await self._one("SELECT * FROM sessions WHERE id = ?", session_id)
@@ -114,7 +121,7 @@ class SQLiteJournal:
     async def group(self, group_id: str) -> list[SessionRow]:
         sql = "SELECT * FROM sessions WHERE group_id = ? ORDER BY number"
         rows = await self._read(lambda c: c.execute(sql, (group_id,)).fetchall())
-        return [_row(row) for row in rows]
+        return [session_row(row) for row in rows]
 
     async def group_ids(self) -> list[str]:
         sql = "SELECT DISTINCT group_id FROM sessions WHERE group_id IS NOT NULL"
@@ -148,6 +155,21 @@ class SQLiteJournal:
         sql = "SELECT mode, state, COUNT(*) FROM sessions GROUP BY state, mode"
         rows = await self._read(lambda c: c.execute(sql).fetchall())
         return {(mode, SessionState(state)): number for mode, state, number in rows}
+
+    async def ended(
+        self, *, before: float, oldest_step: int | None, limit: int
+    ) -> list[NumberedRow]:
+        return await self._read(
+            lambda c: listing.ended(c, before=before, oldest_step=oldest_step, limit=limit)
+        )
+
+    async def page(self, wanted: SessionFilter, *, before: int | None, limit: int) -> SessionPage:
+        return await self._read(lambda c: listing.page(c, wanted, before=before, limit=limit))
+
+    async def number(self, session_id: str) -> int | None:
+        sql = "SELECT number FROM sessions WHERE id = ?"
+        row = await self._read(lambda c: c.execute(sql, (session_id,)).fetchone())
+        return None if row is None else row[0]
 
     async def interactions(self, session_id: str) -> list[StoredInteraction]:
         sql = "SELECT data, reward, key FROM interactions WHERE session_id = ? ORDER BY number"
@@ -188,6 +210,19 @@ class SQLiteJournal:
         row = await self._read(lambda c: c.execute(sql, (key,)).fetchone())
         return None if row is None else orjson.loads(row[0])
 
+    async def trim(self) -> None:
+        def step(connection: sqlite3.Connection) -> None:
+            (free,) = connection.execute("PRAGMA freelist_count").fetchone()
+            for _ in range(min(free, _TRIMMED_PAGES)):
+                # Whatever number it is given, sqlite3 steps such a statement once: one page.
+                connection.execute("PRAGMA incremental_vacuum(1)")
+
+        await self._submit(step, writes=True)
+
+    def size(self) -> int:
+        files = (self._path, self._path.with_name(f"{self._path.name}-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
+
     async def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -196,7 +231,7 @@ class SQLiteJournal:
 
     async def _one(self, sql: str, value: str) -> SessionRow | None:
         row = await self._read(lambda c: c.execute(sql, (value,)).fetchone())
-        return None if row is None else _row(row)
+        return None if row is None else session_row(row)
 
     async def _read(self, run: Callable[[sqlite3.Connection], T]) -> T:
         result: T = await self._submit(run, writes=False)
@@ -282,10 +317,3 @@ class _BadJob(Exception):
         super().__init__(str(cause))
         self.job = job
         self.cause = cause
-
-
-def _row(row: sqlite3.Row) -> SessionRow:
-    data = {name: row[name] for name in SESSION_FIELDS}
-    data["state"] = SessionState(data["state"])
-    data["metadata"] = orjson.loads(data["metadata"])
-    return SessionRow(**data)

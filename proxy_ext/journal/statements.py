@@ -109,6 +109,13 @@ class EraseContent:
 
 
 @dataclass(frozen=True, slots=True)
+class ArchiveContent:
+    """Remove the interactions, rewards and metadata of ended sessions that an archive holds now."""
+
+    session_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PutMeta:
     """A named JSON value of the rank: counters, the run's state."""
 
@@ -127,5 +134,6 @@ Statement: TypeAlias = (
     | PutAnswer
     | DropAnswers
     | EraseContent
+    | ArchiveContent
     | PutMeta
 )

@@ -1,0 +1,66 @@
+"""Reads over many sessions, each bounded: they run in the thread that writes."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import orjson
+
+from any_agent.types import SessionState
+from proxy_ext.journal.prepare import SESSION_FIELDS
+from proxy_ext.journal.rows import NumberedRow, SessionFilter, SessionPage, SessionRow
+
+_LOOKED_AT = 20_000
+"""Sessions that one page is looked for among."""
+_NEVER_REPLAYED = (SessionState.EVALUATED, SessionState.EXPIRED, SessionState.ABORTED)
+_ENDED = f"""
+SELECT * FROM sessions WHERE content = 'stored' AND ended_at < :before AND (
+    state IN ({", ".join(f"'{state}'" for state in _NEVER_REPLAYED)})
+    OR (state = 'rejected' AND step IS NULL)
+    OR (state IN ('trained', 'rejected') AND step <= :oldest_step)
+) ORDER BY number LIMIT :limit
+"""
+_PAGE = """
+SELECT *, (SELECT COUNT(*) FROM interactions WHERE session_id = sessions.id) AS interactions
+FROM sessions WHERE number >= :lowest AND number < :before
+"""
+
+
+def session_row(row: sqlite3.Row) -> SessionRow:
+    """A session as the table has it."""
+    data = {name: row[name] for name in SESSION_FIELDS}
+    data["state"] = SessionState(data["state"])
+    data["metadata"] = orjson.loads(data["metadata"])
+    return SessionRow(**data)
+
+
+def ended(
+    connection: sqlite3.Connection, *, before: float, oldest_step: int | None, limit: int
+) -> list[NumberedRow]:
+    """See :meth:`proxy_ext.journal.base.Journal.ended`."""
+    values = {"before": before, "oldest_step": oldest_step, "limit": limit}
+    rows = connection.execute(_ENDED, values).fetchall()
+    return [NumberedRow(row["number"], session_row(row)) for row in rows]
+
+
+def page(
+    connection: sqlite3.Connection, wanted: SessionFilter, *, before: int | None, limit: int
+) -> SessionPage:
+    """See :meth:`proxy_ext.journal.base.Journal.page`."""
+    if before is None:
+        (highest,) = connection.execute("SELECT MAX(number) FROM sessions").fetchone()
+        before = (highest or 0) + 1
+    lowest = max(1, before - _LOOKED_AT)
+    values = {
+        name: value
+        for name in ("state", "task_id", "group_id", "tenant")
+        if (value := getattr(wanted, name)) is not None
+    }
+    conditions = "".join(f" AND {name} = :{name}" for name in values)
+    rows = connection.execute(
+        f"{_PAGE}{conditions} ORDER BY number DESC LIMIT :limit",
+        {**values, "lowest": lowest, "before": before, "limit": limit},
+    ).fetchall()
+    found = [NumberedRow(row["number"], session_row(row), row["interactions"]) for row in rows]
+    reached = found[-1].number if len(found) == limit else lowest
+    return SessionPage(found, reached if reached > 1 else None)
