@@ -33,20 +33,19 @@ HONOURED = frozenset(
         "n",
     }
 )
-HARMLESS = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "reasoning_effort",
-        "safety_identifier",
-        "seed",
-        "service_tier",
-        "store",
-        "user",
-        "verbosity",
-    }
-)
+HARMLESS: dict[str, type] = {
+    "metadata": dict,
+    "prompt_cache_key": str,
+    "prompt_cache_retention": str,
+    "reasoning_effort": str,
+    "safety_identifier": str,
+    "seed": int,
+    "service_tier": str,
+    "store": bool,
+    "user": str,
+    "verbosity": str,
+}
+"""With their types: what is recorded is at least what it claims to be."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -131,6 +130,7 @@ def _sort_out(body: Mapping[str, Any]) -> dict[str, Any]:
         if key in HONOURED or value is None:
             continue
         if key in HARMLESS:
+            _require_type(key, value, HARMLESS[key])
             recorded[key] = value
         elif key in NEUTRAL:
             recorded[key] = value
@@ -233,6 +233,13 @@ def _integer(body: Mapping[str, Any], key: str, low: int) -> int:
     if value < low:
         raise InvalidRequest(f"{key} must be at least {low}", param=key)
     return value
+
+
+def _require_type(key: str, value: Any, kind: type) -> None:
+    # bool is an int to isinstance.
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        words = {dict: "an object", str: "a string", int: "an integer", bool: "true or false"}
+        raise InvalidRequest(f"{key} must be {words[kind]}", param=key)
 
 
 def _flag(body: Mapping[str, Any], key: str) -> bool:

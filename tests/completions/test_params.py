@@ -22,9 +22,9 @@ def parse(mode: str = "train", run: GenerationHyperparameters = RUN, **fields: A
 
 
 def test_the_classes_do_not_overlap() -> None:
-    assert not HONOURED & HARMLESS
+    assert not HONOURED & HARMLESS.keys()
     assert not HONOURED & NEUTRAL.keys()
-    assert not HARMLESS & NEUTRAL.keys()
+    assert not HARMLESS.keys() & NEUTRAL.keys()
 
 
 def test_the_least_that_can_be_asked() -> None:
@@ -37,8 +37,18 @@ def test_the_least_that_can_be_asked() -> None:
 
 @pytest.mark.parametrize("key", sorted(HARMLESS))
 def test_harmless_ones_are_recorded(key: str) -> None:
-    assert parse(**{key: "x"}).recorded == {key: "x"}
+    value = {dict: {"a": 1}, str: "x", int: 7, bool: True}[HARMLESS[key]]
+    assert parse(**{key: value}).recorded == {key: value}
     assert parse(**{key: None}).recorded == {}
+
+
+@pytest.mark.parametrize("key", sorted(HARMLESS))
+def test_harmless_ones_of_another_type_are_refused(key: str) -> None:
+    for value in ({"a": 1}, "x", 7, 1.5, True, ["x"]):
+        if type(value) is not HARMLESS[key]:
+            with pytest.raises(InvalidRequest, match=f"^{key} must be") as raised:
+                parse(**{key: value})
+            assert raised.value.param == key
 
 
 @pytest.mark.parametrize("key", sorted(NEUTRAL))
