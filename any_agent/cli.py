@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from any_agent import __version__
@@ -166,14 +165,19 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def run_service(config_path: str | None, overrides: list[str], *, train: bool, stay: bool) -> int:
-    """Start the service and watch it until Ctrl-C, SIGTERM or, unless ``stay``, the last step."""
+    """Start the service and watch it until Ctrl-C, SIGTERM or, unless ``stay``, the last step.
+
+    SIGTERM lets what is under way end and exits with code 0; Ctrl-C, or a second SIGTERM, ends it
+    at once.
+    """
     from any_agent.launcher import Node, NodeOptions
+    from any_agent.launcher.stopping import terminate
     from any_agent.launcher.trial import resolve_config
     from any_agent.logs import set_up_logging
 
     config = resolve_config(config_path, overrides)
     set_up_logging(config.log_level, secrets=config.secrets())
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, terminate)
     options = NodeOptions(train=train, say=partial(print, flush=True))
     if not train:
         options = replace(options, weights=_served_weights(config))
@@ -201,10 +205,6 @@ def _served_weights(config: Config) -> SavedWeights | None:
             f"{trial_dir(config).checkpoints}"
         )
     return None
-
-
-def _interrupt(*_: int | FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import chain
 from typing import Any, cast
 from urllib.parse import unquote
@@ -16,9 +16,15 @@ from urllib.parse import unquote
 from aiohttp import hdrs, web
 from multidict import istr
 
+from any_agent.access import Access
 from any_agent.config import Config
-from any_agent.errors import AnyAgentError, InvalidRequest, PayloadTooLarge, ServiceUnavailable
-from any_agent.keys import KeySigner
+from any_agent.errors import (
+    AnyAgentError,
+    Draining,
+    InvalidRequest,
+    PayloadTooLarge,
+    ServiceUnavailable,
+)
 from any_agent.loopback import require_local
 from any_agent.presence import Presence
 from any_agent.registry import Entry, Registry
@@ -45,6 +51,8 @@ _LIMITS = f"{_MAX_HEADERS} headers of {_MAX_HEADER_BYTES // 1024} KB together"
 _KEEPALIVE = 75.0
 """Seconds until a connection is closed that sends no request, or does not finish its headers."""
 _OPENS = (START, AREAL_START)
+_LOOKED_AT = ("/healthz", "/metrics")
+"""Also answered by a service that is stopping."""
 _STOP_SECONDS = 1.5
 """aiohttp waits for requests under way once, cancels them, and waits once more."""
 
@@ -52,12 +60,12 @@ _STOP_SECONDS = 1.5
 class Router:
     """The handler of every request."""
 
-    def __init__(self, config: Config, signer: KeySigner, upstream: Upstream, ranks: Ranks) -> None:
+    def __init__(self, config: Config, access: Access, upstream: Upstream, ranks: Ranks) -> None:
         server = config.server
-        self._open_mode = server.admin_key is None
+        self._access = access
         self._max_body = server.max_body_bytes
         self._client_timeout = server.client_timeout
-        self._affinity = affinity = Affinity(signer, server.ranks)
+        self._affinity = affinity = Affinity(access.signer, server.ranks)
         self.stats = RouterStats()
         self.ranks = ranks
         self.replies = replies = Replies(timeout=server.client_timeout)
@@ -69,11 +77,25 @@ class Router:
             **FanOut(ranks, forwarder, replies).routes,
             **Leasing(affinity, ranks, forwarder, replies).routes,
             **ArealRoutes(affinity, ranks, forwarder, replies).routes,
-            ("GET", "/metrics"): MetricsRoute(self, upstream, admin_key=_admin_key(config)).show,
+            ("GET", "/metrics"): MetricsRoute(self, upstream, access).show,
             **{(m, "/healthz"): self._healthz for m in ("GET", "HEAD")},
             **{(m, "/readyz"): self._readyz for m in ("GET", "HEAD")},
         }
         """What is not simply passed on, unless the request comes with a session's key."""
+        self.draining = False
+        """What is under way ends, and nothing begins."""
+        self._none_running = asyncio.Event()
+
+    async def drain(self, within: float) -> None:
+        """Begin nothing new, and wait for what is under way, up to ``within`` seconds."""
+        self.draining = True
+        self.ranks.give_up()
+        if self.stats.running:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within):
+                    await self._none_running.wait()
+        if self.stats.running:
+            log.warning("%d requests were not answered in time and are cut off", self.stats.running)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self.stats.running += 1
@@ -89,6 +111,8 @@ class Router:
             raise
         finally:
             self.stats.end(request, status)
+            if self.draining and not self.stats.running:
+                self._none_running.set()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -98,6 +122,12 @@ class Router:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self._check(request)
+        if self.draining and not request.path.startswith(_LOOKED_AT):
+            raise Draining(
+                "the service is stopping: it ends what is under way and begins nothing new; try "
+                "again",
+                retry_after=5,
+            )
         body = Body(request, limit=self._max_body, timeout=self._client_timeout)
         path, _, query = request.raw_path.partition("?")
         if "%" in path:
@@ -126,7 +156,7 @@ class Router:
         # An absolute one would name another host; what follows a # would not be sent on.
         if not path.startswith("/") or not path.isascii() or "#" in path:
             raise InvalidRequest("the request's path must begin with / and be percent-encoded")
-        if self._open_mode:
+        if self._access.open_mode:
             headers = request.headers
             require_local(
                 hosts=headers.getall(hdrs.HOST, ()),
@@ -151,11 +181,6 @@ class Router:
         if not self.ranks.live:
             raise ServiceUnavailable("no rank of the service is up", retry_after=2)
         return await self.replies.json(request, {"status": "ready", "ranks": self.ranks.live})
-
-
-def _admin_key(config: Config) -> str | None:
-    key = config.server.admin_key
-    return key.get_secret_value() if key is not None else None
 
 
 class _Connection(web.RequestHandler):
@@ -208,11 +233,11 @@ async def running_router(
     run_dir.create()
     server = config.server
     ranks = Ranks(Registry(run_dir.registry), server.ranks, wait=server.rank_wait)
-    signer = KeySigner(run_dir.signing_secret())
+    access = Access(config)
     async with AsyncExitStack() as stack:
         upstream = await stack.enter_async_context(open_upstream())
         await stack.enter_async_context(ranks.watched())
-        router = Router(config, signer, upstream, ranks)
+        router = Router(config, access, upstream, ranks)
         low_level = _Server(
             router.handle,
             # A client that leaves ends what was begun for it.
@@ -230,7 +255,8 @@ async def running_router(
         stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, listener, backlog=2048).start()
         entry = Entry(name="router", boot_id=secrets.token_hex(8), url=public_url, pid=os.getpid())
-        presence = Presence(run_dir.registry, lambda: entry)
+        last = entry.model_copy(update={"state": "stopping"})
+        presence = Presence(run_dir.registry, lambda: last if router.draining else entry)
         await presence.begin()
         stack.push_async_callback(presence.end)
         yield router

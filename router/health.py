@@ -34,6 +34,7 @@ class Ranks:
         self._urls: list[str] = [""] * count
         """Of the ranks that serve; "" for the others."""
         self._changed = asyncio.Event()
+        self._given_up = False
         self._look = asyncio.Event()
         """Set to have the registry read now."""
         self.live: list[int] = []
@@ -104,9 +105,14 @@ class Ranks:
             await self._wait(deadline, "no rank of the service is up")
         return self.live
 
+    def give_up(self) -> None:
+        """Who waits for a rank waits no longer, and nobody will."""
+        self._given_up = True
+        self._changed.set()
+
     async def _wait(self, deadline: float, what: str) -> None:
         remaining = deadline - time.monotonic()
-        if remaining <= 0 or self.waiting >= _MAX_WAITING:
+        if remaining <= 0 or self._given_up or self.waiting >= _MAX_WAITING:
             raise ServiceUnavailable(f"{what}; try again", retry_after=2)
         self.waiting += 1
         try:

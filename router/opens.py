@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlencode
 import orjson
 from aiohttp import web
 
-from any_agent.errors import ServiceUnavailable, StoreBusy, from_response
+from any_agent.errors import Draining, ServiceUnavailable, StoreBusy, from_response
 from router.affinity import Affinity
 from router.body import Body, json_object, seconds
 from router.forward import Forwarder
@@ -146,8 +146,8 @@ class Opens:
 
 
 def _not_begun(answer: Answer) -> bool:
-    """Whether a rank was too busy to begin: after its other failures a session may be there.
+    """Whether a rank did not begin: after its other failures a session may be there.
 
     A write may reach the disk and fail to say so, and one open is to open one session.
     """
-    return isinstance(from_response(answer.status, answer.body, None), StoreBusy)
+    return isinstance(from_response(answer.status, answer.body, None), StoreBusy | Draining)

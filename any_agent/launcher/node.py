@@ -13,10 +13,9 @@ from __future__ import annotations
 import math
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +23,7 @@ from typing import Any, Self
 
 import yaml
 
+from any_agent.access import require_key
 from any_agent.atomic import write_whole
 from any_agent.config import SECRET_VARIABLES, Config
 from any_agent.errors import ConfigError
@@ -32,13 +32,12 @@ from any_agent.launcher.part import Part
 from any_agent.launcher.process import Process
 from any_agent.launcher.progress import Progress
 from any_agent.launcher.silence import Silence
+from any_agent.launcher.stopping import Terminated, drain, stop
 from any_agent.launcher.trial import Weights, latest_weights, newest_weights, trial_dir
 from any_agent.ports import accept_on, reserve, url_of
 from any_agent.registry import Registry, rank_name
 
 _LOCAL = "127.0.0.1"
-_STOP_GRACE = 4.0
-"""Seconds for the trainer to finish its step, and again for all the others."""
 _LOOK_EVERY = 0.1
 _BACKLOG = 2048
 """Connections that may wait for a router that restarts."""
@@ -58,6 +57,7 @@ class NodeOptions:
 class Node:
     """The service on one machine; a context manager that stops everything it started.
 
+    `Terminated`, as `terminate` raises it at SIGTERM, lets what is under way end first.
     Call :meth:`check` or :meth:`watch` while it runs, always in the thread that entered it:
     children end with the thread that started them.
     """
@@ -90,24 +90,22 @@ class Node:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.stop()
+        try:
+            if isinstance(error, Terminated):
+                self.options.say("service   stops; what is under way ends first")
+                drain(self.parts, self._refuse_connections, self.config.server.drain_timeout)
+        finally:
+            self.stop()
 
     def stop(self) -> None:
-        """End every process within seconds, for certain; the trainer first, while it has a service.
+        """End every process within seconds, for certain."""
+        stop(self.parts, self._refuse_connections)
+        self._stack.close()
 
-        It finishes the step under way and keeps a checkpoint, if its time is enough for that.
-        Then the router, so that nothing new arrives, the proxies, and their engines last.
-        """
-        with _uninterrupted():
-            parts = self.parts.values()
-            _stop([p for p in parts if p.name == "trainer"], _STOP_GRACE)
-            if "router" in self.parts:
-                # Nobody is to wait for a next one.
-                self._public.close()
-            _stop([p for p in parts if p.name == "router"], 0.25 * _STOP_GRACE)
-            _stop([p for p in parts if p.name.startswith("rank-")], 0.5 * _STOP_GRACE)
-            _stop(parts, 0.25 * _STOP_GRACE)
-            self._stack.close()
+    def _refuse_connections(self) -> None:
+        """To the public URL, once its router is gone."""
+        if "router" in self.parts:
+            self._public.close()
 
     def watch(self, *, until_trained: bool = False) -> None:
         """Keep the parts running; returns when training has ended and that was asked for.
@@ -144,6 +142,7 @@ class Node:
 
     def _start(self) -> None:
         self._check_model()
+        require_key(self.config, self.config.server.host)
         self.dir.create()
         self._lock = self._stack.enter_context(self.dir.lock())
         for left in self.dir.registry.iterdir():
@@ -217,7 +216,8 @@ class Node:
             wait = self.config.engine.update_wait if self.parts[name].restarts else 0.0
             return [*arguments, "--engine-wait", f"{wait:g}", "--model-path", self._tokenizer()]
 
-        self._add(name, now, ready=self._registered(name, url_of(_LOCAL, port)))
+        ready = self._registered(name, url_of(_LOCAL, port))
+        self._add(name, now, ready=ready, quick=signal.SIGINT)
 
     def _start_router(self) -> None:
         host, port = self.config.server.host, _port(self._public)
@@ -229,7 +229,14 @@ class Node:
         arguments += ["--listener", str(listener), "--public-url", self.url]
         ready = self._registered("router", url_of(from_here(host), port))
         where = f" at {self.url}"
-        self._add("router", lambda: arguments, listener=listener, ready=ready, where=where)
+        self._add(
+            "router",
+            lambda: arguments,
+            listener=listener,
+            quick=signal.SIGINT,
+            ready=ready,
+            where=where,
+        )
         self._until_ready()
 
     def _start_trainer(self) -> None:
@@ -241,6 +248,8 @@ class Node:
             timeout=math.inf,
             progress=lambda: _size(self.dir.metrics),
             finishes=True,
+            # It has a key of its own, derived from the run's signing secret.
+            secret=False,
         )
 
     def _trainer_arguments(self) -> list[str]:
@@ -257,6 +266,7 @@ class Node:
         *,
         secret: bool = True,
         listener: int | None = None,
+        quick: int = signal.SIGTERM,
         **options: Any,
     ) -> None:
         key = self.config.server.admin_key if secret else None
@@ -265,7 +275,13 @@ class Node:
 
         def make() -> Process:
             return Process(
-                name, arguments(), log, lock=self._lock, listener=listener, secrets=secrets
+                name,
+                arguments(),
+                log,
+                lock=self._lock,
+                listener=listener,
+                secrets=secrets,
+                quick=quick,
             )
 
         part = Part(name, make, say=self.options.say, **options)
@@ -338,28 +354,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _stop(parts: Iterable[Part], grace: float) -> None:
-    """End these, all at once; SIGKILL for what is left after ``grace`` seconds."""
-    asked = list(parts)
-    for part in asked:
-        part.ask_to_stop()
-    deadline = time.monotonic() + grace
-    for part in asked:
-        part.stop(grace=max(0.0, deadline - time.monotonic()))
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Let no second Ctrl-C end the launcher before its children."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

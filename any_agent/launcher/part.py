@@ -28,8 +28,11 @@ system kills for its memory, step by step, is ended by somebody, too."""
 LONG_WINDOW = 600.0
 _FIRST_DELAY = 0.2
 _LONGEST_DELAY = 5.0
-_BY_SOMEBODY = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
-"""Exit codes of what others end; a crash, such as a segmentation fault, is a failure of its own."""
+_BY_SOMEBODY = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+"""Exit codes of what others end; a crash, such as a segmentation fault, is a failure of its own.
+
+Code 0 is that of proxies and routers that were told to stop.
+"""
 _IMPOSSIBLE = (OSError, subprocess.SubprocessError)
 
 
@@ -129,8 +132,19 @@ class Part:
         if self._process is not None:
             self._process.kill()
 
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.running
+
+    def ask_to_drain(self) -> None:
+        """SIGTERM: it is to end what it is doing. From now on it is not started again."""
+        self.state = "ended"
+        self._end_probe()
+        if self._process is not None:
+            self._process.ask_to_drain()
+
     def ask_to_stop(self) -> None:
-        """SIGTERM; from now on it is not started again."""
+        """It is to end at once; from now on it is not started again."""
         self.state = "ended"
         self._end_probe()
         if self._process is not None:

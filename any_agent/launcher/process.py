@@ -20,10 +20,12 @@ _PR_SET_PDEATHSIG = 1
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
-def _die_with_parent(parent: int) -> None:
+def _die_with_parent(parent: int, number: int) -> None:
     """In the child: end when the launcher is killed, so that nothing is left behind."""
+    # A shell starts background jobs with SIGINT ignored, which would be inherited.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         # Killed before the line above: the signal will not come any more.
         os._exit(1)
@@ -34,7 +36,8 @@ class Process:
 
     It inherits ``lock``, a locked file, so that the lock is held until the last child is gone, and
     ``listener``, a socket, under its number here. ``secrets`` are variables for its environment;
-    other settings of ours do not reach it that way.
+    other settings of ours do not reach it that way. ``quick`` is the signal that ends it at once,
+    also when the launcher is killed: of those that drain at SIGTERM it is another one.
     """
 
     def __init__(
@@ -46,17 +49,19 @@ class Process:
         lock: int | None = None,
         listener: int | None = None,
         secrets: Mapping[str, str] | None = None,
+        quick: int = signal.SIGTERM,
     ) -> None:
         self.name = name
         self.log = log
         self._inherited = [number for number in (lock, listener) if number is not None]
         self._secrets = secrets or {}
+        self._quick = quick
         self._arguments = [sys.executable, "-m", *arguments]
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        parent = os.getpid()
+        parent, quick = os.getpid(), self._quick
         with open(self.log, "ab") as out:
             self._popen = subprocess.Popen(
                 self._arguments,
@@ -66,7 +71,7 @@ class Process:
                 env=_environment() | dict(self._secrets),
                 pass_fds=self._inherited,
                 start_new_session=True,
-                preexec_fn=lambda: _die_with_parent(parent),
+                preexec_fn=lambda: _die_with_parent(parent, quick),
             )
 
     @property
@@ -88,20 +93,26 @@ class Process:
         return self._popen is not None and self.poll() is None
 
     def stop(self, *, grace: float) -> None:
-        """SIGTERM to the group, SIGKILL after ``grace`` seconds; returns when it is gone."""
+        """End its group, by SIGKILL after ``grace`` seconds; returns when it is gone."""
         if not self.running:
             return
         assert self._popen is not None
-        self._signal(signal.SIGTERM)
+        self._signal(self._quick)
         deadline = time.monotonic() + grace
         while not self._exited() and time.monotonic() < deadline:
             time.sleep(0.02)
         self._signal(signal.SIGKILL)
         self._popen.wait()
 
-    def ask_to_stop(self) -> None:
+    def ask_to_drain(self) -> None:
+        """SIGTERM."""
         if self.running:
             self._signal(signal.SIGTERM)
+
+    def ask_to_stop(self) -> None:
+        """At once."""
+        if self.running:
+            self._signal(self._quick)
 
     def kill(self) -> None:
         """SIGKILL to the group; it is not waited for."""

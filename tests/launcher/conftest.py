@@ -7,6 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.launcher.standins import Lab
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    monkeypatch.chdir(tmp_path)
+    for name in [n for n in os.environ if n.startswith("ANY_AGENT_")]:
+        monkeypatch.delenv(name)
+    return Lab(tmp_path)
+
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:

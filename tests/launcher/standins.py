@@ -65,14 +65,22 @@ def register():
 
 
 def end(code):
-    tell("ends")
+    tell("ends", code=code)
     os._exit(code)
+
+
+def drain():
+    if os.path.exists(os.path.join(HOME, NAME + ".busy")):
+        tell("drains")
+    else:
+        end(143)
 
 
 def main(kind):
     global NAME
     NAME = kind if flag("--rank") is None else "rank-" + flag("--rank")
-    signal.signal(signal.SIGTERM, lambda *_: end(143))
+    signal.signal(signal.SIGTERM, lambda *_: drain())
+    signal.signal(signal.SIGINT, lambda *_: end(130))
     signal.signal(signal.SIGUSR1, lambda *_: end(0))
     variables = sorted(name for name in os.environ if name.startswith("ANY_AGENT_"))
     tell("starts", argv=sys.argv[1:], variables=variables)
@@ -137,6 +145,10 @@ class Lab:
         pid = node.parts[name].pid
         (event,) = [event for event in self.events("starts") if event["pid"] == pid]
         return event
+
+    def keep_busy(self, name: str) -> None:
+        """Have the part do something that does not end, at SIGTERM neither."""
+        (self.home / f"{name}.busy").touch()
 
     def refuse(self, name: str, code: int) -> None:
         """Have the part's next start end so."""

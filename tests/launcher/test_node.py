@@ -26,14 +26,6 @@ from tests.launcher.standins import Lab, checked_until, flag, kill_and_wait
 ENGINES, RANKS = ["engine-0", "engine-1"], ["rank-0", "rank-1"]
 
 
-@pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
-    monkeypatch.chdir(tmp_path)
-    for name in [n for n in os.environ if n.startswith("ANY_AGENT_")]:
-        monkeypatch.delenv(name)
-    return Lab(tmp_path)
-
-
 def test_parts_start_in_order_each_with_what_it_needs(lab: Lab) -> None:
     with lab.node("server.admin_key=a-secret-key") as node:
         assert list(node.parts) == [*ENGINES, *RANKS, "router", "trainer"]
@@ -360,8 +352,9 @@ LAUNCHER = """
 import signal, sys
 import any_agent.launcher.node as node
 from any_agent.config import load_config
+from any_agent.launcher import stopping
 
-node._STOP_GRACE = 0.5
+stopping.STOP_GRACE = 0.5
 signal.signal(signal.SIGINT, signal.default_int_handler)
 quiet = node.NodeOptions(say=lambda _: None)
 

@@ -1,0 +1,122 @@
+"""How a node ends: at once, or after what is under way."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+
+from any_agent.launcher.part import Part
+
+STOP_GRACE = 4.0
+"""Seconds for the trainer to finish its step, and again for all the others."""
+_LOOK_EVERY = 0.05
+
+
+class Terminated(SystemExit):
+    """SIGTERM, raised in the main thread: the service is to drain, and the program to exit 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def terminate(number: int, frame: FrameType | None) -> None:
+    """A handler for SIGTERM."""
+    raise Terminated
+
+
+def stop(parts: Mapping[str, Part], close: Callable[[], None]) -> None:
+    """End every process within seconds, for certain; the trainer first, while it has a service.
+
+    It finishes the step under way and keeps a checkpoint, if its time is enough for that. Then the
+    router, so that nothing new arrives, the proxies, and their engines last. ``close`` is called
+    when the router ends: nobody is to wait for a next one.
+    """
+    with _uninterrupted():
+        _stop(_trainer(parts), STOP_GRACE)
+        close()
+        _stop(_router(parts), 0.25 * STOP_GRACE)
+        _stop(_proxies(parts), 0.5 * STOP_GRACE)
+        _stop(parts.values(), 0.25 * STOP_GRACE)
+
+
+def drain(parts: Mapping[str, Part], close: Callable[[], None], within: float) -> None:
+    """Let what is under way end, up to ``within`` seconds; SIGTERM or Ctrl-C ends the wait.
+
+    The router refuses new work from now on, while the trainer ends its step and keeps a checkpoint,
+    for which it needs the proxies. These are told later, and answer long polls then. Afterwards
+    :func:`stop` ends what is left.
+    """
+    with _hastened() as hurry:
+        now = time.monotonic()
+        trainer, front, proxies = _trainer(parts), _router(parts), _proxies(parts)
+        for part in [*front, *trainer]:
+            part.ask_to_drain()
+        close()
+        # Requests may wait for an answer that comes when the proxies are told to end.
+        _wait(trainer, now + max(0.5 * within, min(within, STOP_GRACE)), hurry)
+        for part in proxies:
+            part.ask_to_drain()
+        _wait([*front, *proxies], now + within, hurry)
+
+
+def _trainer(parts: Mapping[str, Part]) -> list[Part]:
+    return [part for part in parts.values() if part.name == "trainer"]
+
+
+def _router(parts: Mapping[str, Part]) -> list[Part]:
+    return [part for part in parts.values() if part.name == "router"]
+
+
+def _proxies(parts: Mapping[str, Part]) -> list[Part]:
+    return [part for part in parts.values() if part.name.startswith("rank-")]
+
+
+def _wait(parts: Iterable[Part], deadline: float, hurry: threading.Event) -> None:
+    """Until all of these have ended."""
+    waited_for = list(parts)
+    while any(part.running for part in waited_for) and time.monotonic() < deadline:
+        if hurry.wait(_LOOK_EVERY):
+            return
+
+
+def _stop(parts: Iterable[Part], grace: float) -> None:
+    """End these, all at once; SIGKILL for what is left after ``grace`` seconds."""
+    asked = list(parts)
+    for part in asked:
+        part.ask_to_stop()
+    deadline = time.monotonic() + grace
+    for part in asked:
+        part.stop(grace=max(0.0, deadline - time.monotonic()))
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let no second Ctrl-C end the launcher before its children."""
+    with _handled(signal.SIG_IGN):
+        yield
+
+
+@contextmanager
+def _hastened() -> Iterator[threading.Event]:
+    """What is set by a signal that comes meanwhile, instead of its ending the launcher."""
+    hurry = threading.Event()
+    with _handled(lambda *_: hurry.set()):
+        yield hurry
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
