@@ -1,4 +1,4 @@
-"""Model calls under way: each runs in its own task, is recorded, and reports to its caller."""
+"""A rank's model calls: begun, bounded in number, and ended when nobody waits for them any more."""
 
 from __future__ import annotations
 
@@ -6,95 +6,35 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from any_agent.completions import Completed, Completer, Completion, Prepared
-from any_agent.errors import AnyAgentError, SessionClosed, TooManyRequests
+from any_agent.completions import Completer, Prepared
+from any_agent.errors import AnyAgentError, TooManyRequests
+from any_agent.types import Interaction
+from proxy_ext.call import Call, Head, Listener
 from proxy_ext.call_stats import CallStats, CallTimer
 from proxy_ext.draining import draining
+from proxy_ext.journal import RequestMark
 from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions
 
 log = logging.getLogger(__name__)
 
-
-class Call:
-    """One model call. Its items end with a Completion that is durable, or with an error."""
-
-    def __init__(self, prepared: Prepared, session: Session | None, timer: CallTimer) -> None:
-        self.prepared = prepared
-        self.session = session
-        self._timer = timer
-        self.task: asyncio.Task[None] | None = None
-        self._items: asyncio.Queue[Completed | AnyAgentError] = asyncio.Queue()
-        self._recording = False
-        self._aborted: str | None = None
-        self.completion: Completion | None = None
-        """Durable; None while the call is under way, and for good if it fails."""
-        self.delivered = False
-        """Whether the client was there when the event that ends the answer was sent."""
-
-    def abort(self, reason: str) -> None:
-        """Cancel the generation; without effect once the answer is being recorded."""
-        if self.task is not None and not self._recording and not self.task.done():
-            self._aborted = reason
-            self.task.cancel()
-
-    def client_left(self) -> None:
-        """Nobody waits for the answer any more."""
-        self.abort("the client left")
-
-    async def next(self) -> Completed:
-        """What the call produces next, the last one a Completion; raises what it failed with."""
-        item = await self._items.get()
-        if isinstance(item, AnyAgentError):
-            raise item
-        return item
-
-    async def run(self, completer: Completer, sessions: Sessions, *, stream: bool) -> None:
-        session = self.session
-        session_id = session.id if session is not None else ""
-        try:
-            async for item in completer.run(self.prepared, session_id=session_id, stream=stream):
-                if isinstance(item, Completion):
-                    await self._record(item, sessions)
-                else:
-                    self._timer.tokens()
-                self._items.put_nowait(item)
-        except asyncio.CancelledError:
-            if self._aborted is None:
-                raise
-        except AnyAgentError as error:
-            self._timer.ended("failed")
-            self._items.put_nowait(error)
-        except Exception:
-            self._timer.ended("failed")
-            log.exception("a model call failed")
-            self._items.put_nowait(AnyAgentError("the call failed inside the service; see its log"))
-
-    async def _record(self, completion: Completion, sessions: Sessions) -> None:
-        """Make the answer durable, if it is a session's."""
-        session = self.session
-        if session is None:
-            self._timer.completed(completion, earlier=None)
-            return
-        self._recording = True
-        await sessions.record(session, completion.interaction, completion.key)
-        self.completion = completion
-        self._timer.completed(completion, earlier=len(session.tree) - 1)
-
-    def ended(self) -> None:
-        """Its task is over. One that was cancelled, perhaps before it began, has said nothing."""
-        self._timer.ended("aborted")
-        self._items.put_nowait(SessionClosed(self._aborted or "the service is stopping"))
+_MAX_VACANT = 4096
+"""Calls without a client that are kept for a retry."""
 
 
 class Calls:
     """Starts calls, bounds their number, and keeps them findable by their session."""
 
-    def __init__(self, completer: Completer, sessions: Sessions, *, limit: int) -> None:
+    def __init__(
+        self, completer: Completer, sessions: Sessions, *, limit: int, retry_grace: float
+    ) -> None:
+        """``retry_grace``: seconds for which a call without a client waits for a marked retry."""
         self._completer = completer
         self._sessions = sessions
         self._limit = limit
+        self._retry_grace = retry_grace
         self._running: set[Call] = set()
+        self._waiting: set[asyncio.Task[None]] = set()
         self.draining = False
         """Those under way end, and none begins."""
         self.stats = CallStats()
@@ -102,7 +42,14 @@ class Calls:
     def __len__(self) -> int:
         return len(self._running)
 
-    def start(self, prepared: Prepared, session: Session | None, *, stream: bool) -> Call:
+    def start(
+        self,
+        prepared: Prepared,
+        session: Session | None,
+        *,
+        stream: bool,
+        mark: RequestMark | None = None,
+    ) -> Listener:
         """Begin a call; SessionClosed, TooManyRequests or Draining."""
         if self.draining:
             raise draining()
@@ -117,46 +64,86 @@ class Calls:
         mode = session.row.mode if session is not None else None
         if session is not None:
             prepared = self._seeded(prepared, session)
-        call = Call(prepared, session, self.stats.begin(prepared, mode))
+        timer = self.stats.begin(prepared, mode)
+        call = Call(Head.of(prepared), session, mark, stream=stream, on_left=self._left)
         self._running.add(call)
         if session is not None:
             session.calls.add(call)
-        run = call.run(self._completer, self._sessions, stream=stream)
-        call.task = asyncio.create_task(run)
-        call.task.add_done_callback(lambda _: self._ended(call))
-        return call
+        call.task = asyncio.create_task(call.run(prepared, self._completer, self._sessions, timer))
+        call.task.add_done_callback(lambda _: self._ended(call, timer))
+        return call.listen()
+
+    def recorded(
+        self, interaction: Interaction, session: Session, mark: RequestMark, *, stream: bool
+    ) -> Listener:
+        """Take up a call of an earlier process, whose answer may have reached nobody."""
+        prompt_tokens = len(session.tree.prompt_ids(interaction.id))
+        i = interaction
+        head = Head(i.id, i.created_at, i.gconfig, prompt_tokens)
+        call = Call(head, session, mark, stream=stream, on_left=self._left, interaction=i)
+        session.calls.add(call)
+        return call.listen()
 
     def _seeded(self, prepared: Prepared, session: Session) -> Prepared:
         """With the run's own seed for this call, if it has one."""
         seed = self._sessions.names.sampling_seed(session.id, session.next_number)
         return replace(prepared, gconfig=prepared.gconfig.new(seed=seed))
 
-    def _ended(self, call: Call) -> None:
+    def _ended(self, call: Call, timer: CallTimer) -> None:
         self._running.discard(call)
+        timer.ended("aborted")
         call.ended()
 
-    async def release(self, call: Call) -> None:
+    def _left(self, call: Call) -> None:
+        """End the call, or let it wait for a retry."""
+        if call.mark is None or call.failed or len(self._waiting) >= _MAX_VACANT:
+            call.closed = True
+            call.abort("the client left")
+            return
+        call.expiry = asyncio.create_task(self._expire(call))
+        self._waiting.add(call.expiry)
+        call.expiry.add_done_callback(self._waiting.discard)
+
+    async def _expire(self, call: Call) -> None:
+        await asyncio.sleep(self._retry_grace)
+        # Nobody can take it up any more, and cancel this.
+        call.closed = True
+        await self._let_go(call)
+
+    async def release(self, listener: Listener) -> None:
         """The caller is done with a call. An answer that reached nobody is never trained on.
 
-        Until here the call stays with its session, so that a finalize knows of it.
+        Until somebody has it the call stays with its session, so that a finalize knows of it.
         """
-        if not call.delivered:
-            call.client_left()
-            if call.task is not None:
-                await asyncio.wait([call.task])
-        session = call.session
-        if session is None:
-            return
+        call = listener.call
+        if listener.delivered:
+            if call.interaction is not None:
+                self._sessions.deliveries.delivered(call.interaction.id)
+            call.close()
+        elif call.failed:
+            call.close()
+        else:
+            listener.leave()
+            if call.abandoned:
+                await self._let_go(call)
+
+    async def _let_go(self, call: Call) -> None:
+        """End a call that no client waits for any more."""
+        call.abort("the client left")
+        if call.task is not None:
+            await asyncio.wait([call.task])
         try:
-            if call.completion is not None and not call.delivered:
-                await self._sessions.mark_undelivered(session, call.completion.interaction)
+            if call.session is not None and call.interaction is not None:
+                await self._sessions.mark_undelivered(call.session, call.interaction)
         except AnyAgentError as error:
-            log.error("could not mark %s undelivered: %s", call.prepared.id, error.message)
+            log.error("could not mark %s undelivered: %s", call.head.id, error.message)
         finally:
-            session.calls.discard(call)
+            call.close()
 
     async def close(self) -> None:
         """Abort every call."""
+        for waiting in tuple(self._waiting):
+            waiting.cancel()
         for call in tuple(self._running):
             call.abort("the service is stopping")
         tasks = [call.task for call in self._running if call.task is not None]

@@ -11,10 +11,11 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.completions import Completed, Completion, Delta, Prepared, parse_chat
+from any_agent.completions import ChatCall, Delta, parse_chat
 from any_agent.errors import AnyAgentError, Unauthenticated
-from any_agent.types import SessionMode
-from proxy_ext.calls import Call
+from any_agent.types import Interaction, SessionMode
+from proxy_ext.call import Head, Item, Listener
+from proxy_ext.retries import mark_of, take_up
 from proxy_ext.service import Service
 from proxy_ext.session import Session
 from proxy_ext.wire.http import Client, EventStream, JSONResponse, read_json
@@ -36,113 +37,126 @@ async def chat_completions(service: Service, request: Request) -> Response:
     mode = session.mode if session is not None else SessionMode.EVAL
     body = await read_json(request)
     call = parse_chat(body, mode=mode, sampling=service.sampling, model=service.config.model.name)
-    tree = session.tree if session is not None else None
-    if len(await request.body()) > _LONG_BODY:
+    listener = await _begin(service, request, call, session)
+    answer = _Answer(service, call, listener.call.head, session)
+    if call.stream:
+        return await _stream(service, request, listener, answer)
+    return await _whole(service, request, listener, answer)
+
+
+async def _begin(
+    service: Service, request: Request, call: ChatCall, session: Session | None
+) -> Listener:
+    """The call that the request repeats, or a new one."""
+    content = await request.body()
+    tree, mark = None, None
+    if session is not None:
+        await service.sessions.load(session)
+        tree, mark = session.tree, mark_of(request, content)
+        if mark is not None and mark.retry_count > 0:
+            earlier = await take_up(service.calls, session, mark, stream=call.stream)
+            if earlier is not None:
+                return earlier
+    if len(content) > _LONG_BODY:
         # Rendering a megabyte takes a second: not on the event loop.
         prepared = await asyncio.to_thread(service.completer.prepare, call, tree)
     else:
         prepared = service.completer.prepare(call, tree)
-    running = service.calls.start(prepared, session, stream=call.stream)
-    answer = _Answer(service, prepared, session)
-    if call.stream:
-        return await _stream(service, request, running, answer)
-    return await _whole(service, request, running, answer)
+    return service.calls.start(prepared, session, stream=call.stream, mark=mark)
 
 
-async def _whole(service: Service, request: Request, call: Call, answer: _Answer) -> Response:
+async def _whole(
+    service: Service, request: Request, listener: Listener, answer: _Answer
+) -> Response:
     try:
-        async with Client(request, on_leave=call.client_left) as client:
-            completion = await call.next()
-            assert isinstance(completion, Completion)
-            call.delivered = not client.gone
-            return JSONResponse(answer.whole(completion), headers=answer.headers(completion))
+        async with Client(request, on_leave=listener.leave) as client:
+            interaction = await listener.next()
+            assert isinstance(interaction, Interaction)
+            listener.delivered = not client.gone
+            return JSONResponse(answer.whole(interaction), headers=answer.headers(interaction))
     finally:
-        await service.calls.release(call)
+        await service.calls.release(listener)
 
 
-async def _stream(service: Service, request: Request, call: Call, answer: _Answer) -> Response:
+async def _stream(
+    service: Service, request: Request, listener: Listener, answer: _Answer
+) -> Response:
     # What fails before the first token is an HTTP error, so the first item comes first.
     try:
-        async with Client(request, on_leave=call.client_left):
-            first = await call.next()
+        async with Client(request, on_leave=listener.leave):
+            first = await listener.next()
     except BaseException:
-        await service.calls.release(call)
+        await service.calls.release(listener)
         raise
 
     async def finish() -> None:
-        await service.calls.release(call)
+        await service.calls.release(listener)
 
     return EventStream(
-        _events(request, call, answer, first),
-        answer.headers(None),
+        _events(request, listener, answer, first),
+        answer.headers(listener.call.interaction),
         finish=finish,
         send_timeout=service.config.server.client_timeout,
     )
 
 
 async def _events(
-    request: Request, call: Call, answer: _Answer, item: Completed
+    request: Request, listener: Listener, answer: _Answer, item: Item
 ) -> AsyncGenerator[bytes]:
     """One call's events; delivered once the one with the finish reason was sent."""
-    async with Client(request, on_leave=call.client_left) as client:
+    async with Client(request, on_leave=listener.leave) as client:
         yield answer.chunk({"role": "assistant", "content": ""})
         while isinstance(item, Delta):
             event = answer.delta(item)
             if event:
                 yield event
             try:
-                item = await call.next()
+                item = await listener.next()
             except AnyAgentError as error:
                 # The status is sent already: an error event ends the stream, without [DONE].
                 yield _event(error.body())
                 return
         for event in answer.ending(item):
             yield event
-            call.delivered = call.delivered or not client.gone
+            listener.delivered = listener.delivered or not client.gone
 
 
 class _Answer:
     """Formats one call's answer."""
 
-    def __init__(self, service: Service, prepared: Prepared, session: Session | None) -> None:
+    def __init__(
+        self, service: Service, call: ChatCall, head: Head, session: Session | None
+    ) -> None:
         self._service = service
-        self._prepared = prepared
+        self._call = call
+        self._head = head
         self._session = session
-        call = prepared.call
-        self._base = {
-            "id": prepared.id,
-            "created": int(prepared.created_at),
-            "model": call.model,
-        }
+        self._base = {"id": head.id, "created": int(head.created_at), "model": call.model}
 
-    def headers(self, completion: Completion | None) -> dict[str, str]:
+    def headers(self, interaction: Interaction | None) -> dict[str, str]:
         version = self._service.run.version
-        if completion is not None and len(completion.interaction.output_versions):
-            version = int(completion.interaction.output_versions[-1])
+        if interaction is not None and len(interaction.output_versions):
+            version = int(interaction.output_versions[-1])
         out = {
-            "x-any-agent-interaction": self._prepared.id,
+            "x-any-agent-interaction": self._head.id,
             "x-any-agent-version": str(version),
         }
         if self._session is not None:
             out["x-any-agent-session"] = self._session.id
-        if self._prepared.call.overrides:
-            used = {key: getattr(self._prepared.gconfig, key, None) for key in self._overridden}
+        if self._call.overrides:
+            overridden = sorted(self._call.overrides)
+            used = {key: getattr(self._head.gconfig, key, None) for key in overridden}
             out["x-any-agent-overrides"] = json.dumps(used)
         return out
 
-    @property
-    def _overridden(self) -> list[str]:
-        return sorted(self._prepared.call.overrides)
-
-    def whole(self, completion: Completion) -> dict[str, Any]:
-        interaction = completion.interaction
+    def whole(self, interaction: Interaction) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": 0,
-            "message": {"refusal": None, **completion.parsed.to_message()},
+            "message": {"refusal": None, **interaction.output_message},
             "finish_reason": interaction.finish_reason,
             "logprobs": None,
         }
-        if self._prepared.call.logprobs:
+        if self._call.logprobs:
             choice["logprobs"] = self._logprobs(
                 interaction.output_ids.tolist(), interaction.output_logprobs.tolist()
             )
@@ -150,7 +164,7 @@ class _Answer:
             **self._base,
             "object": "chat.completion",
             "choices": [choice],
-            "usage": self._usage(completion),
+            "usage": self._usage(interaction),
         }
 
     def chunk(
@@ -172,23 +186,23 @@ class _Answer:
         }
         delta = {key: value for key, value in fields.items() if value}
         logprobs = None
-        if self._prepared.call.logprobs and item.output_ids:
+        if self._call.logprobs and item.output_ids:
             logprobs = self._logprobs(item.output_ids, item.logprobs)
         if not delta and logprobs is None:
             return b""
         return self.chunk(delta, logprobs=logprobs)
 
-    def ending(self, completion: Completion) -> list[bytes]:
+    def ending(self, interaction: Interaction) -> list[bytes]:
         """The finish reason, the usage if asked for, and the end."""
-        out = [self.chunk({}, finish_reason=completion.interaction.finish_reason)]
-        if self._prepared.call.include_usage:
-            usage = {"choices": [], "usage": self._usage(completion)}
+        out = [self.chunk({}, finish_reason=interaction.finish_reason)]
+        if self._call.include_usage:
+            usage = {"choices": [], "usage": self._usage(interaction)}
             out.append(_event({**self._base, "object": "chat.completion.chunk", **usage}))
         return [*out, b"data: [DONE]\n\n"]
 
-    def _usage(self, completion: Completion) -> dict[str, Any]:
-        prompt = len(self._prepared.prompt_ids)
-        output = len(completion.interaction.output_ids)
+    def _usage(self, interaction: Interaction) -> dict[str, Any]:
+        prompt = self._head.prompt_tokens
+        output = len(interaction.output_ids)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,

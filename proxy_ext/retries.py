@@ -1,0 +1,88 @@
+"""Retries that an SDK marks: the answer to the call that they repeat, instead of a second sample.
+
+Stainless SDKs (OpenAI's, Anthropic's) count in ``x-stainless-retry-count``, 0 at the first try. A
+retry takes up the oldest call of its session with the same body and a lower count whose client is
+gone; identical bodies that are no retries are so many samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from contextlib import suppress
+
+from starlette.requests import Request
+
+from proxy_ext.call import Call, Listener
+from proxy_ext.calls import Calls
+from proxy_ext.journal import RequestMark
+from proxy_ext.session import Session
+
+HEADER = "x-stainless-retry-count"
+NEWS_SECONDS = 2.0
+"""How long a retry waits for the news that the client of the call that it repeats has left."""
+_COUNT = re.compile(r"[0-9]{1,4}")
+
+
+def mark_of(request: Request, body: bytes) -> RequestMark | None:
+    """How the request is known when it comes again; None if its SDK does not mark retries."""
+    count = request.headers.get(HEADER, "")
+    if not _COUNT.fullmatch(count):
+        return None
+    return RequestMark(hashlib.blake2b(body, digest_size=16).digest(), int(count))
+
+
+async def take_up(
+    calls: Calls, session: Session, mark: RequestMark, *, stream: bool
+) -> Listener | None:
+    """The earlier call that a retry repeats, heard from its beginning; None if there is none."""
+    deadline = time.monotonic() + NEWS_SECONDS
+    news = asyncio.Event()
+    while True:
+        session.require_open()
+        if (before := _before_the_restart(calls, session, mark, stream=stream)) is not None:
+            return before
+        earlier = sorted((c for c in session.calls if _repeats(mark, c)), key=lambda c: c.number)
+        for call in earlier:
+            if call.vacant:
+                call.mark = mark
+                return call.listen()
+        remaining = deadline - time.monotonic()
+        if not earlier or remaining <= 0:
+            return None
+        await _told(news, earlier, remaining)
+
+
+def _repeats(mark: RequestMark, call: Call) -> bool:
+    return call.mark is not None and not call.closed and _is_later(mark, call.mark)
+
+
+def _is_later(mark: RequestMark, earlier: RequestMark) -> bool:
+    return mark.hash == earlier.hash and mark.retry_count > earlier.retry_count
+
+
+def _before_the_restart(
+    calls: Calls, session: Session, mark: RequestMark, *, stream: bool
+) -> Listener | None:
+    """The oldest answer of an earlier process that the retry asks for again."""
+    for id, earlier in session.unconfirmed.items():
+        if _is_later(mark, earlier) and id in session.tree and not session.tree.children(id):
+            del session.unconfirmed[id]
+            return calls.recorded(session.tree[id], session, mark, stream=stream)
+    return None
+
+
+async def _told(news: asyncio.Event, calls: list[Call], seconds: float) -> None:
+    """Wait until one of the calls has lost its client, or answered it."""
+    news.clear()
+    for call in calls:
+        call.watchers.add(news)
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await news.wait()
+    finally:
+        for call in calls:
+            call.watchers.discard(news)
