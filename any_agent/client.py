@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+import uuid
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -36,17 +37,20 @@ from any_agent.protocol import (
 
 T = TypeVar("T", bound=BaseModel)
 
+_LOST_OR_AWAY = (502, 503, 504)
+"""Whether it happened is not known, or it did not."""
+
 
 class RLClient:
     """One service, reached by URL; every call raises the AnyAgentError that the service answered.
 
     ``url`` may be a function that says where the service is now, or None while nobody knows: it
     is asked at each attempt, because a service that restarts may move. A connection that could
-    not be made is tried again for ``retry_for`` seconds (a rank that restarts); a lost reply or a
-    503 only where doing it twice changes nothing. Without ``trust_env`` proxies named in the
-    environment are not used. ``admin_key``, a trainer's or a tenant's key as well, may be a function,
-    too, for a key that changes. ``epoch`` is the number of the trainer's start: once a later one was
-    heard of, StaleOwner is raised.
+    not be made is tried again for ``retry_for`` seconds (a rank that restarts). So is a lost reply
+    or a 503, but for polls: what must not happen twice has an Idempotency-Key of its own, and the
+    rest may. Without ``trust_env`` proxies named in the environment are not used. ``admin_key`` (or
+    a trainer's, or a tenant's) may be a function, too, for a key that changes. ``epoch`` is the
+    number of the trainer's start: once a later one was heard of, StaleOwner is raised.
     """
 
     def __init__(
@@ -95,14 +99,15 @@ class RLClient:
     async def start_session(self, *, patience: float = 0.0, **fields: Any) -> SessionStarted:
         """Open a session (fields of :class:`StartSession`).
 
-        While the service has no slot (429), ask again for up to ``patience`` seconds.
+        While the service has no slot (429), ask again for up to ``patience`` seconds. Such an
+        answer says that nothing was opened, so the next one may be asked at another rank.
         """
         body = StartSession(**fields)
         deadline = time.monotonic() + patience
         while True:
             try:
                 return await self._call(
-                    SessionStarted, "POST", "/start_session", body, slack=body.wait
+                    SessionStarted, "POST", "/start_session", body, slack=body.wait, once=True
                 )
             except errors.TooManyRequests as error:
                 remaining = deadline - time.monotonic()
@@ -115,20 +120,18 @@ class RLClient:
         self, api_key: str, reward: float, *, completion_id: str | None = None
     ) -> RewardSet:
         body = SetReward(reward=reward, completion_id=completion_id)
-        return await self._call(
-            RewardSet, "POST", "/set_reward", body, key=api_key, repeatable=True
-        )
+        return await self._call(RewardSet, "POST", "/set_reward", body, key=api_key, once=True)
 
     async def finalize(self, api_key: str, final_reward: float | None = None) -> SessionInfo:
         body = Finalize(final_reward=final_reward)
-        return await self._call(SessionInfo, "POST", "/finalize", body, key=api_key)
+        return await self._call(SessionInfo, "POST", "/finalize", body, key=api_key, once=True)
 
     async def abort(
         self, session: SessionStarted, reason: str = "aborted by the caller"
     ) -> SessionInfo:
         path = f"/sessions/{session.session_id}/abort"
         body = Abort(reason=reason)
-        return await self._call(SessionInfo, "POST", path, body, key=session.api_key)
+        return await self._call(SessionInfo, "POST", path, body, key=session.api_key, once=True)
 
     async def session_info(self, session_id: str) -> SessionInfo:
         """Any session's state; needs the admin key where there is one."""
@@ -221,13 +224,17 @@ class RLClient:
         *,
         key: str | None = None,
         slack: float = 0.0,
+        once: bool = False,
         repeatable: bool = False,
         retry_for: float | None = None,
     ) -> httpx.Response:
+        """``once``: it must not happen twice; ``repeatable``: it may."""
         content = body.model_dump_json(exclude_none=True) if body is not None else None
         headers = {} if key else dict(self._epoch)
         if content is not None:
             headers["Content-Type"] = "application/json"
+        if once:
+            headers["Idempotency-Key"] = uuid.uuid4().hex
         deadline = time.monotonic() + (self._retry_for if retry_for is None else retry_for)
         delay = 0.05
         while True:
@@ -245,11 +252,11 @@ class RLClient:
                     headers=headers,
                     timeout=self._timeout + slack,
                 )
-                if response.status_code != 503 or not repeatable or late:
+                if response.status_code not in _LOST_OR_AWAY or not (once or repeatable) or late:
                     break
             except httpx.TransportError as error:
-                again = repeatable or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-                if not again or late:
+                never_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                if not (once or repeatable or never_sent) or late:
                     raise errors.ServiceUnavailable(
                         f"{url or 'the service'} does not answer ({type(error).__name__}); "
                         "is it running?"

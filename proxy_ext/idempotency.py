@@ -14,7 +14,7 @@ import hashlib
 import re
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from any_agent.errors import Conflict, InvalidRequest, ServiceUnavailable, Unpro
 from any_agent.keys import KeySigner, Lane
 from proxy_ext.auth import SESSION_HEADER, Caller
 from proxy_ext.journal import AnswerRow, DropAnswers, Journal, PutAnswer, Statement
+from proxy_ext.keep import Keep, keep_nothing
 
 HEADER = "idempotency-key"
 KEPT_SECONDS = 24 * 3600.0
@@ -38,14 +39,6 @@ _LONGEST_WAIT = 330.0
 """Seconds: more than any route takes that is not a poll."""
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _JSON = "application/json"
-
-Keep = Callable[[BaseModel], tuple[Statement, ...]]
-"""What is to be committed with an effect, so that its answer is kept."""
-
-
-def keep_nothing(_: BaseModel) -> tuple[Statement, ...]:
-    """The Keep of a request without a key."""
-    return ()
 
 
 # No error: but a FastAPI dependency answers in no other way.
@@ -237,9 +230,9 @@ class Answers:
         return orjson.dumps(data | {"api_key": self._key(data["api_key"])})
 
     def _key(self, seal: dict[str, Any]) -> str:
-        key = self._signer.key_of(Lane(seal["rank"], seal["lane"]))
-        if _print(key) == seal["print"]:
-            return key
+        for key in self._signer.keys_of(Lane(seal["rank"], seal["lane"])):
+            if _print(key) == seal["print"]:
+                return key
         raise Conflict(
             "the session's key was signed with a secret that is not used any more; open another "
             "session, with a new Idempotency-Key",

@@ -96,24 +96,56 @@ async def test_a_connection_that_could_not_be_made_is_tried_again() -> None:
     assert len(seen) == 2
 
 
+ONCE = {
+    "start_session": lambda c: c.start_session(),
+    "set_reward": lambda c: c.set_reward("k", 1.0),
+    "finalize": lambda c: c.finalize("k", 1.0),
+}
+"""Calls that must not happen twice."""
+LOST = {
+    "connection": httpx.ReadError("lost"),
+    "rank": httpx.Response(502, json={"error": {"message": "lost", "code": "reply_lost"}}),
+}
+
+
+@pytest.mark.parametrize("call", ONCE.values(), ids=ONCE)
+@pytest.mark.parametrize("lost", LOST.values(), ids=LOST)
+async def test_what_may_have_happened_is_repeated_under_the_same_key(
+    call: Callable[[RLClient], object], lost: Answer
+) -> None:
+    client, seen = client_with(lost, lost, full())
+    with pytest.raises(TooManyRequests):
+        await call(client)  # type: ignore[misc]
+    assert len(seen) == 3
+    assert len({request.headers["idempotency-key"] for request in seen}) == 1
+    assert len({request.content for request in seen}) == 1
+
+
+async def test_each_request_has_a_key_of_its_own() -> None:
+    client, seen = client_with(httpx.Response(200, json=STARTED))
+    await client.start_session()
+    await client.start_session()
+    assert len({request.headers["idempotency-key"] for request in seen}) == 2
+
+
 @pytest.mark.parametrize(
     ("call", "repeated"),
     [
-        (lambda c: c.start_session(), False),
-        (lambda c: c.finalize("k", 1.0), False),
+        (lambda c: c.lease(owner="o", wait=0), False),
         (lambda c: c.run_info(), True),
         (lambda c: c.set_capacity(limit=1, ttl=1, owner="o", held=[]), True),
-        (lambda c: c.ack(owner="o", trained=[], rejected=[]), True),
+        (lambda c: c.ack(owner="o", step=1, trained=[], rejected=[]), True),
     ],
-    ids=["start_session", "finalize", "run_info", "set_capacity", "ack"],
+    ids=["lease", "run_info", "set_capacity", "ack"],
 )
-async def test_a_lost_reply_is_repeated_only_where_that_changes_nothing(
+async def test_a_lost_reply_is_repeated_without_a_key_where_that_changes_nothing(
     call: Callable[[RLClient], object], repeated: bool
 ) -> None:
     client, seen = client_with(httpx.ReadError("lost"), full())
     with pytest.raises(TooManyRequests if repeated else ServiceUnavailable):
         await call(client)  # type: ignore[misc]
     assert len(seen) == (2 if repeated else 1)
+    assert not any("idempotency-key" in request.headers for request in seen)
 
 
 async def test_nobody_there() -> None:
@@ -184,8 +216,9 @@ async def test_what_is_soon_out_of_date_is_not_repeated_for_long(
         lambda c: c.ack(owner="o", trained=[], rejected=[]),
         lambda c: c.publish_version(version=1, path="p", step=1),
         lambda c: c.resume(),
+        *ONCE.values(),
     ],
-    ids=["run_info", "ack", "publish_version", "resume"],
+    ids=["run_info", "ack", "publish_version", "resume", *ONCE],
 )
 async def test_a_503_is_asked_again_until_the_deadline(
     call: Callable[[RLClient], object], monkeypatch: pytest.MonkeyPatch
@@ -198,19 +231,10 @@ async def test_a_503_is_asked_again_until_the_deadline(
     assert 15 < clock.now <= 21
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda c: c.start_session(),
-        lambda c: c.finalize("k", 1.0),
-        lambda c: c.lease(owner="o", wait=0),
-    ],
-    ids=["start_session", "finalize", "lease"],
-)
-async def test_a_503_may_hide_that_it_was_done(call: Callable[[RLClient], object]) -> None:
+async def test_a_503_may_hide_that_sessions_were_leased() -> None:
     client, seen = client_with(away())
     with pytest.raises(StoreUnavailable):
-        await call(client)  # type: ignore[misc]
+        await client.lease(owner="o", wait=0)
     assert len(seen) == 1
 
 
