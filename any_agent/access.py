@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from enum import StrEnum
 
 from any_agent.config import LOOPBACK, Config
-from any_agent.errors import ConfigError, StartupError, Unauthenticated
+from any_agent.errors import ConfigError, Forbidden, StartupError, Unauthenticated
 from any_agent.keys import KEPT_PREFIXES, SESSION_KEY_PREFIX, KeySigner, SecretHash
 from any_agent.keystore import Keys, TenantLimits, parse_keys, read_keys
 from any_agent.rundir import RunDir, parse_secrets
@@ -42,8 +43,22 @@ RUN = Caller(Scope.TRAINER, "the run", identity="run")
 """The run's own trainer and router."""
 NOBODY = Caller(Scope.NONE, "nobody")
 
+CLIENT_HEADER = "X-Any-Agent-Client"
+"""From which address a request came to the router; whatever a client put there is replaced."""
 METRICS_SCOPES = frozenset({Scope.ADMIN, Scope.TRAINER})
 """Who may read metrics, at every part of a run."""
+
+
+def authorize(scopes: Set[Scope], caller: Caller) -> None:
+    """Unauthenticated without a key, Forbidden with one that is good for other routes."""
+    if caller.scope in scopes:
+        return
+    needed = " or ".join(sorted(scopes - {Scope.NONE}))
+    if caller.scope is Scope.NONE:
+        raise Unauthenticated(
+            f"this route needs a key of scope {needed}: Authorization: Bearer <key>"
+        )
+    raise Forbidden(f"a key of scope {caller.scope} cannot use this route; it needs {needed}")
 
 
 def run_dir_of(config: Config) -> RunDir:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 from aiohttp import hdrs
 from multidict import CIMultiDictProxy, istr
 
-from any_agent.errors import Conflict, NotFound, SessionMismatch, Unauthenticated
+from any_agent.errors import Conflict, NotFound, SessionMismatch
 from any_agent.keys import (
     SESSION_KEY_PREFIX,
     KeySigner,
@@ -39,6 +39,10 @@ def _weight(rank: int, name: str) -> bytes:
     return hashlib.blake2b(f"{rank}:{name}".encode("utf-8", "replace"), digest_size=8).digest()
 
 
+class _Forged(Exception):
+    """What is raised is not remembered: forged keys must not fill the cache."""
+
+
 class Affinity:
     """The rules of one service: its secret, and how many ranks it has."""
 
@@ -54,9 +58,9 @@ class Affinity:
         """The rank of the session that a request names, and whether it names one at all.
 
         Path prefix, else key, else header, else query, else a session in the path. The rank is
-        None, too, for an id whose form tells none: whichever rank is asked, it says so.
-        Unauthenticated for a key that is none of ours, NotFound (`unknown_rank`) for one of a rank
-        that this service does not have, SessionMismatch for two that live on different ranks.
+        None, too, for a forged key, and an id whose form tells none: whichever rank is asked, it
+        says so. NotFound (`unknown_rank`) for a key or id of a rank that this service does not
+        have, SessionMismatch for two that live on different ranks.
         """
         named = [value for value in headers.getall(SESSION_HEADER, ()) if value]
         if "session_id" in query:
@@ -77,9 +81,9 @@ class Affinity:
         return _bearer(headers).startswith(SESSION_KEY_PREFIX)
 
     def rank_of(self, name: str) -> int | None:
-        """The rank of a session key or id; None for what is no id. Errors as for `place`."""
+        """The rank of a session key or id; None for what is neither. Errors as for `place`."""
         if name.startswith(SESSION_KEY_PREFIX):
-            rank: int | None = self._rank_of_key(name)
+            rank = self._rank_of_any_key(name)
         else:
             rank = rank_of_session(name)
         if rank is not None and rank >= self.ranks:
@@ -90,10 +94,16 @@ class Affinity:
             )
         return rank
 
+    def _rank_of_any_key(self, key: str) -> int | None:
+        try:
+            return self._rank_of_key(key)
+        except _Forged:
+            return None
+
     def _checked(self, key: str) -> int:
         lane = self._signer.verify(key)
         if lane is None:
-            raise Unauthenticated("this session key is not valid here")
+            raise _Forged
         return lane.rank
 
     def home(self, *, api_key: str | None, group_id: str | None, task_id: str | None) -> int | None:

@@ -6,8 +6,9 @@ import time
 from urllib.parse import unquote
 
 from aiohttp import hdrs, web
-from multidict import CIMultiDict
+from multidict import CIMultiDict, istr
 
+from any_agent.access import CLIENT_HEADER
 from any_agent.errors import ReplyLost
 from any_agent.keys import bearer_of
 from router.affinity import SESSION_HEADER
@@ -16,6 +17,7 @@ from router.health import Ranks
 from router.reply import Replies
 from router.upstream import Answer, NeverSent, Upstream, end_to_end
 
+_CLIENT = istr(CLIENT_HEADER)
 _REPEATABLE = ("GET", "HEAD", "OPTIONS")
 
 
@@ -129,6 +131,7 @@ def outgoing(request: web.BaseRequest) -> CIMultiDict[str]:
     """The request's headers for a rank."""
     headers = end_to_end(request.headers)
     headers.popall(hdrs.EXPECT, None)
+    headers[_CLIENT] = request.remote or ""
     keys = headers.getall(hdrs.AUTHORIZATION, [])
     if len(keys) > 1:
         # But for empty ones they are the same key, or mean nothing behind a path prefix.

@@ -9,8 +9,9 @@ from typing import Protocol
 from aiohttp import web
 from multidict import CIMultiDict
 
-from any_agent.errors import AnyAgentError, Unauthenticated
-from any_agent.keys import SecretHash, bearer_of
+from any_agent.access import METRICS_SCOPES, Access, authorize
+from any_agent.errors import AnyAgentError
+from any_agent.keys import bearer_of
 from any_agent.metrics import CONTENT_TYPE, Exposition, Metric, Reading, Values
 from any_agent.registry import rank_name
 from router.body import Body
@@ -77,16 +78,17 @@ class _Counted(Protocol):
 
 
 class MetricsRoute:
-    """The handler. With an admin key configured it is asked for, here and by the parts."""
+    """The handler. Callers need a key of a scope that may read metrics; the parts get the run's."""
 
-    def __init__(self, router: _Counted, upstream: Upstream, *, admin_key: str | None) -> None:
+    def __init__(self, router: _Counted, upstream: Upstream, access: Access) -> None:
         self._router = router
         self._upstream = upstream
-        self._admin = SecretHash(admin_key) if admin_key else None
+        self._access = access
 
     async def show(self, request: web.BaseRequest, _: Body) -> web.StreamResponse:
         """Every part's metrics; one that does not answer is shown by `any_agent_up` alone."""
-        headers = self._authorized(request)
+        self._authorize(request)
+        headers = CIMultiDict({"Authorization": f"Bearer {self._access.signer.run_key}"})
         parts = self._parts()
         texts = await asyncio.gather(*(self._fetch(url, headers) for url in parts.values()))
         up: Values = {(name,): text is not None for name, text in zip(parts, texts, strict=True)}
@@ -95,15 +97,11 @@ class MetricsRoute:
         head = CIMultiDict({"Content-Type": CONTENT_TYPE, "Content-Length": str(len(body))})
         return await self._router.replies.whole(request, 200, head, body)
 
-    def _authorized(self, request: web.BaseRequest) -> CIMultiDict[str]:
-        """The headers that let the parts answer, too; Unauthenticated without the admin key."""
-        if self._admin is None:
-            return CIMultiDict()
+    def _authorize(self, request: web.BaseRequest) -> None:
+        """As the ranks do: Unauthenticated without a key, Forbidden with one that does not do."""
         headers = request.headers
         bearer = bearer_of(headers.getall("Authorization", ()), headers.getall("X-Api-Key", ()))
-        if not self._admin.matches(bearer):
-            raise Unauthenticated("metrics need the admin key: Authorization: Bearer <key>")
-        return CIMultiDict({"Authorization": f"Bearer {bearer}"})
+        authorize(METRICS_SCOPES, self._access.caller(bearer))
 
     def _parts(self) -> dict[str, str]:
         """The URL of each part that should be there, "" if it is away."""

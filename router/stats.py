@@ -16,9 +16,12 @@ ROUTES = frozenset(
         "ack",
         "capacity",
         "completions",
+        "end_session",
         "export_trajectories",
         "finalize",
+        "grant_capacity",
         "healthz",
+        "heartbeat",
         "lease",
         "metrics",
         "models",
@@ -30,6 +33,7 @@ ROUTES = frozenset(
         "set_reward",
         "start_session",
         "version",
+        "veto",
     }
 )
 """The last words of paths that are told apart; a client's own inventions must not become labels."""

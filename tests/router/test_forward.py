@@ -68,14 +68,20 @@ async def test_hop_by_hop_headers_stay_on_their_hop(lab: Lab) -> None:
     assert "timeout=5" not in head
 
 
-async def test_nothing_is_added(lab: Lab) -> None:
+async def test_only_the_clients_address_is_added(lab: Lab) -> None:
     wire = await lab.connect()
-    await wire.send(b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}")
+    await wire.send(
+        b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n"
+        b"x-any-agent-client: 8.8.8.8\r\n\r\n{}"
+    )
     await wire.head()
-    assert {name.lower() for name, _ in lab.ranks[0].received[0].headers} == {
+    received = lab.ranks[0].received[0]
+    assert {name.lower() for name, _ in received.headers} == {
         "host",
         "content-length",
+        "x-any-agent-client",
     }
+    assert received.values("x-any-agent-client") == ["127.0.0.1"]
 
 
 async def test_cookies_of_one_client_are_not_anothers(lab: Lab) -> None:

@@ -72,7 +72,7 @@ def running(
 def test_a_host_that_others_reach_needs_a_key(config: Path) -> None:
     ended = run(config, "--host", "0.0.0.0", "--port", "0")
     assert ended.returncode == 2
-    assert "admin key" in ended.stderr
+    assert "server.admin_key must be set" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
