@@ -136,6 +136,11 @@ class Part:
     def running(self) -> bool:
         return self._process is not None and self._process.running
 
+    @property
+    def exit_code(self) -> int | None:
+        """Of its process; None while it runs."""
+        return self._process.poll() if self._process is not None else None
+
     def ask_to_drain(self) -> None:
         """SIGTERM: it is to end what it is doing. From now on it is not started again."""
         self.state = "ended"

@@ -50,7 +50,11 @@ class Served:
 
     def interrupt(self, timeout: float) -> int:
         """Ctrl-C; the exit code."""
-        self.process.send_signal(signal.SIGINT)
+        return self.signal(signal.SIGINT, timeout)
+
+    def signal(self, number: signal.Signals, timeout: float) -> int:
+        """Send a signal; the exit code."""
+        self.process.send_signal(number)
         return self.process.wait(timeout)
 
 

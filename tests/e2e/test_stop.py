@@ -1,16 +1,26 @@
-"""A clean stop in the middle of training keeps every step that was made."""
+"""A clean stop loses nothing: no step that was made, no answer under way, no open session."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
 
 from any_agent.launcher import Node, NodeOptions
+from any_agent.launcher.stopping import Terminated
 from any_agent.launcher.trial import latest_weights
 from tests.e2e.live_run import drive, live_config
+from tests.e2e.serving import Served, serve
 
 
 def steps_of(node: Node) -> list[int]:
@@ -36,6 +46,90 @@ def test_a_stop_keeps_the_steps_made(tmp_path: Path, tiny_model_dir: Path) -> No
         asyncio.run(some_steps(node))
     made = steps_of(node)[-1]
     saved = latest_weights(config)
+    assert made >= 2
+    assert saved is not None
+    assert saved.step == made
+
+
+class Talk:
+    """An eval session and its messages."""
+
+    def __init__(self, url: str) -> None:
+        opened = httpx.post(f"{url}/rl/v1/start_session", json={"mode": "eval"}).json()
+        self.id, self.key = opened["session_id"], opened["api_key"]
+        self.messages: list[Any] = [{"role": "user", "content": "count"}]
+
+    def stream(self, url: str, *, max_tokens: int) -> Iterator[str]:
+        """A turn's words as they come; the whole turn has joined the talk at its end."""
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=self.key, max_retries=0, timeout=60)
+        text, finish = "", None
+        with client:
+            for chunk in client.chat.completions.create(
+                model="x", messages=self.messages, max_tokens=max_tokens, stream=True
+            ):
+                choice = chunk.choices[0]
+                text += choice.delta.content or ""
+                finish = choice.finish_reason or finish
+                yield choice.delta.content or ""
+        assert finish is not None, "the stream was cut"
+        answer = {"role": "assistant", "content": text}
+        self.messages += [answer, {"role": "user", "content": "go on"}]
+
+
+def info(url: str, talk: Talk) -> Any:
+    return httpx.get(
+        f"{url}/rl/v1/sessions/{talk.id}", headers={"Authorization": f"Bearer {talk.key}"}
+    ).json()
+
+
+def test_sigterm_lets_streams_end_and_open_sessions_are_found_again(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    arguments = ["--no-train", "--model", str(tiny_model_dir), "model.enable_thinking=false"]
+    arguments += ["server.port=0", "server.ranks=1", "sampling.max_new_tokens=600"]
+    with serve(*arguments, cwd=tmp_path) as served:
+        talks = [Talk(served.url) for _ in range(8)]
+        begun = threading.Barrier(len(talks) + 1, timeout=60)
+        threads = [
+            threading.Thread(target=_read, args=(talk, served, begun), daemon=True)
+            for talk in talks
+        ]
+        for thread in threads:
+            thread.start()
+        begun.wait()
+        assert served.signal(signal.SIGTERM, 60) == 0
+        for thread in threads:
+            thread.join(30)
+        assert all(len(talk.messages) == 3 for talk in talks)
+        assert "Traceback" not in served.output.read_text()
+    with serve(*arguments, cwd=tmp_path) as served:
+        for talk in talks[:2]:
+            assert (info(served.url, talk)["state"], info(served.url, talk)["interactions"]) == (
+                "open",
+                1,
+            )
+            list(talk.stream(served.url, max_tokens=4))
+            assert info(served.url, talk)["interactions"] == 2
+        assert served.signal(signal.SIGTERM, 60) == 0
+
+
+def _read(talk: Talk, served: Served, begun: threading.Barrier) -> None:
+    words = talk.stream(served.url, max_tokens=600)
+    next(words)
+    begun.wait()
+    list(words)
+
+
+def test_every_part_ends_well_at_sigterm(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = live_config(tmp_path, tiny_model_dir, **{"train.steps": 1000})
+    with pytest.raises(Terminated), Node(config, NodeOptions(say=lambda _: None)) as node:
+        asyncio.run(some_steps(node))
+        raise Terminated
+    codes = {name: part.exit_code for name, part in node.parts.items()}
+    # A trainer's 0 says that training is done.
+    assert codes.pop("trainer") == 143
+    assert set(codes.values()) == {0}
+    made, saved = steps_of(node)[-1], latest_weights(config)
     assert made >= 2
     assert saved is not None
     assert saved.step == made

@@ -79,13 +79,13 @@ async def app() -> AsyncIterator[App]:
     app.answer.set()
 
 
-def present(app: Any, folder: Path) -> PresentServer:
+def present(app: Any, folder: Path, *, drain_timeout: float = 30) -> PresentServer:
     config = uvicorn.Config(app, lifespan="on", log_config=None, timeout_graceful_shutdown=1)
 
     async def drain() -> None:
         pass
 
-    return PresentServer(config, folder, Rank(), drain, drain_timeout=30)
+    return PresentServer(config, folder, Rank(), drain, drain_timeout=drain_timeout)
 
 
 async def test_a_server_is_present_from_when_it_listens_until_it_is_told_to_stop(
@@ -179,6 +179,30 @@ async def test_an_answer_that_has_begun_is_cut_not_ended(
                     server.handle_exit(signal.SIGINT, None)
     await serving
     assert "Traceback" not in caplog.text
+
+
+async def test_a_client_that_never_reads_is_awaited_for_so_long(tmp_path: Path) -> None:
+    class Torrent(App):
+        async def answered(self, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while True:
+                part = bytes(1 << 20)
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+
+    app = Torrent()
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    server = present(app, tmp_path, drain_timeout=0.2)
+    serving = asyncio.create_task(server._serve([listener]))
+    await until(lambda: server.started and version(tmp_path))
+    _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await app.called.wait()
+    server.handle_exit(signal.SIGTERM, None)
+    async with asyncio.timeout(30):
+        await serving
+    assert app.events == ["startup", "shutdown"]
+    writer.transport.abort()
 
 
 async def test_a_server_that_cannot_start_was_never_present(tmp_path: Path) -> None:
