@@ -10,7 +10,8 @@ AnyAgentError                      500 internal_error
 ├── Forbidden                      403 forbidden
 ├── NotFound                       404 not_found
 ├── Conflict                       409 conflict
-│   └── RunFinished                409 run_finished
+│   ├── RunFinished                409 run_finished
+│   └── VersionGone                409 version_gone
 ├── StaleOwner                     409 stale_owner
 ├── SessionClosed                  410 session_closed
 ├── PayloadTooLarge                413 payload_too_large
@@ -19,7 +20,8 @@ AnyAgentError                      500 internal_error
 ├── ReplyLost                      502 reply_lost
 ├── EngineUnavailable              503 engine_unavailable
 ├── StoreUnavailable               503 store_unavailable
-│   └── StoreBusy                  503 store_busy
+│   ├── StoreBusy                  503 store_busy
+│   └── StoreFull                  507 store_full
 ├── ServiceUnavailable             503 service_unavailable
 │   └── Draining                   503 draining
 ├── ConfigError                    500 bad_config (exit code 2)
@@ -141,6 +143,21 @@ class StaleOwner(AnyAgentError):
     default_code = "stale_owner"
 
 
+class VersionGone(Conflict):
+    """The engine does not serve the weight version that a session is pinned to."""
+
+    default_code = "version_gone"
+
+    @classmethod
+    def of(cls, pinned: object, serving: int) -> VersionGone:
+        """What an open, or a call, of a pinned session is told."""
+        return cls(
+            f"the session is pinned to weight version {pinned}, and the engine serves {serving}; "
+            'open another one with version "current"',
+            details={"pinned": pinned, "serving": serving},
+        )
+
+
 class SessionClosed(AnyAgentError):
     status = 410
     default_code = "session_closed"
@@ -167,6 +184,11 @@ class ReplyLost(AnyAgentError):
 
     status = 502
     default_code = "reply_lost"
+    repeatable = False
+    """Whether the request may be sent again as it was: what it asks for happens once."""
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "true"} if self.repeatable else super().headers()
 
 
 class EngineUnavailable(AnyAgentError):
@@ -185,6 +207,13 @@ class StoreBusy(StoreUnavailable):
     """The store took nothing: what was asked for was not even begun."""
 
     default_code = "store_busy"
+
+
+class StoreFull(StoreUnavailable):
+    """The store's disk has no room; what is stored can be read."""
+
+    status = 507
+    default_code = "store_full"
 
 
 class ServiceUnavailable(AnyAgentError):

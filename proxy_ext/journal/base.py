@@ -29,6 +29,10 @@ class JournalStats:
         self.writes = 0
         """Writes that were committed; one commit may carry many."""
         self.commit_seconds = Histogram(COMMIT_BOUNDS)
+        self.full = False
+        """The disk has no room: the last write was refused for that."""
+        self.damaged = 0
+        """Sessions that were ended because the journal had lost some of theirs, since the start."""
 
 
 class Journal(Protocol):
@@ -39,8 +43,8 @@ class Journal(Protocol):
     async def commit(self, *statements: Statement) -> None:
         """Write all of them durably or none; StoreUnavailable if the store cannot.
 
-        StoreBusy, which is one, says that it was not begun; after another one a crash may show that
-        it was written all the same.
+        StoreBusy, which is one, says that it was not begun; StoreFull that the disk has no room and
+        nothing was written; after another one a crash may show that it was written all the same.
         """
         ...
 

@@ -36,7 +36,7 @@ from proxy_ext.journal import (
     SetState,
     SQLiteJournal,
     StoredRequest,
-    sqlite,
+    writer,
 )
 from tests.proxy_ext.journal_lab import make_interaction, make_row
 
@@ -156,7 +156,9 @@ async def test_states_of_a_session(journal: SQLiteJournal) -> None:
         "s1", tenant="t", opened_by="tenant t (key 1)", pinned_version=3, clock="boot 12.5"
     )
     await journal.commit(PutSession(first), SetAwaiting("s1", until=50.0))
-    ((state, until),) = journal._connection.execute("SELECT state, awaits_until FROM sessions")
+    ((state, until),) = journal._writer.connection.execute(
+        "SELECT state, awaits_until FROM sessions"
+    )
     assert (state, until) == ("awaiting_reward", 50.0)
     await journal.commit(SetFinal("s1", SessionState.FINALIZED, 0.5))
     final = replace(first, state=SessionState.FINALIZED, final_reward=0.5)
@@ -213,7 +215,7 @@ def counted_transactions(
 ) -> tuple[threading.Event, list[int]]:
     """What lets the transactions begin, and how many jobs each of them had."""
     transactions: list[int] = []
-    transact = journal._transact
+    transact = journal._writer._transact
     go = threading.Event()
 
     def counted(jobs: list) -> list:  # type: ignore[type-arg]
@@ -221,7 +223,7 @@ def counted_transactions(
         transactions.append(len(jobs))
         return transact(jobs)
 
-    monkeypatch.setattr(journal, "_transact", counted)
+    monkeypatch.setattr(journal._writer, "_transact", counted)
     return go, transactions
 
 
@@ -255,7 +257,7 @@ async def test_a_foreign_lock_fails_a_batch_at_once(
     journal: SQLiteJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One busy time-out, not one for each write."""
-    journal._connection.execute("PRAGMA busy_timeout = 20")
+    journal._writer.connection.execute("PRAGMA busy_timeout = 20")
     other = sqlite3.connect(tmp_path / "j" / "rank-0.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     go, transactions = counted_transactions(journal, monkeypatch)
@@ -275,11 +277,11 @@ async def test_a_foreign_lock_fails_a_batch_at_once(
 async def test_more_than_it_takes_is_refused_and_not_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite, "_MAX_QUEUE", 1)
+    monkeypatch.setattr(writer, "MAX_QUEUE", 1)
     journal = SQLiteJournal(tmp_path / "j.sqlite")
     go, _ = counted_transactions(journal, monkeypatch)
     # One batch is under way, and one job waits.
-    writes = [journal.commit(PutMeta(f"k{k}", k)) for k in range(sqlite._MAX_BATCH + 10)]
+    writes = [journal.commit(PutMeta(f"k{k}", k)) for k in range(writer.MAX_BATCH + 10)]
     tasks = [asyncio.create_task(write) for write in writes]
     await asyncio.sleep(0)
     go.set()
@@ -310,7 +312,7 @@ async def test_a_bad_write_costs_one_more_transaction(
 async def test_a_lost_connection_is_told_to_everybody(tmp_path: Path) -> None:
     journal = SQLiteJournal(tmp_path / "j.sqlite")
     await journal.commit(PutMeta("a", 1))
-    journal._connection.close()
+    journal._writer.connection.close()
     for _ in range(2):
         async with asyncio.timeout(10):
             results = await asyncio.gather(
@@ -327,13 +329,13 @@ async def test_a_full_disk(tmp_path: Path) -> None:
     """As SQLite reports it; what was acknowledged before stays readable."""
     journal = SQLiteJournal(tmp_path / "j.sqlite")
     await journal.commit(PutMeta("a", 1))
-    (pages,) = journal._connection.execute("PRAGMA page_count").fetchone()
-    journal._connection.execute(f"PRAGMA max_page_count = {pages + 1}")
+    (pages,) = journal._writer.connection.execute("PRAGMA page_count").fetchone()
+    journal._writer.connection.execute(f"PRAGMA max_page_count = {pages + 1}")
     with pytest.raises(StoreUnavailable, match="nothing was recorded"):
         await journal.commit(PutMeta("big", "x" * 100_000), PutMeta("small", 1))
     assert await journal.meta("a") == 1
     assert await journal.meta("small") is None
-    journal._connection.execute("PRAGMA max_page_count = 100000")
+    journal._writer.connection.execute("PRAGMA max_page_count = 100000")
     await journal.commit(PutMeta("big", "x" * 100_000))
     await journal.close()
 
@@ -381,7 +383,7 @@ async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
             acknowledged[session_id] = float(reward)
     assert len(acknowledged) >= 5
     journal = SQLiteJournal(path)
-    assert [r[0] for r in journal._connection.execute("PRAGMA integrity_check")] == ["ok"]
+    assert [r[0] for r in journal._writer.connection.execute("PRAGMA integrity_check")] == ["ok"]
     rows = {row.id for row in await journal.sessions([SessionState.FINALIZED])}
     assert rows >= acknowledged.keys()
     for session_id in rows:

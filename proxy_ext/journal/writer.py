@@ -1,0 +1,269 @@
+"""The thread that owns a journal's connection: group commit, and what its failures mean.
+
+It commits everything that has queued since its last commit in one transaction, so that concurrent
+calls share an fsync; then come the reads that have queued: they see committed data only, no write
+that fails fails them, and no read of ours ever holds up a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from any_agent.errors import AnyAgentError, StoreBusy, StoreFull, StoreUnavailable
+from proxy_ext.journal.base import JournalStats
+
+log = logging.getLogger(__name__)
+
+MAX_BATCH = 512
+MAX_QUEUE = 16_384
+_ROOM = 1 << 20
+"""Bytes; a disk with less room is full, whatever a write's error says."""
+
+
+class Job:
+    """Something for the thread, and the future that learns how it ended."""
+
+    __slots__ = ("future", "loop", "run", "wipes", "writes")
+
+    def __init__(
+        self, run: Callable[[sqlite3.Connection], Any], *, writes: bool, wipes: bool = False
+    ) -> None:
+        self.run = run
+        self.writes = writes
+        self.wipes = wipes
+        """What it removes is to be in no file when it is reported."""
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self.loop.create_future()
+
+
+_Outcome: TypeAlias = tuple[Job, Any, Exception | None]
+
+
+class Writer:
+    """Runs jobs in its thread until it is closed."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path, stats: JournalStats) -> None:
+        self.connection = connection
+        self._path = path
+        self._stats = stats
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> asyncio.Future[Any]:
+        """Queue a job; StoreBusy if it is not even begun."""
+        if self._closed:
+            raise StoreBusy("the journal is closed", retry_after=2)
+        if self._queue.qsize() >= MAX_QUEUE:
+            raise StoreBusy("too many writes wait for the journal", retry_after=1)
+        self._queue.put(job)
+        return job.future
+
+    async def close(self) -> None:
+        """Do what has queued, then close the connection."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            await asyncio.to_thread(self._thread.join, 30)
+
+    def _work(self) -> None:
+        while True:
+            jobs = [self._queue.get()]
+            while len(jobs) < MAX_BATCH and jobs[-1] is not None:
+                try:
+                    jobs.append(self._queue.get_nowait())
+                except queue.Empty:
+                    break
+            todo = [job for job in jobs if job is not None]
+            self._write([job for job in todo if job.writes])
+            self._read([job for job in todo if not job.writes])
+            if jobs[-1] is None:
+                with contextlib.suppress(sqlite3.Error):
+                    self.connection.close()
+                return
+
+    def _write(self, jobs: list[Job]) -> None:
+        """One transaction for all; none of it is reported before the commit."""
+        while jobs:
+            try:
+                results = self._transact(jobs)
+            except _BadJob as bad:
+                # The others are not to suffer for it.
+                self._fail([bad.job], bad.cause)
+                jobs = [job for job in jobs if job is not bad.job]
+            except Exception as cause:  # whatever it is, the callers must hear of it
+                self._fail(jobs, cause)
+                return
+            else:
+                if self._stats.full:
+                    self._stats.full = False
+                    log.info("the journal %s can be written again", self._path)
+                _report([(job, r, None) for job, r in zip(jobs, results, strict=True)])
+                return
+
+    def _transact(self, jobs: list[Job]) -> list[Any]:
+        connection = self.connection
+        began = time.perf_counter()
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            results = []
+            for job in jobs:
+                try:
+                    results.append(job.run(connection))
+                except Exception as cause:
+                    if _is_the_stores(cause):
+                        raise
+                    raise _BadJob(job, cause) from cause
+            try:
+                connection.execute("COMMIT")
+            except sqlite3.Error as cause:
+                raise _UnsureCommit(cause) from cause
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+            raise
+        if any(job.wipes for job in jobs):
+            self._empty_wal()
+        self._stats.commit_seconds.observe(time.perf_counter() - began)
+        self._stats.writes += len(jobs)
+        return results
+
+    def _empty_wal(self) -> None:
+        """Take what was removed out of the log, too, which holds pages as they were before."""
+        try:
+            (busy, *_) = self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        except sqlite3.Error:
+            busy = 1
+        if busy:
+            log.warning("%s-wal still holds erased content, until its next checkpoint", self._path)
+
+    def _read(self, jobs: list[Job]) -> None:
+        outcomes: list[_Outcome] = []
+        for job in jobs:
+            try:
+                outcomes.append((job, job.run(self.connection), None))
+            except AnyAgentError as error:
+                outcomes.append((job, None, error))
+            except Exception as cause:
+                log.error("journal read failed: %s%s", cause, _advice(cause))
+                unread = StoreUnavailable("the journal cannot be read, try again", retry_after=5)
+                outcomes.append((job, None, unread))
+        _report(outcomes)
+
+    def _fail(self, jobs: list[Job], cause: Exception) -> None:
+        error = self._refusal(cause)
+        # A full disk fails every write for as long as it is full: said once.
+        if not (isinstance(error, StoreFull) and self._stats.full):
+            log.error("journal write failed: %s%s", cause, _advice(cause))
+        self._stats.full = isinstance(error, StoreFull)
+        _report([(job, None, error) for job in jobs])
+
+    def _refusal(self, cause: Exception) -> StoreUnavailable:
+        """What the callers are told."""
+        unsure = isinstance(cause, _UnsureCommit)
+        if _code_of(cause) == sqlite3.SQLITE_FULL or (not unsure and self._no_room(cause)):
+            return StoreFull(
+                "the journal's disk is full; nothing was recorded, try again when there is space",
+                retry_after=10,
+            )
+        if unsure:
+            return StoreUnavailable(
+                "the journal's disk failed; this is not recorded now, yet a crash may show that "
+                "it was: look before you try again",
+                retry_after=5,
+            )
+        return StoreUnavailable(
+            "the journal cannot be written; nothing was recorded, try again later", retry_after=5
+        )
+
+    def _no_room(self, cause: Exception) -> bool:
+        if _code_of(cause) != sqlite3.SQLITE_IOERR:
+            return False
+        disk = os.statvfs(self._path.parent)
+        return disk.f_bavail * disk.f_frsize < _ROOM
+
+
+class _BadJob(Exception):
+    """One job failed, not the transaction around it."""
+
+    def __init__(self, job: Job, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.job = job
+        self.cause = cause
+
+
+class _UnsureCommit(Exception):
+    """The commit itself failed: what it wrote may be on the disk."""
+
+    def __init__(self, cause: sqlite3.Error) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+_OF_ONE_JOB = frozenset(
+    {
+        sqlite3.SQLITE_CONSTRAINT,
+        sqlite3.SQLITE_ERROR,
+        sqlite3.SQLITE_MISMATCH,
+        sqlite3.SQLITE_MISUSE,
+        sqlite3.SQLITE_RANGE,
+        sqlite3.SQLITE_TOOBIG,
+    }
+)
+
+
+def _is_the_stores(cause: Exception) -> bool:
+    """Whether every other write would fail, too."""
+    code = _code_of(cause)
+    return code is not None and code not in _OF_ONE_JOB
+
+
+def _code_of(cause: Exception) -> int | None:
+    """SQLite's primary result code."""
+    if isinstance(cause, _UnsureCommit):
+        cause = cause.cause
+    extended: int | None = getattr(cause, "sqlite_errorcode", None)
+    return None if extended is None else extended & 0xFF
+
+
+def _advice(cause: Exception) -> str:
+    match _code_of(cause):
+        case sqlite3.SQLITE_FULL:
+            return ": calls are answered with 507 until there is space on its disk"
+        case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+            return ": restart the proxy, which sets the file aside and saves what can be read"
+    return ""
+
+
+def _report(outcomes: list[_Outcome]) -> None:
+    """Tell the waiting, all of a loop at once: each wake-up of a loop costs it a system call."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
+    for outcome in outcomes:
+        by_loop.setdefault(outcome[0].loop, []).append(outcome)
+    for loop, told in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_settle, told)
+        except RuntimeError:
+            log.debug("the event loop ended before a journal write was reported")
+
+
+def _settle(outcomes: list[_Outcome]) -> None:
+    for job, result, error in outcomes:
+        if job.future.done():
+            continue  # Whoever waited was cancelled.
+        if error is None:
+            job.future.set_result(result)
+        else:
+            job.future.set_exception(error)
