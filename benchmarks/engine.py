@@ -179,7 +179,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--quick", action="store_true", help="2 rounds")
     args = parser.parse_args()
+    if args.quick:
+        args.rounds = 2
 
     import torch
 

@@ -1,0 +1,272 @@
+"""What the journal costs: ``python benchmarks/journal.py``.
+
+Interactions of 10 KB (500 prompt ids; 500 output ids with their log-probabilities and versions;
+messages) go through the journal's interface, beside raw sqlite3 in the same run and the same
+folder: the same pragmas and the same number of bytes a row, as ready-made blobs.
+
+many     64 sessions that write at once, each awaiting its row before its next one. The raw peer
+         commits 64 rows at a time, in a loop that does nothing else.
+one      a single session: the time from its write to the acknowledgement. The raw peer is a
+         transaction of one row; `fsync` appends as many bytes to a file.
+episode  the bytes that a session of 200 turns takes on disk, against those of its unique tokens
+         (4 a prompt id; 12 an output token: id, log-probability, version) and of its messages as
+         JSON.
+
+``--folder`` chooses the disk; the default is the one of temporary files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sqlite3
+import tempfile
+import time
+import uuid
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from common import machine, median
+
+from any_agent.types import (
+    Continuation,
+    GenerationHyperparameters,
+    Interaction,
+    id_array,
+    logprob_array,
+)
+from proxy_ext.journal import Journal, PutInteraction, SQLiteJournal
+
+WRITERS = 64
+TURNS, TURN_USER, TURN_OUTPUT = 200, 125, 125
+_PROMPT = _OUTPUT = 500
+_WORDS = ("the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "with")
+_RAW = """
+CREATE TABLE rows (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, session_id TEXT NOT NULL,
+    data BLOB NOT NULL
+) STRICT;
+CREATE INDEX rows_by_session ON rows (session_id);
+"""
+_INSERT = "INSERT INTO rows (id, session_id, data) VALUES (?, ?, ?)"
+Row = tuple[str, str, bytes]
+
+
+class Maker:
+    """Makes interactions, all of them different."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+        self._numbers = np.random.default_rng(0)
+
+    def interaction(
+        self,
+        session_id: str,
+        parent: Interaction | None = None,
+        *,
+        prompt: int = _PROMPT,
+        output: int = _OUTPUT,
+    ) -> Interaction:
+        return Interaction(
+            id=f"chatcmpl-{uuid.uuid4().hex}",
+            session_id=session_id,
+            parent_id=parent.id if parent is not None else None,
+            prompt_delta_ids=id_array(self._numbers.integers(0, 150_000, prompt)),
+            output_ids=id_array(self._numbers.integers(0, 150_000, output)),
+            output_logprobs=logprob_array(-self._numbers.exponential(1.0, output)),
+            output_versions=id_array(np.full(output, 17)),
+            message_delta=[{"role": "user", "content": self._text(prompt)}],
+            output_message={"role": "assistant", "content": self._text(output)},
+            finish_reason="stop",
+            gconfig=GenerationHyperparameters(max_new_tokens=4096, stop_token_ids=(2, 3)),
+            model="policy",
+            continuation=Continuation.EXACT if parent is not None else Continuation.ROOT,
+            request={"overridden": {}, "recorded": {}, "mixed_cache": False},
+            created_at=time.time(),
+        )
+
+    def key(self) -> bytes:
+        return self._random.randbytes(16)
+
+    def _text(self, tokens: int) -> str:
+        """About as long as so many tokens of a small talk."""
+        return " ".join(self._random.choices(_WORDS, k=max(1, tokens // 3)))
+
+
+def size_of(interaction: Interaction) -> int:
+    """Bytes of its tokens and messages."""
+    i = interaction
+    tokens = 4 * len(i.prompt_delta_ids) + 12 * len(i.output_ids)
+    return tokens + len(orjson.dumps([*i.message_delta, i.output_message]))
+
+
+def raw_connection(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.executescript(_RAW)
+    return connection
+
+
+def raw_rows(count: int, size: int) -> list[Row]:
+    ids = (uuid.uuid4().hex for _ in range(count))
+    return [(id, f"s-{k % WRITERS}", os.urandom(size)) for k, id in enumerate(ids)]
+
+
+# -- many ------------------------------------------------------------------------------------------
+
+
+async def many_through_journal(journal: Journal, maker: Maker, each: int) -> tuple[float, float]:
+    """Seconds and CPU seconds for a row."""
+    todo = [[maker.interaction(f"s-{w}") for _ in range(each)] for w in range(WRITERS)]
+    keys = [[maker.key() for _ in range(each)] for _ in range(WRITERS)]
+
+    async def write(rows: list[Interaction], keys: list[bytes]) -> None:
+        for row, key in zip(rows, keys, strict=True):
+            await journal.commit(PutInteraction(row, key))
+
+    wall, cpu = time.perf_counter(), time.process_time()
+    await asyncio.gather(*map(write, todo, keys))
+    rows = WRITERS * each
+    return (time.perf_counter() - wall) / rows, (time.process_time() - cpu) / rows
+
+
+def many_raw(raw: sqlite3.Connection, each: int, size: int) -> tuple[float, float]:
+    rows = raw_rows(WRITERS * each, size)
+    wall, cpu = time.perf_counter(), time.process_time()
+    for k in range(0, len(rows), WRITERS):
+        raw.execute("BEGIN IMMEDIATE")
+        raw.executemany(_INSERT, rows[k : k + WRITERS])
+        raw.execute("COMMIT")
+    return (time.perf_counter() - wall) / len(rows), (time.process_time() - cpu) / len(rows)
+
+
+# -- one -------------------------------------------------------------------------------------------
+
+
+async def one_after_another(
+    journal: Journal, raw: sqlite3.Connection, path: Path, maker: Maker, count: int, size: int
+) -> dict[str, list[float]]:
+    """Seconds of single writes. The three take turns: what a disk needs changes by the second."""
+    out: dict[str, list[float]] = defaultdict(list)
+    with open(path, "ab") as file:
+        for row in raw_rows(count, size):
+            interaction, key = maker.interaction("alone"), maker.key()
+            began = time.perf_counter()
+            await journal.commit(PutInteraction(interaction, key))
+            out["journal"].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            raw.execute("BEGIN IMMEDIATE")
+            raw.execute(_INSERT, row)
+            raw.execute("COMMIT")
+            out["raw sqlite3"].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            file.write(row[2])
+            file.flush()
+            os.fsync(file.fileno())
+            out["fsync"].append(time.perf_counter() - began)
+    return out
+
+
+# -- episode ---------------------------------------------------------------------------------------
+
+
+async def episode(folder: Path, maker: Maker, turns: int) -> tuple[int, int]:
+    """The bytes that it takes, and those of its tokens and messages."""
+    path = folder / "episode.sqlite"
+    empty = await _written(path, [])
+    told: list[Interaction] = []
+    for _ in range(turns):
+        parent = told[-1] if told else None
+        told.append(maker.interaction("talk", parent, prompt=TURN_USER, output=TURN_OUTPUT))
+    return await _written(path, told) - empty, sum(map(size_of, told))
+
+
+async def _written(path: Path, rows: list[Interaction]) -> int:
+    """The file's size with these added, nothing left in its log."""
+    maker = Maker()
+    journal = SQLiteJournal(path)
+    for row in rows:
+        await journal.commit(PutInteraction(row, maker.key()))
+    await journal.close()
+    return sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
+
+
+# -- the tables ------------------------------------------------------------------------------------
+
+
+def show(title: str, rows: dict[str, Any]) -> None:
+    print(f"\n{title}")
+    for name, text in rows.items():
+        print(f"{name:<14} {text}")
+
+
+async def measure(folder: Path, args: argparse.Namespace) -> None:
+    maker = Maker()
+    size = size_of(maker.interaction("s"))
+    journal, raw = SQLiteJournal(folder / "ours.sqlite"), raw_connection(folder / "raw.sqlite")
+    walls: dict[str, list[float]] = defaultdict(list)
+    cpus: dict[str, list[float]] = defaultdict(list)
+    alone: dict[str, list[float]] = defaultdict(list)
+    for number in range(args.rounds + 1):
+        timed = {
+            "journal": await many_through_journal(journal, maker, args.rows),
+            "raw sqlite3": many_raw(raw, args.rows, size),
+        }
+        single = await one_after_another(
+            journal, raw, folder / "appended", maker, 2 * args.rows, size
+        )
+        if number:  # the first one warms up
+            for name, (wall, cpu) in timed.items():
+                walls[name].append(wall)
+                cpus[name].append(cpu)
+            for name, seconds in single.items():
+                alone[name] += seconds
+    await journal.close()
+    raw.close()
+    many = {name: median(seconds) for name, seconds in walls.items()}
+    show(
+        f"{WRITERS} sessions that write at once, {size} bytes of tokens and messages a row",
+        {
+            name: f"{1 / wall:>8.0f} rows/s {1e6 * median(cpus[name]):>6.0f} us CPU a row"
+            f"   x raw {many['raw sqlite3'] / wall:.2f}"
+            for name, wall in many.items()
+        },
+    )
+    raw_s = median(alone["raw sqlite3"])
+    added = median(alone["journal"]) - raw_s
+    rows = {name: f"{1e3 * median(seconds):>8.2f} ms" for name, seconds in alone.items()}
+    rows["journal"] += f"   raw + {1e3 * added:.2f} ms ({median(alone['journal']) / raw_s:.2f} x)"
+    show("one session's durable write, median", rows)
+    taken, needed = await episode(folder, maker, args.turns)
+    show(
+        f"an episode of {args.turns} turns of {TURN_USER} + {TURN_OUTPUT} tokens",
+        {
+            "on disk": f"{taken / 1e3:>8.0f} kB   {taken / needed:.2f} x its tokens and messages",
+            "needed": f"{needed / 1e3:>8.0f} kB",
+        },
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=60, help="of a session in a round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--turns", type=int, default=TURNS, help="of the episode")
+    parser.add_argument("--quick", action="store_true", help="20 rows, 3 rounds")
+    parser.add_argument("--folder", type=Path, help="where to write (a new folder in it)")
+    args = parser.parse_args()
+    if args.quick:
+        args.rows, args.rounds = 20, 3
+    print(f"{machine()}; {args.rows} rows of {WRITERS} sessions x {args.rounds} rounds", flush=True)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        asyncio.run(measure(Path(folder), args))
+
+
+if __name__ == "__main__":
+    main()
