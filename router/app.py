@@ -23,6 +23,7 @@ from any_agent.errors import (
     Draining,
     InvalidRequest,
     PayloadTooLarge,
+    ReplyLost,
     ServiceUnavailable,
 )
 from any_agent.loopback import require_local
@@ -38,6 +39,7 @@ from router.health import Ranks
 from router.leasing import Leasing
 from router.metrics import MetricsRoute
 from router.opens import MAX_BYTES, START, Opens
+from router.repeats import happens_once
 from router.reply import SERVER, Replies
 from router.stats import CLIENT_LEFT, FAILED, RouterStats
 from router.upstream import Upstream, open_upstream
@@ -117,6 +119,9 @@ class Router:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             return await self._handle(request)
+        except ReplyLost as error:
+            error.repeatable = happens_once(request)
+            return await self.replies.error(request, error)
         except AnyAgentError as error:
             return await self.replies.error(request, error)
 

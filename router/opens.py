@@ -1,4 +1,8 @@
-"""Where a session is opened: at its group's home, at its key's rank, else where a slot is free."""
+"""Where a session is opened: at its group's home, at its key's rank, else where a slot is free.
+
+An open with an Idempotency-Key that nothing else binds to a rank goes to the key's home, like a
+group, and to no other rank: only the one that was asked first knows what it answered.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,11 @@ import orjson
 from aiohttp import web
 
 from any_agent.errors import Draining, ServiceUnavailable, StoreBusy, from_response
-from router.affinity import Affinity
+from router.affinity import Affinity, home_of
 from router.body import Body, json_object, seconds
 from router.forward import Forwarder
 from router.health import Ranks
+from router.repeats import IDEMPOTENCY_KEY
 from router.reply import Replies
 from router.upstream import Answer
 
@@ -74,6 +79,9 @@ class Opens:
             group_id=one.text("group_id") if train else None,
             task_id=one.text("task_id") if train else None,
         )
+        key = request.headers.get(IDEMPOTENCY_KEY)
+        if home is None and key is not None and request.method == "POST":
+            home = home_of(f"key {key}", self._affinity.ranks)
         if home is not None:
             return await self._forwarder.pass_on(request, home, body, content=one.content)
         answer = await self._anywhere(request, one, "train" if train else "eval")

@@ -89,6 +89,26 @@ async def test_death_before_the_answer_is_a_lost_reply(lab: Lab, how: str) -> No
     assert lab.router.forwarder.lost == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "header", "again"),
+    [
+        ("/v1/chat/completions", "x-stainless-retry-count", "true"),
+        ("/v1/chat/completions", "Idempotency-Key", "false"),
+        ("/rl/v1/start_session", "Idempotency-Key", "true"),
+        ("/rl/v1/set_reward", "Idempotency-Key", "true"),
+        ("/rl/v1/finalize", "x-stainless-retry-count", "false"),
+    ],
+)
+async def test_what_happens_once_may_be_asked_again(
+    lab: Lab, path: str, header: str, again: str
+) -> None:
+    lab.ranks[0].handler = die
+    response = await lab.post(path, {"model": "m"}, **{header: "0"})
+    assert response.status_code == 502
+    assert response.headers["x-should-retry"] == again
+    assert len(lab.ranks[0].received) == 1, "it was sent again"
+
+
 @pytest.mark.parametrize("route", ["start_session", "%73tart_session"])
 @pytest.mark.parametrize("query", ["mode=eval", "group_id=g", "session_id=ses-0-0123456789abcdef"])
 async def test_a_session_is_never_opened_twice(lab: Lab, query: str, route: str) -> None:

@@ -78,6 +78,40 @@ async def test_a_groups_home_is_waited_for(pair: Lab) -> None:
     assert len(home.received) == 1
 
 
+async def test_an_idempotency_key_has_one_home(start_lab: StartLab) -> None:
+    """It may have a slot or none: what another rank answered before, it does not know."""
+    lab = await start_lab(ranks=3)
+    for rank in lab.ranks:
+        slots(rank, 1)
+    answers = [
+        await lab.post(START, {"wait": 0}, **{"Idempotency-Key": f"k{k % 10}"}) for k in range(20)
+    ]
+    assert opened(lab) != [0, 0, 0]
+    for rank in lab.ranks:
+        for received in rank.received:
+            (key,) = received.values("idempotency-key")
+            assert home_of(f"key {key}", 3) == rank.number
+            assert received.json == {"wait": 0}
+    assert sum(opened(lab)) == 20
+    assert {answer.status_code for answer in answers} == {200, 429}
+
+
+async def test_a_keys_home_is_waited_for(pair: Lab) -> None:
+    home = pair.ranks[home_of("key k", 2)]
+    await home.kill()
+    call = asyncio.create_task(pair.post(START, {}, **{"Idempotency-Key": "k"}))
+    await until(lambda: pair.router.ranks.waiting == 1, "the open waits")
+    await pair.restart(home)
+    assert (await call).status_code == 200
+    assert len(home.received) == 1
+
+
+async def test_a_group_binds_more_than_an_idempotency_key(pair: Lab) -> None:
+    for k in range(8):
+        await pair.post(START, {"group_id": "g"}, **{"Idempotency-Key": f"k{k}"})
+    assert len(pair.ranks[home_of("g", 2)].received) == 8
+
+
 async def test_an_earlier_key_goes_to_its_rank(pair: Lab) -> None:
     for _ in range(3):
         await pair.post(START, {"api_key": pair.key(1)})
