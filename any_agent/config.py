@@ -33,6 +33,7 @@ from any_agent.keys import KEY_PREFIXES
 ENV_PREFIX = "ANY_AGENT_"
 SECRET_VARIABLES = (f"{ENV_PREFIX}SERVER__ADMIN_KEY",)
 """Settings that go from process to process by the environment, never by a file."""
+MAX_REWARD_WEIGHT = 1000.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
@@ -95,6 +96,9 @@ class ServerConfig(_Section):
     """Prompt and output tokens of one tenant's calls, charged when a call has ended."""
     rank_wait: float = Field(45.0, ge=0)
     """Seconds that a request waits at the router for a rank that restarts, before it gets 503."""
+    retry_grace: float = Field(10.0, ge=0)
+    """Seconds for which a model call goes on without its client, if that one's SDK marks its
+    retries: a retry takes up the call. Without such a mark it ends at once."""
     drain_timeout: float = Field(20.0, ge=0)
     """Seconds that requests under way have for their end after SIGTERM."""
     client_timeout: float = Field(60.0, gt=0)
@@ -171,7 +175,10 @@ class EngineConfig(_Section):
 
 class SessionConfig(_Section):
     ttl: float = Field(3600.0, gt=0)
-    """Seconds that a session may stay open."""
+    """Seconds that a session may stay open, whatever happens."""
+    idle_timeout: float = Field(1800.0, gt=0)
+    """Seconds without a call, a reward or a heartbeat after which an open session expires. A call
+    under way counts, however long it takes."""
     max_wait: float = Field(300.0, ge=0)
     """The most seconds that `start_session` may wait for a slot."""
     max_waiting: int = Field(4096, ge=1)
@@ -188,6 +195,38 @@ class SessionConfig(_Section):
     opens get 429."""
     require_reward: bool = True
     """Refuse to finalize a train session that no reward was given to."""
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """What rewards by name weigh, e.g. `{correct: 1, format: 0.2}`; other names are refused then.
+    Empty: any name will do, and weighs 1."""
+    reward_deadline: float = Field(3600.0, gt=0)
+    """The most seconds, and the default, that `finalize` with `await_reward` waits for rewards."""
+    late_reward: Literal["reject", "zero", "grade"] = "reject"
+    """What becomes of a session that no reward came for by its deadline: never trained on, given 0,
+    or given what `sessions.grader` says."""
+    grader: str = ""
+    """For `late_reward: grade`: `module.function`, which takes a session as a dictionary and
+    returns a number or several by name. It runs in a process of its own."""
+    grader_timeout: float = Field(60.0, gt=0)
+    """Seconds that one grade may take; then its process is killed, and the session rejected."""
+
+    @field_validator("reward_weights")
+    @classmethod
+    def _usable_weights(cls, weights: dict[str, float]) -> dict[str, float]:
+        for name, weight in weights.items():
+            if not re.fullmatch(NAME_PATTERN, name):
+                raise ValueError(f"{name!r} is no name for a reward")
+            if not abs(weight) <= MAX_REWARD_WEIGHT:
+                raise ValueError(f"the weight of {name} must lie within +-{MAX_REWARD_WEIGHT:g}")
+        return weights
+
+    @model_validator(mode="after")
+    def _grader_for_grades(self) -> Self:
+        named = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", self.grader)
+        if self.grader and not named:
+            raise ValueError("sessions.grader must be module.function")
+        if self.late_reward == "grade" and not self.grader:
+            raise ValueError("sessions.late_reward=grade needs sessions.grader=module.function")
+        return self
 
 
 class RolloutConfig(_Section):

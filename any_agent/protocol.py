@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 from pydantic.types import StringConstraints
 
 from any_agent.config import NAME_PATTERN
@@ -22,17 +30,45 @@ Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
 
 
 _MAX_REWARD = 1e6
+_MAX_NAMED_REWARDS = 32
 
 
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("a reward must be a number, or an object of numbers by name")
+    if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("a reward must be a finite number")
     if abs(value) > _MAX_REWARD:
         raise ValueError(f"a reward must lie between -{_MAX_REWARD:g} and {_MAX_REWARD:g}")
-    return value
+    return float(value)
 
 
-Reward = Annotated[float, Field(strict=True), AfterValidator(_finite)]
+def as_reward(value: Any) -> float | dict[str, float]:
+    """A finite number, or several by name; ValueError."""
+    if not isinstance(value, dict):
+        return _number(value)
+    if not 1 <= len(value) <= _MAX_NAMED_REWARDS:
+        raise ValueError(f"give 1 to {_MAX_NAMED_REWARDS} rewards by name")
+    for name in value:
+        if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
+            raise ValueError(f"{str(name)[:80]!r} is no name for a reward: use {NAME_PATTERN}")
+    return {name: _number(each) for name, each in value.items()}
+
+
+def _reward_or_none(value: Any) -> float | dict[str, float] | None:
+    return None if value is None else as_reward(value)
+
+
+_Number = Annotated[float, Field(ge=-_MAX_REWARD, le=_MAX_REWARD)]
+# One function and no union of types: an error names the field alone, not what was tried for it.
+RewardValue = Annotated[
+    float | dict[str, float] | None,
+    PlainValidator(
+        _reward_or_none,
+        json_schema_input_type=_Number | dict[Name, _Number] | None,
+    ),
+]
+"""A finite number, several by name, or None."""
 
 
 def _storable(value: dict[str, Any]) -> dict[str, Any]:
@@ -70,10 +106,18 @@ class StartSession(_Body):
     mode: Literal["train", "eval"] = "train"
     metadata: Metadata = Field(default_factory=dict)
     ttl: float | None = Field(None, gt=0)
+    version: Annotated[int, Field(ge=0)] | Literal["current"] | None = None
+    """Of an eval session: every token is of this weight version, or its call is refused."""
     wait: float = Field(0.0, ge=0)
     """Seconds to wait for a free slot before 429."""
     api_key: str | None = None
     """An earlier session's key: its lane's next session opens under the same key."""
+
+    @model_validator(mode="after")
+    def _pinned_for_eval(self) -> Self:
+        if self.version is not None and self.mode != "eval":
+            raise ValueError("version pins an eval session; training goes on in between: mode=eval")
+        return self
 
 
 class SessionStarted(BaseModel):
@@ -90,40 +134,124 @@ class SessionStarted(BaseModel):
 
 
 class SetReward(_Body):
-    reward: Reward
+    """Either `reward`, of one completion, or `final_reward`, of the whole session."""
+
+    reward: RewardValue = None
+    final_reward: RewardValue = None
     completion_id: str | None = None
+    """The completion to reward; default: the last one."""
     interaction_id: str | None = None
+    """The same, under our own name for it."""
+    name: Name | None = None
+    """The name of a `reward` that is a number."""
     session_id: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if (self.reward is None) == (self.final_reward is None):
+            raise ValueError("give either reward or final_reward")
+        if self.final_reward is not None and (self.completion_id or self.interaction_id):
+            raise ValueError("final_reward is of the session: give no completion_id with it")
+        if self.completion_id and self.interaction_id not in (None, self.completion_id):
+            raise ValueError("completion_id and interaction_id name different completions")
+        if self.name is not None and not isinstance(self.reward, float):
+            raise ValueError("name is for a reward that is a number")
+        return self
 
 
 class RewardSet(BaseModel):
     session_id: str
-    interaction_id: str
+    interaction_id: str | None
+    """None: it is the session's final reward."""
     reward: float
+    """What its named and unnamed rewards add up to now."""
 
 
 class Finalize(_Body):
-    final_reward: Reward | None = None
+    final_reward: RewardValue = None
+    await_reward: bool = False
+    """Take no more calls, and rewards until the deadline; `finalize` again ends it earlier."""
+    deadline: float | None = Field(None, gt=0)
+    """Seconds to await rewards for; default and most: `sessions.reward_deadline`."""
     session_id: str | None = None
+
+    @model_validator(mode="after")
+    def _deadline_of_something(self) -> Self:
+        if self.deadline is not None and not self.await_reward:
+            raise ValueError("deadline needs await_reward: true")
+        return self
 
 
 class Abort(_Body):
     reason: str = Field("aborted by the caller", max_length=200)
 
 
+class Veto(_Body):
+    reason: str = Field("by its owner", max_length=200)
+
+
+class Heartbeat(BaseModel):
+    session_id: str
+    expires_in: float
+    """Seconds until its ttl runs out; a heartbeat does not move that."""
+    idle_in: float
+    """Seconds until it expires if nothing happens."""
+
+
 class SessionInfo(BaseModel):
     session_id: str
     state: str
+    reason: str | None
+    """Why it is in this state, where that is not plain."""
     mode: Literal["train", "eval"]
     task_id: str | None
     group_id: str | None
+    tenant: str | None
+    opened_by: str | None
+    """Whose key opened it."""
+    content: Literal["stored", "archived", "deleted"]
+    """Where its texts and tokens are."""
     interactions: int
     rewards: dict[str, float]
     """Each rewarded interaction's own reward."""
     final_reward: float | None
-    reason: str | None
+    rewarded: bool
+    """Whether it has any reward; training counts none as 0."""
+    first_version: int | None
+    """The oldest weight version of its tokens."""
+    last_version: int | None
+    """The newest one."""
+    pinned_version: int | None
+    """The only one that its tokens may have."""
+    step: int | None
+    """The optimizer step that consumed it."""
     created_at: float
+    """Seconds since the epoch, as `ended_at`."""
+    ended_at: float | None
     expires_in: float | None
+    """Seconds until its ttl runs out, while it is open."""
+    idle_in: float | None
+    """Seconds until it expires if nothing happens, while it is open."""
+    awaits_in: float | None
+    """Seconds until it stops waiting for its reward, while it does."""
+
+
+class RewardEntry(BaseModel):
+    interaction_id: str | None
+    """None: the session's final reward."""
+    name: str | None
+    value: float
+    by: str
+    """Whose key gave it, or what in the service did."""
+    at: float
+    """Seconds since the epoch."""
+
+
+class SessionDetails(SessionInfo):
+    reward_history: list[RewardEntry]
+    """Every reward as it was given, oldest first; the last ones, if they are many."""
+    rewards_given: int
+    """How many there were in all."""
 
 
 class SetCapacity(_Body):

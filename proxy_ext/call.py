@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from any_agent.chat import MessageDelta
-from any_agent.completions import Completer, Completion, Delta, Prepared
-from any_agent.errors import AnyAgentError, InvalidRequest, SessionClosed
+from any_agent.completions import VERSION_GONE, Completer, Completion, Delta, Prepared
+from any_agent.errors import AnyAgentError, InvalidRequest, SessionClosed, VersionGone
 from any_agent.types import GenerationHyperparameters, Interaction
 from proxy_ext.call_stats import CallTimer
+from proxy_ext.inflight import Place
 from proxy_ext.journal import RequestMark
 from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions
@@ -45,6 +46,8 @@ class Listener:
 
     def __init__(self, call: Call) -> None:
         self.call = call
+        self.place: Place | None = None
+        """Where this client waits; `Calls.release` leaves it."""
         self.delivered = False
         """Whether the client was there when the event that ends the answer was sent."""
         self.gone = False
@@ -98,12 +101,19 @@ class Call:
         self.expiry: asyncio.Task[None] | None = None
         self.watchers: set[asyncio.Event] = set()
         """Set when its client has left, or has the answer."""
+        self.cost = head.prompt_tokens
+        """Tokens that its tenant is charged: the prompt's, and those sampled so far."""
         self._stream = stream
         self._listener: Listener | None = None
         self._on_left = on_left
         self._so_far = _SoFar() if mark is not None and stream else None
         self._recording = False
         self._aborted: str | None = None
+
+    @property
+    def pinned(self) -> int | None:
+        """The weight version that all of its tokens must have."""
+        return self.session.row.pinned_version if self.session is not None else None
 
     @property
     def vacant(self) -> bool:
@@ -150,6 +160,7 @@ class Call:
         self.tell_watchers()
         if self.session is not None:
             self.session.calls.discard(self)
+            self.session.touch()
 
     def tell_watchers(self) -> None:
         for watcher in self.watchers:
@@ -165,33 +176,44 @@ class Call:
         self, prepared: Prepared, completer: Completer, sessions: Sessions, timer: CallTimer
     ) -> None:
         session_id = self.session.id if self.session is not None else ""
-        stream = self._stream
+        stream, pinned = self._stream, self.pinned
         try:
-            async for item in completer.run(prepared, session_id=session_id, stream=stream):
+            async for item in completer.run(
+                prepared, session_id=session_id, stream=stream, pinned=pinned
+            ):
                 if isinstance(item, Completion):
                     await self._record(item, sessions, timer)
                     self._produced(item.interaction)
                 else:
                     timer.tokens()
+                    self.cost += len(item.output_ids)
                     self._produced(item)
         except asyncio.CancelledError:
             if self._aborted is None:
                 raise
         except AnyAgentError as error:
             timer.ended("failed")
+            self.cost = 0
             self._say(error)
         except Exception:
             timer.ended("failed")
+            self.cost = 0
             log.exception("a model call failed")
             self._say(AnyAgentError("the call failed inside the service; see its log"))
 
     async def _record(self, completion: Completion, sessions: Sessions, timer: CallTimer) -> None:
         """Make the answer durable, if it is a session's."""
+        self.cost = self.head.prompt_tokens + len(completion.interaction.output_ids)
         session = self.session
         if session is None:
             timer.completed(completion, earlier=None)
             return
         self._recording = True
+        if completion.interaction.untrainable_reason == VERSION_GONE:
+            # For the record: it is no answer, neither to this request nor to a retry of it.
+            await sessions.record(session, completion.interaction, completion.key, None)
+            last = int(completion.interaction.output_versions[-1])
+            raise VersionGone.of(self.pinned, last)
         await sessions.record(session, completion.interaction, completion.key, self.mark)
         self.interaction = completion.interaction
         timer.completed(completion, earlier=len(session.tree) - 1)

@@ -1,4 +1,9 @@
-"""Groups on one rank: members join until the size is reached; a closed group can be leased."""
+"""Groups on one rank: members join until the size is reached or the group's time is over.
+
+A group holds slots for all of its members from its first one on; at its deadline those that nobody
+took are given back. It is closed, and handed out whole, when it takes no more members, none of them
+can change any more, and enough of them wait to be trained on.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,39 @@ from dataclasses import dataclass, field
 from any_agent.errors import Conflict
 from any_agent.types import SessionState
 from proxy_ext.admission import Ticket
+from proxy_ext.journal import SessionRow
+from proxy_ext.lifecycle import EXPORT_OWNER
 from proxy_ext.names import Names
+
+_TENANT_ENDS = "/"
+"""After a tenant's name in the ids of its groups: one tenant's "g1" is not another's."""
+_GENERATION = "~"
+"""Between a task's name and its generation's. No name that a client gives holds either."""
+_UNDECIDED = {SessionState.OPEN, SessionState.AWAITING_REWARD}
+_TAKEN = {SessionState.LEASED, SessionState.TRAINED, SessionState.REJECTED}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKey:
+    """What the members of a group have in common."""
+
+    name: str
+    """The group's id, or its task's name; behind the tenant's, if it has one."""
+    named: bool
+    """By `group_id`: it is closed for good then, while a task has one generation after another."""
+
+
+def group_key(group_id: str | None, task_id: str | None, tenant: str | None) -> GroupKey:
+    """Where an open with these fields belongs."""
+    whose = f"{tenant}{_TENANT_ENDS}" if tenant is not None else ""
+    if group_id is not None:
+        return GroupKey(whose + group_id, named=True)
+    return GroupKey(f"{whose}{task_id}", named=False)
+
+
+def public_id(group_id: str) -> str:
+    """A group's id as its tenant knows it."""
+    return group_id.rpartition(_TENANT_ENDS)[2]
 
 
 @dataclass(slots=True, eq=False)
@@ -16,11 +53,14 @@ class Group:
     """One generation of a group.
 
     ``members`` maps the sessions opened so far to their states. ``deadline`` is monotonic.
+    ``least`` is how many of them must be finalized for the group to be trained on.
     """
 
     id: str
-    key: str
+    key: GroupKey
+    tenant: str | None
     size: int
+    least: int
     deadline: float
     ticket: Ticket | None = None
     openers: int = 0
@@ -30,11 +70,15 @@ class Group:
     """Names that were given to members, also to those that then failed to open."""
     promised: int = 0
     """Slots taken by opens that are being written."""
-    closed: bool = False
+    over: bool = False
+    """Its time is over: nobody joins any more, and the slots that were left are given back."""
+    handed_out: bool = False
+    """A trainer has had it, with the members that it has."""
 
     @property
     def room(self) -> int:
-        return self.size - len(self.members) - self.promised
+        """Members that may still join, for whom slots are kept."""
+        return 0 if self.over else self.size - len(self.members) - self.promised
 
     @property
     def unused(self) -> bool:
@@ -42,16 +86,23 @@ class Group:
         return not (self.members or self.promised or self.openers)
 
     @property
-    def has_open(self) -> bool:
-        return SessionState.OPEN in self._states
-
-    @property
     def has_leased(self) -> bool:
         return SessionState.LEASED in self._states
 
     @property
     def complete(self) -> bool:
-        return self.room == 0 and not self.promised and not self.has_open
+        """Whether nobody joins any more, and no member can still be finalized."""
+        return not (self.room or self.promised or self._states & _UNDECIDED)
+
+    @property
+    def too_small(self) -> bool:
+        """Whether it is complete and its finalized members are too few; they are to be rejected."""
+        return self.complete and not self.handed_out and 0 < self._waiting < self.least
+
+    @property
+    def closed(self) -> bool:
+        """Whether it may be handed out, as far as its members are there."""
+        return self.complete and not self.too_small
 
     @property
     def finalized(self) -> list[str]:
@@ -61,7 +112,21 @@ class Group:
     @property
     def done(self) -> bool:
         """Whether no member can be leased any more."""
-        return self.closed and not self._states & {SessionState.FINALIZED, SessionState.LEASED}
+        return self.complete and not self._waiting
+
+    def note(self, row: SessionRow) -> None:
+        """A member's state, as the journal has it."""
+        self.members[row.id] = row.state
+        # An export leases single sessions, also of groups that are still open; and a session that
+        # its agent took back is rejected without an owner.
+        if row.state in _TAKEN and row.owner not in (None, EXPORT_OWNER):
+            self.handed_out = True
+
+    @property
+    def _waiting(self) -> int:
+        """Members that are to be trained on, leased ones included."""
+        states = list(self.members.values())
+        return states.count(SessionState.FINALIZED) + states.count(SessionState.LEASED)
 
     @property
     def _states(self) -> set[SessionState]:
@@ -69,13 +134,20 @@ class Group:
 
 
 class Groups:
-    """The live groups of a rank."""
+    """The live groups of a rank.
 
-    def __init__(self, names: Names, *, timeout: float) -> None:
+    A group closes ``timeout`` seconds after its first member was opened, at the latest. Of its
+    sessions ``least`` must be finalized, or all where its size is smaller.
+    """
+
+    def __init__(self, names: Names, *, timeout: float, least: int) -> None:
         self._names = names
         self._timeout = timeout
-        self._by_key: dict[str, Group] = {}
+        self._least = least
+        self._by_key: dict[GroupKey, Group] = {}
         self._by_id: dict[str, Group] = {}
+        self.too_small = 0
+        """Groups that were rejected because too few of their members were finalized."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -92,27 +164,49 @@ class Groups:
         return sum(
             group.room
             for group in self._by_id.values()
-            if not group.closed and (group.ticket is None or group.ticket.granted)
+            if group.ticket is None or group.ticket.granted
         )
 
-    def joinable(self, *, group_id: str | None, task_id: str | None, size: int) -> Group:
+    def joinable(self, key: GroupKey, *, tenant: str | None, size: int) -> Group:
         """The open generation for a new member, made if there is none.
 
         Conflict when the named group is full or closed, or has another size.
         """
-        key = f"group:{group_id}" if group_id is not None else f"task:{task_id}"
         group = self._by_key.get(key)
-        if group is not None and not group.closed and group.room > 0:
+        if group is not None and group.room > 0:
             if group.size != size:
                 raise Conflict(
-                    f"the group of {key.partition(':')[2]} has group_size {group.size}, not {size}",
+                    f"the group of {public_id(key.name)} has group_size {group.size}, not {size}",
                     code="group_size_mismatch",
                 )
             return group
-        if group is not None and group_id is not None:
-            raise closed_error(group_id)
-        name = group_id or self._names.generation(task_id or "", self._by_id)
-        return self.add(Group(name, key, size, time.monotonic() + self._timeout))
+        if group is not None and key.named:
+            raise closed_error(group.id)
+        name = key.name if key.named else self._names.generation(key.name, self._by_id)
+        return self.add(self._made(name, key, tenant, size, self._timeout))
+
+    def recovered(self, rows: list[SessionRow], *, age: float) -> Group:
+        """A group of these members, as the journal has them, that began ``age`` seconds ago."""
+        first = rows[0]
+        name = first.group_id or ""
+        named = _GENERATION not in name
+        key = group_key(public_id(name) if named else None, first.task_id, first.tenant)
+        group = self._made(name, key, first.tenant, first.group_size, self._timeout - age)
+        for row in rows:
+            group.note(row)
+        # With the members that it had it was over before, too.
+        group.over = group.handed_out or age >= self._timeout
+        return group
+
+    def begin(self, group: Group) -> None:
+        """Its first member is there: its time begins. Until now it may have waited for slots."""
+        group.deadline = time.monotonic() + self._timeout
+
+    def _made(
+        self, name: str, key: GroupKey, tenant: str | None, size: int, seconds: float
+    ) -> Group:
+        least = min(self._least, size)
+        return Group(name, key, tenant, size, least, deadline=time.monotonic() + seconds)
 
     def new_member(self, group: Group) -> str:
         """The id of a session to be opened in it."""
@@ -142,6 +236,6 @@ class Groups:
 def closed_error(group_id: str) -> Conflict:
     """What a late member of a named group is told."""
     return Conflict(
-        f"group {group_id} has all its sessions or is closed; use a new group_id",
+        f"group {public_id(group_id)} has all its sessions or is closed; use a new group_id",
         code="group_closed",
     )

@@ -20,6 +20,9 @@ FINALIZED, LEASED = SessionState.FINALIZED, SessionState.LEASED
 TRAINED, REJECTED = SessionState.TRAINED, SessionState.REJECTED
 EVALUATED, EXPIRED, ABORTED = SessionState.EVALUATED, SessionState.EXPIRED, SessionState.ABORTED
 
+EXPORT_OWNER = "export"
+"""Holds what `export_trajectories` leased; a trainer does not take these back."""
+
 STATES = {
     OPEN: "takes calls and rewards",
     AWAITING: "takes no more calls; waits for its rewards until a deadline",
@@ -243,13 +246,20 @@ def target(row: SessionRow, event: Event, to: SessionState | None = None) -> Ses
 
     Raises SessionClosed (410) or Conflict (409) where the table has no such line.
     """
-    lines = [t for t in transitions(row.state, event) if t.mode in (None, row.mode)]
-    if not lines or (event is Event.REPLAY and row.content == "deleted"):
+    if not allowed(row, event):
         raise refusal(row, event)
-    after = {line.after for line in lines}
-    chosen = after.pop() if to is None else to
-    assert to in after if to is not None else not after, (row.state, event, to)
-    return chosen
+    after = {t.after for t in transitions(row.state, event) if t.mode in (None, row.mode)}
+    if to is None:
+        (to,) = after
+    assert to in after, f"{row.state} and {event} cannot lead to {to}"
+    return to
+
+
+def allowed(row: SessionRow, event: Event) -> bool:
+    """Whether the table has a line for it; what is not stored cannot be trained on again."""
+    if event is Event.REPLAY and row.content != "stored":
+        return False
+    return any(t.mode in (None, row.mode) for t in transitions(row.state, event))
 
 
 def refusal(row: SessionRow, event: Event) -> AnyAgentError:

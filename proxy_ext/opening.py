@@ -5,29 +5,66 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from dataclasses import dataclass
 
 from any_agent.config import SessionConfig
-from any_agent.errors import Conflict, InvalidRequest, TooManyRequests, Unauthenticated
+from any_agent.errors import (
+    AnyAgentError,
+    Conflict,
+    InvalidRequest,
+    TooManyRequests,
+    Unauthenticated,
+    VersionGone,
+)
 from any_agent.keys import KeySigner, Lane
-from any_agent.protocol import StartSession
+from any_agent.protocol import SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
+from proxy_ext.auth import Caller, Scope
+from proxy_ext.clock import stamp
 from proxy_ext.draining import draining
-from proxy_ext.groups import Group, closed_error
+from proxy_ext.endings import Endings
+from proxy_ext.groups import Group, closed_error, group_key, public_id
 from proxy_ext.journal import PutSession, SessionRow
+from proxy_ext.keep import Keep, keep_nothing
+from proxy_ext.quotas import Quotas
+from proxy_ext.run_state import RunState
 from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Whose session is to be opened, and under which key."""
+
+    caller: Caller
+    lane: Lane
+    key: str
+    tenant: str | None
 
 
 class Opening:
     """Opens sessions of one rank."""
 
     def __init__(
-        self, sessions: Sessions, signer: KeySigner, config: SessionConfig, *, largest_group: int
+        self,
+        sessions: Sessions,
+        endings: Endings,
+        signer: KeySigner,
+        config: SessionConfig,
+        *,
+        run: RunState,
+        quotas: Quotas,
+        largest_group: int,
+        public_url: str,
     ) -> None:
         self._sessions = sessions
+        self._endings = endings
         self._signer = signer
         self._config = config
+        self._run = run
+        self._quotas = quotas
         self._largest_group = largest_group
+        self._base_url = f"{public_url}/v1"
         self._opening: set[str] = set()
         """Lanes whose session is being opened."""
         self.refused: Counter[str] = Counter()
@@ -39,29 +76,77 @@ class Opening:
         self._draining = True
         self._sessions.admission.close(draining())
 
-    async def open(self, body: StartSession) -> tuple[Session, str]:
+    async def open(
+        self, body: StartSession, caller: Caller, keep: Keep = keep_nothing
+    ) -> SessionStarted:
         """Open a session: take a slot (train), write it, answer it with its key."""
+        try:
+            return await self._checked(body, caller, keep)
+        except AnyAgentError as error:
+            self.refused[error.code] += 1
+            raise
+
+    async def _checked(self, body: StartSession, caller: Caller, keep: Keep) -> SessionStarted:
         if self._draining:
             raise draining()
-        lane, key = await self._lane(body.api_key)
-        self._opening.add(lane.id)
+        if body.mode == "train":
+            self._run.require_training()
+        if self._sessions.counts.undecided + len(self._opening) >= self._config.max_open:
+            raise TooManyRequests(
+                f"{self._config.max_open} sessions are open here, as many as sessions.max_open "
+                "allows; finalize or abort some, or try again later",
+                code="too_many_sessions",
+                retry_after=5,
+            )
+        place = await self._place(body.api_key, caller)
+        self._quotas.request(place.tenant)
+        self._quotas.begin_open(place.tenant)
+        self._opening.add(place.lane.id)
         try:
-            return await self._open(body, lane, key)
+            return await self._open(body, place, keep)
         finally:
-            self._opening.discard(lane.id)
+            self._opening.discard(place.lane.id)
+            self._quotas.end_open(place.tenant)
 
-    async def _open(self, body: StartSession, lane: Lane, key: str) -> tuple[Session, str]:
+    async def _open(self, body: StartSession, place: _Place, keep: Keep) -> SessionStarted:
         mode = SessionMode(body.mode)
+        pinned = self._pinned(body)
         group: Group | None = None
         if mode is SessionMode.TRAIN:
-            group = await self._admit(body)
-        sessions = self._sessions
-        now, wall = time.monotonic(), time.time()
+            group = await self._admit(body, place.tenant)
+        session = self._session(body, place, group, pinned)
+        row = session.row
+        answer = SessionStarted(
+            session_id=row.id,
+            api_key=place.key,
+            base_url=self._base_url,
+            mode=body.mode,
+            version=self._run.version,
+            group_id=public_id(row.group_id) if row.group_id else None,
+            task_id=row.task_id,
+            expires_in=row.expires_at - row.created_at,
+        )
+        # Shielded: a client that leaves now must not leave a row that memory lacks.
+        insert = asyncio.ensure_future(self._insert(session, group, answer, keep))
+        try:
+            await asyncio.shield(insert)
+        except asyncio.CancelledError:
+            await asyncio.wait([insert])
+            # One that may ask again, and gets this answer then, wants the session.
+            if insert.exception() is None and keep is keep_nothing:
+                await self._endings.abort(session, "its opener left")
+            raise
+        return answer
+
+    def _session(
+        self, body: StartSession, place: _Place, group: Group | None, pinned: int | None
+    ) -> Session:
+        names, wall = self._sessions.names, time.time()
         ttl = min(body.ttl or self._config.ttl, self._config.ttl)
         row = SessionRow(
-            id=sessions.groups.new_member(group) if group else sessions.names.single(),
-            lane=lane.id,
-            mode=mode,
+            id=self._sessions.groups.new_member(group) if group else names.single(),
+            lane=place.lane.id,
+            mode=SessionMode(body.mode),
             state=SessionState.OPEN,
             task_id=body.task_id,
             group_id=group.id if group else None,
@@ -69,26 +154,27 @@ class Opening:
             metadata=body.metadata,
             created_at=wall,
             expires_at=wall + ttl,
+            tenant=place.tenant,
+            opened_by=place.caller.name,
+            pinned_version=pinned,
+            clock=stamp(),
         )
-        session = Session(row, expires=now + ttl)
-        # Shielded: a client that leaves now must not leave a row that memory lacks.
-        insert = asyncio.ensure_future(self._insert(session, group))
-        try:
-            await asyncio.shield(insert)
-        except asyncio.CancelledError:
-            await asyncio.wait([insert])
-            if insert.exception() is None:
-                await self._sessions.end(session, SessionState.ABORTED, "its opener left")
-            raise
-        return session, key
+        return Session(row, self._config.idle_timeout)
 
-    async def _insert(self, session: Session, group: Group | None) -> None:
+    def _pinned(self, body: StartSession) -> int | None:
+        """The weight version that all of its tokens must have; VersionGone for another one."""
+        if body.version not in (None, "current", self._run.version):
+            raise VersionGone.of(body.version, self._run.version)
+        return None if body.version is None else self._run.version
+
+    async def _insert(
+        self, session: Session, group: Group | None, answer: SessionStarted, keep: Keep
+    ) -> None:
         try:
-            await self._sessions.journal.commit(PutSession(session.row))
+            await self._sessions.journal.commit(PutSession(session.row), *keep(answer))
         except BaseException:
             if group is not None:
-                group.promised -= 1
-                self._discard_unused(group)
+                self._not_opened(group)
             elif session.mode is SessionMode.TRAIN:
                 self._sessions.admission.release(1)
             raise
@@ -96,21 +182,29 @@ class Opening:
         if group is not None:
             group.promised -= 1
             if not group.members:
-                # Its time begins now; until here it may have waited for its slots.
-                group.deadline = time.monotonic() + self._config.group_timeout
-            group.members[session.id] = SessionState.OPEN
+                self._sessions.groups.begin(group)
+            group.note(session.row)
 
-    async def _lane(self, api_key: str | None) -> tuple[Lane, str]:
+    def _not_opened(self, group: Group) -> None:
+        """Its slot stays the group's, unless the group's time is over."""
+        group.promised -= 1
+        if group.over:
+            self._sessions.admission.release(1)
+        else:
+            self._discard_unused(group)
+
+    # -- lanes ---------------------------------------------------------------------------------
+
+    async def _place(self, api_key: str | None, caller: Caller) -> _Place:
         if api_key is None:
-            return self._signer.mint(self._sessions.rank)
-        lane = self._signer.verify(api_key)
-        if lane is None:
-            raise Unauthenticated("api_key is not a session key of this service")
-        if lane.rank != self._sessions.rank:
-            raise Conflict(
-                "the key belongs to another rank; open without api_key", code="lane_on_other_rank"
-            )
+            lane, key = self._signer.mint(self._sessions.rank)
+            return _Place(caller, lane, key, caller.tenant)
+        lane = self._lane(api_key)
         current = await self._sessions.by_lane(lane.id)
+        tenant = current.row.tenant if current is not None else caller.tenant
+        if caller.scope is Scope.TENANT and (current is None or tenant != caller.tenant):
+            # Another tenant's is answered as one that was never given out.
+            raise Unauthenticated(_NOT_A_KEY)
         if current is not None and current.state is SessionState.OPEN:
             raise Conflict(
                 f"the key's session {current.id} is still open; finalize it first",
@@ -118,30 +212,42 @@ class Opening:
             )
         if lane.id in self._opening:
             raise Conflict("another open with this key is under way", code="lane_busy")
-        return lane, api_key
+        return _Place(caller, lane, api_key, tenant)
 
-    async def _admit(self, body: StartSession) -> Group | None:
+    def _lane(self, api_key: str) -> Lane:
+        lane = self._signer.verify(api_key)
+        if lane is None:
+            raise Unauthenticated(_NOT_A_KEY)
+        if lane.rank != self._sessions.rank:
+            raise Conflict(
+                "the key belongs to another rank; open without api_key", code="lane_on_other_rank"
+            )
+        return lane
+
+    # -- slots ---------------------------------------------------------------------------------
+
+    async def _admit(self, body: StartSession, tenant: str | None) -> Group | None:
         """A slot of its own, or one of its group's; TooManyRequests if none came in time."""
         wait = min(body.wait, self._config.max_wait)
-        if body.group_id is None and body.task_id is None:
-            if body.group_size not in (None, 1):
-                raise InvalidRequest("group_size needs a group_id or a task_id", param="group_size")
-            ticket = self._sessions.admission.ask(1)
-            try:
-                granted = await ticket.wait(wait)
-            except asyncio.CancelledError:
-                self._sessions.admission.withdraw(ticket)
-                raise
-            if not granted:
-                self._sessions.admission.withdraw(ticket)
-                if body.api_key is not None:
-                    # Only this rank will do.
-                    self._sessions.admission.remember(body.api_key, 1)
-                raise self._no_slot()
-            return None
-        return await self._admit_member(body, wait)
+        if body.group_id is not None or body.task_id is not None:
+            return await self._admit_member(body, tenant, wait)
+        if body.group_size not in (None, 1):
+            raise InvalidRequest("group_size needs a group_id or a task_id", param="group_size")
+        ticket = self._sessions.admission.ask(1)
+        try:
+            granted = await ticket.wait(wait)
+        except asyncio.CancelledError:
+            self._sessions.admission.withdraw(ticket)
+            raise
+        if not granted:
+            self._sessions.admission.withdraw(ticket)
+            if body.api_key is not None:
+                # Only this rank will do.
+                self._sessions.admission.remember(body.api_key, 1)
+            raise self._no_slot(tenant)
+        return None
 
-    async def _admit_member(self, body: StartSession, wait: float) -> Group:
+    async def _admit_member(self, body: StartSession, tenant: str | None, wait: float) -> Group:
         size = body.group_size or self._config.group_size
         if size > self._largest_group:
             raise InvalidRequest(
@@ -150,16 +256,18 @@ class Opening:
                 param="group_size",
             )
         groups, deadline = self._sessions.groups, time.monotonic() + wait
-        if body.group_id is not None and groups.get(body.group_id) is None:  # noqa: SIM102
-            if await self._sessions.journal.group(body.group_id):
-                raise closed_error(body.group_id)
+        key = group_key(body.group_id, body.task_id, tenant)
+        unknown = key.named and groups.get(key.name) is None
+        if unknown and await self._sessions.journal.group(key.name):
+            # Its sessions were trained on long ago, perhaps; it is closed for good.
+            raise closed_error(key.name)
         while True:
-            group = groups.joinable(group_id=body.group_id, task_id=body.task_id, size=size)
+            group = groups.joinable(key, tenant=tenant, size=size)
             await self._wait_for(group, deadline - time.monotonic())
-            if not group.closed and group.room > 0:
+            if group.room > 0:
                 group.promised += 1
                 return group
-            if body.group_id is not None:
+            if key.named:
                 raise closed_error(group.id)
             # Others were first; the task's next generation begins.
 
@@ -168,7 +276,7 @@ class Opening:
         if group.ticket is None and not group.members:
             try:
                 group.ticket = self._sessions.admission.ask(group.size)
-            except TooManyRequests:
+            except AnyAgentError:
                 self._sessions.groups.discard(group)
                 raise
         group.openers += 1
@@ -180,26 +288,32 @@ class Opening:
             if not granted:
                 self._discard_unused(group)
         if not granted:
-            raise self._no_slot()
-        self._sessions.admission.forget(group.key)
+            raise self._no_slot(group.tenant)
+        self._sessions.admission.forget(str(group.key))
 
     def _discard_unused(self, group: Group) -> None:
         """Give back the slots (or the place) of a group that nobody got into."""
         if group.ticket is not None and group.unused:
             if not group.ticket.granted:
-                self._sessions.admission.remember(group.key, group.size)
+                self._sessions.admission.remember(str(group.key), group.size)
             self._sessions.admission.withdraw(group.ticket)
             self._sessions.groups.discard(group)
 
-    def _no_slot(self) -> TooManyRequests:
+    def _no_slot(self, tenant: str | None) -> TooManyRequests:
         message = (
             "no slot for a train session is free: the trainer has as many as it wants now; "
             "try again later, or pass `wait` (seconds) to wait for one"
         )
-        partial = next((g for g in self._sessions.groups.all() if g.members and g.room > 0), None)
+        # Nobody is told of another tenant's groups.
+        groups = [g for g in self._sessions.groups.all() if g.tenant == tenant]
+        partial = next((g for g in groups if g.members and g.room > 0), None)
         if partial is not None:
+            kept = sum(group.room for group in groups if group.members)
             message += (
-                f". {self._sessions.groups.reserved} slots are kept for groups that are not full: "
-                f"{partial.id} has {len(partial.members)} of {partial.size} sessions"
+                f". {kept} slots are kept for groups that are not full: "
+                f"{public_id(partial.id)} has {len(partial.members)} of {partial.size} sessions"
             )
         return TooManyRequests(message, retry_after=2)
+
+
+_NOT_A_KEY = "api_key is not a session key of this service"

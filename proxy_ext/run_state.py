@@ -13,7 +13,8 @@ from any_agent.config import Config
 from any_agent.engine import SGLangEngine
 from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, RunFinished
 from any_agent.protocol import PublishedVersion, RunInfo, SetRun
-from proxy_ext.journal import Journal, PutMeta
+from any_agent.types import SessionState
+from proxy_ext.journal import Journal, PutMeta, SessionRow
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class RunState:
         self.state = "training" if training else "serving"
         self.step = 0
         self.checkpoint: str | None = None
+        self.oldest_step: int | None = None
+        """Of the oldest checkpoint that is kept; None: not known."""
         self._highest = 0
         self._published: int | None = None
 
@@ -79,6 +82,7 @@ class RunState:
             self.state = "finished"
         self.step = saved.get("step", 0)
         self.checkpoint = saved.get("checkpoint")
+        self.oldest_step = saved.get("oldest_step")
         self._highest = self._engine.version
         # One that died just now comes back unpaused.
         with contextlib.suppress(EngineUnavailable):
@@ -123,6 +127,16 @@ class RunState:
         data = body.model_dump()
         await self._journal.commit(PutMeta("run", data))
         self.state, self.step, self.checkpoint = body.state, body.step, body.checkpoint
+        self.oldest_step = body.oldest_step
+
+    def may_want(self, row: SessionRow) -> bool:
+        """Whether a training that resumes from a kept checkpoint may train on it again."""
+        if row.state not in (SessionState.TRAINED, SessionState.REJECTED):
+            return False
+        if row.step is None:
+            # A step that did not tell its number; or no step, if it was rejected before.
+            return row.state is SessionState.TRAINED
+        return self.oldest_step is None or row.step > self.oldest_step
 
     async def pause(self, ttl: float) -> None:
         """Stop sampling for a weight update; goes on by itself after ``ttl`` seconds."""

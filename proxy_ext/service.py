@@ -7,23 +7,33 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from any_agent.access import Access
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import Completer
 from any_agent.config import Config
 from any_agent.engine import SGLangEngine
-from any_agent.errors import AnyAgentError, EngineUnavailable
-from any_agent.keys import KeySigner
+from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable
+from any_agent.registry import rank_name
 from any_agent.rundir import RunDir
 from any_agent.types import GenerationHyperparameters
+from proxy_ext.audit import AuditLog
 from proxy_ext.auth import Auth
 from proxy_ext.calls import Calls
+from proxy_ext.closing import close_groups
+from proxy_ext.endings import Endings
+from proxy_ext.expiry import Expiry
+from proxy_ext.grading import Grader, GraderFailed
 from proxy_ext.idempotency import Answers
+from proxy_ext.inflight import most_calls
 from proxy_ext.journal import Journal, SQLiteJournal
+from proxy_ext.late import LateRewards
 from proxy_ext.leases import Leases
 from proxy_ext.names import Names
 from proxy_ext.opening import Opening
+from proxy_ext.quotas import Limits, Quotas
+from proxy_ext.rewards import Rewards
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions import Sessions
 
@@ -46,11 +56,17 @@ class Service:
     sampling: GenerationHyperparameters
     """What train sessions are sampled with."""
     sessions: Sessions
+    rewards: Rewards
+    endings: Endings
+    late: LateRewards
+    expiry: Expiry
+    quotas: Quotas
     opening: Opening
     leases: Leases
     calls: Calls
     run: RunState
     auth: Auth
+    audit: AuditLog
     answers: Answers
 
     async def drain(self) -> None:
@@ -95,10 +111,12 @@ async def open_service(
         request_timeout=config.engine.request_timeout,
     )
     journal = SQLiteJournal(run_dir.journal(rank))
+    audit = AuditLog(run_dir.audit / f"{rank_name(rank)}.jsonl")
     try:
         known = await _context_length(engine, engine_wait)
         context = min(config.engine.context_length or known, known)
-        signer = KeySigner(run_dir.signing_secret())
+        access = Access(config)
+        signer = access.signer
         names = await Names.recover(config, rank, journal)
         sessions = Sessions(journal, config.sessions, names, rank=rank)
         await sessions.recover(lease_ttl=config.rollout.lease_ttl)
@@ -110,7 +128,10 @@ async def open_service(
             context_length=context,
             keeps_cache=config.engine.update_mode == "in_place",
         )
-        admin = config.server.admin_key
+        rewards = Rewards(sessions, config.sessions)
+        endings = Endings(sessions, rewards, config.sessions, needed=run.may_want)
+        late = LateRewards(sessions, endings, config.sessions, await _grader(config))
+        quotas = _quotas(config, access, sessions)
         s = config.sampling
         service = Service(
             config=config,
@@ -123,16 +144,36 @@ async def open_service(
                 max_new_tokens=s.max_new_tokens, temperature=s.temperature
             ),
             sessions=sessions,
+            rewards=rewards,
+            endings=endings,
+            late=late,
+            expiry=Expiry(sessions, endings, late),
+            quotas=quotas,
             opening=Opening(
                 sessions,
+                endings,
                 signer,
                 config.sessions,
+                run=run,
+                quotas=quotas,
                 largest_group=min(config.rollout.batch_size, config.rollout.max_concurrent),
+                public_url=public_url,
             ),
             leases=Leases(sessions, ttl=config.rollout.lease_ttl),
-            calls=Calls(completer, sessions, limit=config.server.max_inflight_calls),
+            calls=Calls(
+                completer,
+                sessions,
+                limit=most_calls(
+                    config.server.max_inflight_calls,
+                    slots=await engine.slots(),
+                    sessions=config.rollout.max_concurrent,
+                ),
+                retry_grace=config.server.retry_grace,
+                quotas=quotas,
+            ),
             run=run,
-            auth=Auth(sessions, signer, admin.get_secret_value() if admin else None),
+            auth=Auth(sessions, access),
+            audit=audit,
             answers=Answers(journal, signer),
         )
         sweeper = asyncio.create_task(_sweep(service))
@@ -142,9 +183,35 @@ async def open_service(
             sweeper.cancel()
             run.close()
             await service.calls.close()
+            await late.close()
     finally:
         await engine.close()
         await journal.close()
+        await asyncio.to_thread(audit.close)
+
+
+async def _grader(config: Config) -> Grader | None:
+    """What grades sessions without a reward; ConfigError if it cannot be used."""
+    if config.sessions.late_reward != "grade":
+        return None
+    grader = Grader(config.sessions.grader, timeout=config.sessions.grader_timeout)
+    try:
+        await grader.check()
+    except GraderFailed as error:
+        await grader.close()
+        raise ConfigError(f"sessions.grader={grader.name} cannot be used: {error}") from None
+    return grader
+
+
+def _quotas(config: Config, access: Access, sessions: Sessions) -> Quotas:
+    everybody = Limits.of(config.server)
+
+    def limits(tenant: str) -> Limits:
+        own = access.limits(tenant)
+        return replace(everybody, **own.model_dump(exclude_none=True)) if own else everybody
+
+    ranks, open_sessions = config.server.ranks, sessions.counts.undecided_of
+    return Quotas(limits, ranks=ranks, open_sessions=open_sessions)
 
 
 async def _context_length(engine: SGLangEngine, wait: float) -> int:
@@ -164,9 +231,11 @@ async def _sweep(service: Service) -> None:
     while True:
         await asyncio.sleep(_SWEEP_SECONDS)
         try:
-            await service.sessions.expire()
+            await service.expiry.sweep()
+            await close_groups(service.sessions, service.expiry)
             await service.leases.expire()
             await service.answers.sweep()
+            await service.sessions.deliveries.flush()
         except AnyAgentError as error:
             log.warning("the sweep failed and will be tried again: %s", error.message)
         except Exception:

@@ -3,64 +3,56 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from any_agent.chat import chain_keys
-from any_agent.errors import SessionClosed
-from any_agent.protocol import SessionInfo
+from any_agent.errors import VersionGone
+from any_agent.protocol import Heartbeat, SessionInfo
 from any_agent.record import InteractionTree
 from any_agent.types import SessionMode, SessionState
-from proxy_ext.journal import SessionRow, StoredInteraction
+from proxy_ext import clock, lifecycle
+from proxy_ext.groups import public_id
+from proxy_ext.journal import RequestMark, SessionRow, StoredInteraction
+from proxy_ext.lifecycle import Event
 
 if TYPE_CHECKING:
-    from proxy_ext.calls import Call
+    from proxy_ext.call import Call
 
-LIVE_STATES = (SessionState.OPEN, SessionState.FINALIZED, SessionState.LEASED)
-HANDED_OUT_STATES = (SessionState.LEASED, SessionState.TRAINED, SessionState.REJECTED)
-"""What only members of a closed group get to."""
-EXPORT_OWNER = "export"
-"""Holds what `export_trajectories` leased; a trainer does not take these back."""
-Transitions: TypeAlias = Mapping[SessionState, frozenset[SessionState]]
-TRANSITIONS: Transitions = {
-    SessionState.OPEN: frozenset(
-        {
-            SessionState.FINALIZED,
-            SessionState.EVALUATED,
-            SessionState.EXPIRED,
-            SessionState.ABORTED,
-        }
-    ),
-    SessionState.FINALIZED: frozenset({SessionState.LEASED, SessionState.REJECTED}),
-    SessionState.LEASED: frozenset(
-        {SessionState.FINALIZED, SessionState.TRAINED, SessionState.REJECTED}
-    ),
-}
-"""Every state change there is, but for a resume's; terminal states have none."""
-REPLAY: Transitions = {
-    state: frozenset({SessionState.LEASED})
-    for state in (SessionState.FINALIZED, *HANDED_OUT_STATES)
-}
-"""The state changes of a resume, which trains again on what came after its checkpoint."""
+LIVE_STATES = (
+    SessionState.OPEN,
+    SessionState.AWAITING_REWARD,
+    SessionState.FINALIZED,
+    SessionState.LEASED,
+)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Session:
-    """A session in memory, with its tree and the calls under way."""
+    """A session in memory, with its tree and the calls under way. All times are monotonic."""
 
     row: SessionRow
-    expires: float
-    """Monotonic."""
+    idle_timeout: float = math.inf
+    """Seconds without a call, a reward or a heartbeat after which it expires."""
+    opened: float = 0.0
+    """When it was; reckoned from the row, on the clock that survives a restart."""
+    active: float = field(default_factory=time.monotonic)
+    """When its agent was last heard of."""
     tree: InteractionTree = field(default_factory=InteractionTree)
     calls: set[Call] = field(default_factory=set)
+    unconfirmed: dict[str, RequestMark] = field(default_factory=dict)
+    """Answers of an earlier process that are not known to have reached the agent, oldest first."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     lease_began: float = 0.0
-    """Monotonic, as all times here."""
     lease_expires: float = 0.0
     closing: bool = False
     """It is being ended: new calls are refused and recordings of running ones are awaited."""
+
+    def __post_init__(self) -> None:
+        if self.opened == 0.0:
+            self.opened = time.monotonic() - clock.age(self.row)
 
     @property
     def id(self) -> str:
@@ -77,44 +69,101 @@ class Session:
     @property
     def next_number(self) -> int:
         """Of its next interaction; calls under way will be interactions, too."""
-        return len(self.tree) + sum(call.completion is None for call in self.calls)
+        return len(self.tree) + sum(call.interaction is None for call in self.calls)
+
+    @property
+    def expires(self) -> float:
+        """When its ttl runs out."""
+        return self.opened + self.row.expires_at - self.row.created_at
+
+    @property
+    def idle_expires(self) -> float:
+        """When it has been idle for too long; later if something happens."""
+        return (time.monotonic() if self.calls else self.active) + self.idle_timeout
+
+    @property
+    def reward_due(self) -> float:
+        """When it has awaited its reward for long enough."""
+        until = self.row.awaits_until
+        return math.inf if until is None else self.opened + until - self.row.created_at
+
+    def row_time(self, monotonic: float) -> float:
+        """A moment as its row keeps it: seconds after ``created_at``, on its own clock."""
+        return self.row.created_at + monotonic - self.opened
+
+    def touch(self) -> None:
+        """Its agent was heard of."""
+        self.active = time.monotonic()
 
     def require_open(self) -> None:
-        """SessionClosed (410) unless it is open."""
-        if self.state is not SessionState.OPEN or self.closing:
-            raise closed_session(self.row)
+        """SessionClosed (410) unless it takes calls."""
+        lifecycle.target(self.row, Event.CALL)
+        if self.closing:
+            raise lifecycle.refusal(self.row, Event.CALL)
 
-    def info(self) -> SessionInfo:
-        row = self.row
+    def heartbeat(self) -> Heartbeat:
+        """Its agent is there; SessionClosed unless it is open."""
+        lifecycle.target(self.row, Event.HEARTBEAT)
+        self.touch()
+        now = time.monotonic()
+        return Heartbeat(
+            session_id=self.id, expires_in=self.expires - now, idle_in=self.idle_expires - now
+        )
+
+    def require_version(self, serving: int) -> None:
+        """VersionGone if it is pinned to another weight version."""
+        pinned = self.row.pinned_version
+        if pinned is not None and pinned != serving:
+            raise VersionGone.of(pinned, serving)
+
+    def info(
+        self, row: SessionRow | None = None, tree: InteractionTree | None = None
+    ) -> SessionInfo:
+        """What is to be said of it; as it will be with this row and this tree."""
+        row = row or self.row
+        tree = self.tree if tree is None else tree
+        rewards = {i.id: i.reward for i in tree if i.reward is not None}
+        first, last = _versions(tree)
+        now = time.monotonic()
+        taking_calls = row.state is SessionState.OPEN
+        awaiting = row.state is SessionState.AWAITING_REWARD and row.awaits_until is not None
+        until = self.row_time(now)
         return SessionInfo(
             session_id=row.id,
             state=row.state,
+            reason=row.reason,
             mode="train" if row.mode == "train" else "eval",
             task_id=row.task_id,
-            group_id=row.group_id,
-            interactions=len(self.tree),
-            rewards={i.id: i.reward for i in self.tree if i.reward is not None},
+            group_id=public_id(row.group_id) if row.group_id else None,
+            tenant=row.tenant,
+            opened_by=row.opened_by,
+            content=row.content,
+            interactions=len(tree),
+            rewards=rewards,
             final_reward=row.final_reward,
-            reason=row.reason,
+            rewarded=bool(rewards) or row.final_reward is not None,
+            first_version=first,
+            last_version=last,
+            pinned_version=row.pinned_version,
+            step=row.step,
             created_at=row.created_at,
-            expires_in=self.expires - time.monotonic() if row.state is SessionState.OPEN else None,
+            ended_at=row.ended_at,
+            expires_in=row.expires_at - until if taking_calls else None,
+            idle_in=_finite(self.idle_expires - now) if taking_calls else None,
+            awaits_in=row.awaits_until - until if awaiting and row.awaits_until else None,
         )
 
 
-_IN_WORDS = {
-    SessionState.OPEN: "being finalized",
-    SessionState.LEASED: "finalized and handed to training",
-    SessionState.TRAINED: "finalized and trained on",
-}
+def _finite(seconds: float) -> float | None:
+    return seconds if math.isfinite(seconds) else None
 
 
-def closed_session(row: SessionRow) -> SessionClosed:
-    why = f" ({row.reason})" if row.reason else ""
-    state = _IN_WORDS.get(row.state, str(row.state)) + why
-    return SessionClosed(
-        f"session {row.id} is {state}; it takes no more calls or rewards: start a new session",
-        details={"state": str(row.state)},
-    )
+def _versions(tree: InteractionTree) -> tuple[int | None, int | None]:
+    """The first and the last weight version of any token; within an interaction they only grow."""
+    sampled = [i.output_versions for i in tree if len(i.output_versions)]
+    if not sampled:
+        return None, None
+    return int(min(v[0] for v in sampled)), int(max(v[-1] for v in sampled))
 
 
 def add_to_tree(tree: InteractionTree, stored: StoredInteraction) -> None:

@@ -1,6 +1,7 @@
 """One chat request + one interaction tree -> one recorded completion."""
 
 from any_agent.completions.complete import (
+    VERSION_GONE,
     Completed,
     Completer,
     Completion,
@@ -10,6 +11,7 @@ from any_agent.completions.complete import (
 from any_agent.completions.params import ChatCall, parse_chat
 
 __all__ = [
+    "VERSION_GONE",
     "ChatCall",
     "Completed",
     "Completer",

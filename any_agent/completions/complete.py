@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, chain_keys, text_of
 from any_agent.completions.params import ChatCall
 from any_agent.engine import InferenceEngine
-from any_agent.errors import ContextLengthExceeded, EngineUnavailable
+from any_agent.errors import ContextLengthExceeded, EngineUnavailable, VersionGone
 from any_agent.record import InteractionTree
 from any_agent.types import (
     Continuation,
+    GenerationChunk,
     GenerationHyperparameters,
     Interaction,
     Message,
@@ -22,6 +23,9 @@ from any_agent.types import (
     id_array,
     logprob_array,
 )
+
+VERSION_GONE = "version_gone"
+"""Why a call is untrainable that a weight update cut off in a session pinned to one version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +168,13 @@ class Completer:
         return _Prompt(ids, continuation=Continuation.BRANCH, branch_reason=reason)
 
     async def run(
-        self, prepared: Prepared, *, session_id: str, stream: bool
+        self, prepared: Prepared, *, session_id: str, stream: bool, pinned: int | None = None
     ) -> AsyncGenerator[Completed]:
         """Deltas as they become certain (when streaming), then the Completion.
 
-        Closing the generator cancels the call in the engine; nothing is recorded then.
+        Closing the generator cancels the call in the engine; nothing is recorded then. ``pinned``:
+        every token must be of this weight version. VersionGone if none is; if some are, the
+        Completion is cut off where they end, aborted and untrainable (:data:`VERSION_GONE`).
         """
         call = prepared.call
         parser = self.chat.stream_parser(
@@ -180,6 +186,18 @@ class Completer:
         versions: list[int] = []
         async with aclosing(self.engine.generate(request, stream=stream)) as chunks:
             async for chunk in chunks:
+                if pinned is not None and _other_version(chunk, pinned):
+                    if not ids and chunk.versions[0] != pinned:
+                        raise VersionGone.of(pinned, chunk.versions[0])
+                    ids += chunk.output_ids
+                    logprobs += chunk.logprobs
+                    versions += chunk.versions
+                    parser.feed(chunk.output_ids)
+                    parsed = parser.finish(matched_stop=None)[1]
+                    yield self._completion(
+                        prepared, parsed, "abort", session_id, ids, logprobs, versions, VERSION_GONE
+                    )
+                    return
                 ids += chunk.output_ids
                 logprobs += chunk.logprobs
                 versions += chunk.versions
@@ -211,6 +229,7 @@ class Completer:
         ids: list[int],
         logprobs: list[float],
         versions: list[int],
+        untrainable: str | None = None,
     ) -> Completion:
         message = parsed.to_message()
         call = prepared.call
@@ -231,7 +250,7 @@ class Completer:
             tools=None if prepared.parent_id else call.tools,
             continuation=prepared.continuation,
             branch_reason=prepared.branch_reason,
-            untrainable_reason=_untrainable(prepared.gconfig, ids),
+            untrainable_reason=untrainable or _untrainable(prepared.gconfig, ids),
             request={
                 "overridden": call.overrides,
                 "recorded": call.recorded,
@@ -241,6 +260,10 @@ class Completer:
         )
         (key,) = chain_keys([message], call.tools, start=prepared.key)
         return Completion(prepared, parsed, interaction, key)
+
+
+def _other_version(chunk: GenerationChunk, pinned: int) -> bool:
+    return any(version != pinned for version in chunk.versions)
 
 
 def _untrainable(gconfig: GenerationHyperparameters, ids: list[int]) -> str | None:

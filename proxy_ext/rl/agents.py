@@ -6,22 +6,25 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Query
 from starlette.requests import Request
+from starlette.responses import Response
 
-from any_agent.errors import AnyAgentError, InvalidRequest
+from any_agent.errors import InvalidRequest
 from any_agent.protocol import (
     Abort,
     Finalize,
+    Heartbeat,
     RewardSet,
     RunInfo,
+    SessionDetails,
     SessionInfo,
     SessionStarted,
     SetReward,
     StartSession,
+    Veto,
 )
-from any_agent.types import SessionState
-from proxy_ext.rl.common import Admin, Anyone
+from proxy_ext.rewards import parts_of
+from proxy_ext.rl.common import Anyone, Once, Who
 from proxy_ext.rl.strict import StrictRoute
-from proxy_ext.service import Service
 from proxy_ext.wire.http import while_present
 
 router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)
@@ -29,80 +32,107 @@ router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)
 Start = Annotated[StartSession, Body(default_factory=StartSession)]
 End = Annotated[Finalize, Body(default_factory=Finalize)]
 Stop = Annotated[Abort, Body(default_factory=Abort)]
+Refuse = Annotated[Veto, Body(default_factory=Veto)]
 SessionQuery = Annotated[str | None, Query(alias="session_id")]
 
 
-@router.post("/start_session")
-async def start_session(body: Start, request: Request, service: Admin) -> SessionStarted:
+@router.post("/start_session", response_model=SessionStarted)
+async def start_session(
+    body: Start, request: Request, service: Anyone, caller: Who, receipt: Once
+) -> Response:
     """Open a session; its key goes where the OpenAI key goes."""
-    return await while_present(request, _start(body, service))
+    opening = service.opening.open(body, caller, receipt.keep)
+    return receipt.response(await while_present(request, opening))
 
 
 @router.get("/start_session")
 async def start_session_by_query(
-    request: Request, service: Admin, query: Annotated[StartSession, Query()]
+    request: Request, service: Anyone, caller: Who, query: Annotated[StartSession, Query()]
 ) -> SessionStarted:
     """As POST, for people who type URLs; a key has no place in one."""
     if query.api_key is not None:
         raise InvalidRequest("send api_key in the body of a POST, not in a URL", param="api_key")
-    return await while_present(request, _start(query, service))
+    return await while_present(request, service.opening.open(query, caller))
 
 
-async def _start(body: StartSession, service: Service) -> SessionStarted:
-    try:
-        if body.mode == "train":
-            service.run.require_training()
-        session, key = await service.opening.open(body)
-    except AnyAgentError as error:
-        service.opening.refused[error.code] += 1
-        raise
-    return SessionStarted(
-        session_id=session.id,
-        api_key=key,
-        base_url=f"{service.public_url}/v1",
-        mode=body.mode,
-        version=service.run.version,
-        group_id=session.row.group_id,
-        task_id=session.row.task_id,
-        expires_in=session.row.expires_at - session.row.created_at,
-    )
-
-
-@router.post("/set_reward")
+@router.post("/set_reward", response_model=RewardSet)
 async def set_reward(
-    body: SetReward, request: Request, service: Anyone, query: SessionQuery = None
-) -> RewardSet:
-    """Reward a completion, by default the last one."""
+    body: SetReward,
+    request: Request,
+    service: Anyone,
+    caller: Who,
+    receipt: Once,
+    query: SessionQuery = None,
+) -> Response:
+    """Reward a completion (by default the last one), or the whole session; also once more."""
     session = await service.auth.session(request, _one(body.session_id, query))
-    if body.completion_id and body.interaction_id and body.completion_id != body.interaction_id:
-        raise InvalidRequest("completion_id and interaction_id name different completions")
+    by, keep = caller.name, receipt.keep
+    if body.reward is None:
+        final = parts_of(body.final_reward)
+        return receipt.response(await service.rewards.give_final(session, final, by=by, keep=keep))
     wanted = body.interaction_id or body.completion_id
-    interaction = await service.sessions.set_reward(session, body.reward, wanted)
-    return RewardSet(session_id=session.id, interaction_id=interaction, reward=body.reward)
+    parts = parts_of(body.reward, body.name)
+    return receipt.response(await service.rewards.give(session, parts, wanted, by=by, keep=keep))
 
 
-@router.post("/finalize")
+@router.post("/finalize", response_model=SessionInfo)
 async def finalize(
-    body: End, request: Request, service: Anyone, query: SessionQuery = None
-) -> SessionInfo:
-    """End a session; its trajectory is handed to training."""
+    body: End,
+    request: Request,
+    service: Anyone,
+    caller: Who,
+    receipt: Once,
+    query: SessionQuery = None,
+) -> Response:
+    """End a session; its trajectory is handed to training, at once or when its reward is there."""
     session = await service.auth.session(request, _one(body.session_id, query))
-    await service.sessions.finalize(session, body.final_reward)
-    return session.info()
+    final, by, keep = parts_of(body.final_reward), caller.name, receipt.keep
+    if body.await_reward:
+        until = body.deadline
+        ending = service.endings.await_reward(session, until, final, by=by, keep=keep)
+    else:
+        ending = service.endings.finalize(session, final, by=by, keep=keep)
+    return receipt.response(await ending)
 
 
 @router.get("/sessions/{session_id}")
-async def get_session(session_id: str, request: Request, service: Anyone) -> SessionInfo:
+async def get_session(session_id: str, request: Request, service: Anyone) -> SessionDetails:
     """What is recorded of a session: the caller's own, or any for the operator."""
-    return await service.sessions.info(await service.auth.session(request, session_id))
+    return await service.rewards.history(await service.auth.session(request, session_id))
 
 
-@router.post("/sessions/{session_id}/abort")
-async def abort(session_id: str, body: Stop, request: Request, service: Anyone) -> SessionInfo:
+@router.post("/sessions/{session_id}/heartbeat", response_model=Heartbeat)
+async def heartbeat(session_id: str, request: Request, service: Anyone, receipt: Once) -> Response:
+    """Keep an open session from expiring while nothing else happens in it."""
+    session = await service.auth.session(request, session_id)
+    answer = session.heartbeat()
+    await receipt.store(answer)
+    return receipt.response(answer)
+
+
+@router.post("/sessions/{session_id}/abort", response_model=SessionInfo)
+async def abort(
+    session_id: str, body: Stop, request: Request, service: Anyone, receipt: Once
+) -> Response:
     """Throw a session away; its calls under way are aborted."""
     session = await service.auth.session(request, session_id)
-    await service.sessions.end(session, SessionState.ABORTED, body.reason)
-    return session.info()
+    return receipt.response(await service.endings.abort(session, body.reason, keep=receipt.keep))
+
+
+@router.post("/sessions/{session_id}/veto", response_model=SessionInfo)
+async def veto(
+    session_id: str, body: Refuse, request: Request, service: Anyone, receipt: Once
+) -> Response:
+    """Keep a finalized session out of training."""
+    session = await service.auth.session(request, session_id)
+    return receipt.response(await service.endings.veto(session, body.reason, keep=receipt.keep))
+
+
+@router.delete("/sessions/{session_id}", response_model=SessionInfo)
+async def delete(session_id: str, request: Request, service: Anyone, receipt: Once) -> Response:
+    """Erase a session's texts, tokens and metadata; end it first if it is not over."""
+    session = await service.auth.session(request, session_id)
+    return receipt.response(await service.endings.delete(session, keep=receipt.keep))
 
 
 @router.get("/run")

@@ -12,9 +12,9 @@ from any_agent.protocol import ExportTrajectories, SessionInfo
 from any_agent.record import InteractionTree, export_rows, propagate_rewards
 from any_agent.record import to_json as row_to_json
 from any_agent.types import Trajectory
+from proxy_ext.lifecycle import EXPORT_OWNER
 from proxy_ext.rl.common import Admin
 from proxy_ext.rl.strict import StrictRoute
-from proxy_ext.session import EXPORT_OWNER
 from proxy_ext.wire.http import JSONResponse
 
 router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)

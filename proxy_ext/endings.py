@@ -1,0 +1,246 @@
+"""How sessions end: finalized, waiting for a late reward, aborted, expired, vetoed, deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from any_agent.config import SessionConfig
+from any_agent.errors import InvalidRequest, Unprocessable
+from any_agent.protocol import SessionInfo
+from any_agent.record import InteractionTree
+from any_agent.types import SessionMode, SessionState
+from proxy_ext.delivery import UNDELIVERED, undelivered, unreceived
+from proxy_ext.journal import (
+    EraseContent,
+    PutInteraction,
+    SessionRow,
+    SetAwaiting,
+    SetReward,
+    Statement,
+)
+from proxy_ext.keep import Keep, keep_nothing
+from proxy_ext.lifecycle import Event, refusal, target
+from proxy_ext.rewards import NOTHING, Parts, Rewards
+from proxy_ext.session import Session
+from proxy_ext.sessions import Sessions, ended, set_state
+
+_SETTLED_WITHIN = 30.0
+"""Seconds for the end of calls that are being recorded; longer only if the store hangs."""
+
+
+class Endings:
+    """Ends sessions of one rank. ``needed`` says whether a resume may want a trained one."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        rewards: Rewards,
+        config: SessionConfig,
+        *,
+        needed: Callable[[SessionRow], bool],
+    ) -> None:
+        self._sessions = sessions
+        self._rewards = rewards
+        self._config = config
+        self._needed = needed
+
+    async def finalize(
+        self,
+        session: Session,
+        final: Parts = NOTHING,
+        *,
+        by: str,
+        keep: Keep = keep_nothing,
+    ) -> SessionInfo:
+        """End a session: calls under way are aborted, then nothing can be added but rewards.
+
+        SessionClosed if it is over, Unprocessable without anything to train on, or without a
+        reward.
+        """
+        async with session.lock:
+            state = target(session.row, Event.FINALIZE)
+            row, rewards = await self._final(session, final, by)
+            self._require_calls(session)
+            self._require_reward(session, row)
+            return await self._close(session, ended(row, state), rewards, keep)
+
+    async def await_reward(
+        self,
+        session: Session,
+        seconds: float | None = None,
+        final: Parts = NOTHING,
+        *,
+        by: str,
+        keep: Keep = keep_nothing,
+    ) -> SessionInfo:
+        """End a session's calls; its rewards may come for so many seconds more.
+
+        As :meth:`finalize`, but for the reward. InvalidRequest for a deadline that is too far away.
+        """
+        longest = self._config.reward_deadline
+        if seconds is not None and seconds > longest:
+            raise InvalidRequest(
+                f"deadline {seconds:g} exceeds sessions.reward_deadline ({longest:g} s)",
+                param="deadline",
+            )
+        async with session.lock:
+            state = target(session.row, Event.AWAIT)
+            row, rewards = await self._final(session, final, by)
+            self._require_calls(session)
+            until = session.row_time(time.monotonic() + (seconds or longest))
+            row = replace(row, state=state, awaits_until=until)
+            return await self._close(session, row, rewards, keep)
+
+    async def abort(
+        self, session: Session, reason: str, *, keep: Keep = keep_nothing
+    ) -> SessionInfo:
+        """Throw a session away that is not finalized; SessionClosed for one that is."""
+        async with session.lock:
+            state = target(session.row, Event.ABORT)
+            return await self._close(session, ended(session.row, state, reason), [], keep)
+
+    async def expire(self, session: Session, reason: str) -> None:
+        """Its time ran out; SessionClosed if it has ended otherwise."""
+        async with session.lock:
+            state = target(session.row, Event.EXPIRE)
+            await self._close(session, ended(session.row, state, reason), [], keep_nothing)
+
+    async def at_deadline(
+        self,
+        session: Session,
+        *,
+        final: Parts = NOTHING,
+        by: str = "",
+        reason: str | None = None,
+    ) -> bool:
+        """It has awaited its reward for long enough: go by the rewards that it has, else by this
+        final reward, else reject it for this reason. Whether it had any.
+
+        SessionClosed if it has ended otherwise.
+        """
+        async with session.lock:
+            await self._sessions.load(session)
+            rewarded = is_rewarded(session)
+            if rewarded:
+                final, reason = NOTHING, None
+            if session.mode is SessionMode.EVAL:
+                state = SessionState.EVALUATED
+            else:
+                state = SessionState.REJECTED if reason else SessionState.FINALIZED
+            target(session.row, Event.DEADLINE, state)
+            row, rewards = await self._final(session, final, by)
+            await self._close(session, ended(row, state, reason), rewards, keep_nothing)
+            return rewarded
+
+    async def veto(
+        self, session: Session, reason: str, *, keep: Keep = keep_nothing
+    ) -> SessionInfo:
+        """Keep a finalized session out of training; Conflict or SessionClosed for others."""
+        async with session.lock:
+            state = target(session.row, Event.VETO)
+            await self._sessions.load(session)
+            row = ended(session.row, state, f"vetoed: {reason}")
+            return await self._write(session, row, [set_state(row)], keep)
+
+    async def delete(self, session: Session, *, keep: Keep = keep_nothing) -> SessionInfo:
+        """Erase a session's content, and end it if it is not over. Twice does no harm.
+
+        Conflict (`in_training`) while the trainer has it, or a resume may need it.
+        """
+        async with session.lock:
+            row = session.row
+            state = target(row, Event.DELETE)
+            if self._needed(row):
+                raise refusal(row, Event.DELETE)
+            if state is not row.state:
+                row = ended(row, state, "deleted")
+            row = replace(row, content="deleted", metadata={})
+            async with self._quiet(session):
+                empty = InteractionTree()
+                answer = session.info(row, empty)
+                statements = (set_state(row), EraseContent((row.id,)))
+                async with self._sessions.content_lock:
+                    await self._sessions.write(session, row, *statements, answer=answer, keep=keep)
+                session.tree = empty
+            return answer
+
+    # ------------------------------------------------------------------------------------------
+
+    async def _final(
+        self, session: Session, final: Parts, by: str
+    ) -> tuple[SessionRow, list[SetReward]]:
+        """The row with the final reward, and what writes it."""
+        await self._sessions.load(session)
+        if not final:
+            return session.row, []
+        statements, value = await self._rewards.final(session, final, by=by)
+        return replace(session.row, final_reward=value), statements
+
+    async def _close(
+        self, session: Session, row: SessionRow, rewards: list[SetReward], keep: Keep
+    ) -> SessionInfo:
+        """End its calls, then make it what the row says."""
+        async with self._quiet(session):
+            awaiting = row.state is SessionState.AWAITING_REWARD
+            # Also those that are still being sent: this session does not wait for their clients.
+            unsent = unreceived(session, for_good=not awaiting)
+            until = row.awaits_until or 0.0
+            statements: list[Statement] = [
+                *rewards,
+                SetAwaiting(row.id, until) if awaiting else set_state(row),
+                *(PutInteraction(undelivered(interaction)) for interaction in unsent),
+            ]
+            answer = await self._write(session, row, statements, keep)
+            self._rewards.count(rewards)
+            for interaction in unsent:
+                interaction.untrainable_reason = UNDELIVERED
+            self._sessions.undelivered += len(unsent)
+        return answer
+
+    async def _write(
+        self, session: Session, row: SessionRow, statements: list[Statement], keep: Keep
+    ) -> SessionInfo:
+        answer = session.info(row)
+        await self._sessions.write(session, row, *statements, answer=answer, keep=keep)
+        return answer
+
+    @asynccontextmanager
+    async def _quiet(self, session: Session) -> AsyncIterator[None]:
+        """No call of the session runs, and none begins. Those being recorded are let through."""
+        session.closing = True
+        try:
+            for call in tuple(session.calls):
+                call.abort("the session was ended while the call was under way")
+            tasks = [call.task for call in session.calls if call.task is not None]
+            if tasks:
+                await asyncio.wait(tasks, timeout=_SETTLED_WITHIN)
+            yield
+        finally:
+            session.closing = False
+
+    def _require_calls(self, session: Session) -> None:
+        if session.mode is SessionMode.TRAIN and len(session.tree) == 0:
+            raise Unprocessable(
+                "the session has no model call, so there is nothing to train on; abort it instead",
+                code="no_interactions",
+            )
+
+    def _require_reward(self, session: Session, row: SessionRow) -> None:
+        if session.mode is not SessionMode.TRAIN or not self._config.require_reward:
+            return
+        if not is_rewarded(session, row):
+            raise Unprocessable(
+                "the trajectory has no reward: pass final_reward or call set_reward first, or "
+                "await_reward if it comes later (sessions.require_reward=false takes it as 0)",
+                code="no_reward",
+            )
+
+
+def is_rewarded(session: Session, row: SessionRow | None = None) -> bool:
+    """Whether anybody has rewarded it, or any of its interactions."""
+    final = (row or session.row).final_reward
+    return final is not None or any(i.reward is not None for i in session.tree)

@@ -1,0 +1,74 @@
+"""The end of sessions' time: ttl and idle time of open ones, the deadline of awaited rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from any_agent.errors import AnyAgentError, SessionClosed
+from any_agent.types import SessionState
+from proxy_ext.endings import Endings
+from proxy_ext.late import LateRewards
+from proxy_ext.session import Session
+from proxy_ext.sessions import Sessions
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 256
+"""Sessions that are ended together: they share the store's commits."""
+
+
+class Expiry:
+    """Ends what has been open, or has awaited its reward, for too long."""
+
+    def __init__(self, sessions: Sessions, endings: Endings, late: LateRewards) -> None:
+        self._sessions = sessions
+        self._endings = endings
+        self._late = late
+
+    async def sweep(self) -> None:
+        """End every session whose time is over; costs nothing for the others."""
+        due = self._sessions.deadlines.pop(time.monotonic())
+        for k in range(0, len(due), _AT_ONCE):
+            found = (self._sessions.live.get(id) for id in due[k : k + _AT_ONCE])
+            await asyncio.gather(*(self._look(s) for s in found if s is not None))
+
+    async def end(self, session: Session, reason: str) -> None:
+        """Expire an open session; one that has just ended otherwise is left so."""
+        try:
+            await self._endings.expire(session, reason)
+            log.info("session %s expired: %s", session.id, reason)
+        except SessionClosed:
+            pass
+        except AnyAgentError as error:
+            log.warning("could not expire session %s yet: %s", session.id, error.message)
+            self._sessions.watch(session)
+
+    async def _look(self, session: Session) -> None:
+        now = time.monotonic()
+        if session.state is SessionState.AWAITING_REWARD:
+            await self._look_at_awaiting(session, now)
+        elif session.state is SessionState.OPEN:
+            if session.expires <= now:
+                await self.end(session, "its ttl ran out")
+            elif session.idle_expires <= now:
+                await self.end(
+                    session,
+                    f"idle for {session.idle_timeout:g} s: no call, no reward, no heartbeat",
+                )
+            else:
+                # Something has happened since the time was set.
+                self._sessions.watch(session)
+
+    async def _look_at_awaiting(self, session: Session, now: float) -> None:
+        if session.reward_due > now:
+            self._sessions.watch(session)
+            return
+        try:
+            await self._late.end(session)
+        except SessionClosed:
+            pass
+        except AnyAgentError as error:
+            log.warning("could not end session %s yet: %s", session.id, error.message)
+            self._sessions.watch(session)

@@ -1,0 +1,111 @@
+"""Rewards that a function of the operator's gives (`sessions.grader`), in processes of their own.
+
+A grader may hang, crash or eat its memory: it runs in a worker that is killed after
+`sessions.grader_timeout`, and whatever goes wrong in it is one :class:`GraderFailed`. Workers are
+started when they are first needed, and die with this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from any_agent.protocol import as_reward
+from proxy_ext import grader_worker
+from proxy_ext.grader_worker import short
+from proxy_ext.rewards import Parts, parts_of
+from proxy_ext.session import Session
+
+_WORKERS = 2
+
+
+class GraderFailed(Exception):
+    """There is no reward; says why."""
+
+
+def graded_session(session: Session) -> dict[str, Any]:
+    """What a grader is given: a dict of plain values.
+
+    Each interaction has its whole conversation: ``messages`` and the answer, ``output_message``.
+    """
+    tree, row = session.tree, session.row
+    return {
+        "session_id": row.id,
+        "mode": str(row.mode),
+        "task_id": row.task_id,
+        "metadata": row.metadata,
+        "interactions": [
+            {
+                "id": i.id,
+                "parent_id": i.parent_id,
+                "messages": tree.messages(i.id),
+                "output_message": i.output_message,
+                "finish_reason": i.finish_reason,
+            }
+            for i in tree
+        ],
+    }
+
+
+class Grader:
+    """``name`` is "module.function"; it may be a coroutine function.
+
+    It takes what :func:`graded_session` makes, and returns a number or several by name.
+    """
+
+    def __init__(self, name: str, *, timeout: float) -> None:
+        self.name = name
+        self._timeout = timeout
+        self._free = asyncio.Semaphore(_WORKERS)
+        self._pool: ProcessPool | None = None
+
+    async def check(self) -> None:
+        """GraderFailed if there is no such function, or importing it takes too long."""
+        await self._run(grader_worker.find, self.name)
+
+    async def grade(self, session: Mapping[str, Any]) -> Parts:
+        """The final reward; GraderFailed."""
+        returned = await self._run(grader_worker.grade, self.name, dict(session))
+        try:
+            return parts_of(as_reward(returned))
+        except ValueError as error:
+            raise GraderFailed(f"it returned {short(repr(returned))}: {error}") from None
+
+    async def close(self) -> None:
+        """End the workers, also in the middle of a grade."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await asyncio.to_thread(_end, pool)
+
+    async def _run(self, function: Any, *arguments: Any) -> Any:
+        # One at a time for each worker: the time-out is the grader's alone, waiting is not in it.
+        async with self._free:
+            if self._pool is None:
+                self._pool = ProcessPool(
+                    max_workers=_WORKERS,
+                    initializer=grader_worker.die_with,
+                    initargs=(os.getpid(),),
+                    context=multiprocessing.get_context("spawn"),
+                )
+            try:
+                future = self._pool.schedule(function, args=arguments, timeout=self._timeout)
+                worked, result = await asyncio.wrap_future(future)
+            except TimeoutError:
+                raise GraderFailed(f"it took more than {self._timeout:g} s") from None
+            except ProcessExpired as error:
+                raise GraderFailed(f"its process died (exit code {error.exitcode})") from None
+            except Exception as error:
+                raise GraderFailed(f"it could not be run: {short(str(error))}") from error
+        if not worked:
+            raise GraderFailed(short(str(result)))
+        return result
+
+
+def _end(pool: ProcessPool) -> None:
+    pool.stop()  # type: ignore[no-untyped-call]
+    pool.join()
