@@ -7,12 +7,14 @@ import logging
 from dataclasses import replace
 
 from any_agent.completions import Completer, Prepared
-from any_agent.errors import AnyAgentError, TooManyRequests
+from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 from proxy_ext.call import Call, Head, Listener
 from proxy_ext.call_stats import CallStats, CallTimer
 from proxy_ext.draining import draining
+from proxy_ext.inflight import InFlight, Place
 from proxy_ext.journal import RequestMark
+from proxy_ext.quotas import Quotas
 from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions
 
@@ -26,12 +28,19 @@ class Calls:
     """Starts calls, bounds their number, and keeps them findable by their session."""
 
     def __init__(
-        self, completer: Completer, sessions: Sessions, *, limit: int, retry_grace: float
+        self,
+        completer: Completer,
+        sessions: Sessions,
+        *,
+        limit: int,
+        retry_grace: float,
+        quotas: Quotas,
     ) -> None:
         """``retry_grace``: seconds for which a call without a client waits for a marked retry."""
         self._completer = completer
         self._sessions = sessions
-        self._limit = limit
+        self._quotas = quotas
+        self.places = InFlight(limit)
         self._retry_grace = retry_grace
         self._running: set[Call] = set()
         self._waiting: set[asyncio.Task[None]] = set()
@@ -42,25 +51,32 @@ class Calls:
     def __len__(self) -> int:
         return len(self._running)
 
+    def enter(self) -> Place:
+        """A place for a request that asks for a call, before it costs anything; TooManyRequests or
+        Draining if there is none."""
+        if self.draining:
+            raise draining()
+        return self.places.enter()
+
     def start(
         self,
         prepared: Prepared,
         session: Session | None,
         *,
         stream: bool,
+        place: Place,
+        tenant: str | None = None,
         mark: RequestMark | None = None,
     ) -> Listener:
-        """Begin a call; SessionClosed, TooManyRequests or Draining."""
+        """Begin a call, which holds the place until its task is over.
+
+        SessionClosed, VersionGone or Draining.
+        """
         if self.draining:
             raise draining()
         if session is not None:
             session.require_open()
-        if len(self._running) >= self._limit:
-            raise TooManyRequests(
-                f"{self._limit} model calls are under way; try again",
-                code="too_many_calls",
-                retry_after=1,
-            )
+            session.require_version(self._completer.engine.version)
         mode = session.row.mode if session is not None else None
         if session is not None:
             prepared = self._seeded(prepared, session)
@@ -69,8 +85,16 @@ class Calls:
         self._running.add(call)
         if session is not None:
             session.calls.add(call)
+            session.touch()
         call.task = asyncio.create_task(call.run(prepared, self._completer, self._sessions, timer))
-        call.task.add_done_callback(lambda _: self._ended(call, timer))
+        place.hold()
+
+        def ended(_: asyncio.Task[None]) -> None:
+            self._ended(call, timer)
+            self._quotas.tokens(tenant, call.cost)
+            place.leave()
+
+        call.task.add_done_callback(ended)
         return call.listen()
 
     def recorded(
@@ -115,6 +139,13 @@ class Calls:
 
         Until somebody has it the call stays with its session, so that a finalize knows of it.
         """
+        try:
+            await self._release(listener)
+        finally:
+            if listener.place is not None:
+                listener.place.leave()
+
+    async def _release(self, listener: Listener) -> None:
         call = listener.call
         if listener.delivered:
             if call.interaction is not None:

@@ -14,18 +14,36 @@ _QUEUED_PER_SLOT = 1
 only wait longer: the time of an admitted call is bounded by this."""
 
 
+class Place:
+    """One place, held by whoever waits for a call's answer and by the call itself."""
+
+    __slots__ = ("_holders", "_inflight")
+
+    def __init__(self, inflight: InFlight) -> None:
+        self._inflight = inflight
+        self._holders = 1
+
+    def hold(self) -> None:
+        """Another one needs it, who will leave it, too."""
+        self._holders += 1
+
+    def leave(self) -> None:
+        """Not needed here any more; it is free when nobody needs it."""
+        self._holders -= 1
+        if self._holders == 0:
+            self._inflight.taken -= 1
+
+
 class InFlight:
     """The places of one rank."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.taken = 0
-        self.refused = 0
 
-    def enter(self) -> None:
+    def enter(self) -> Place:
         """Take a place; TooManyRequests if there is none."""
         if self.taken >= self.limit:
-            self.refused += 1
             raise TooManyRequests(
                 f"{self.limit} model calls are under way here, as many as the engine keeps up "
                 "with; try again",
@@ -33,10 +51,7 @@ class InFlight:
                 retry_after=1,
             )
         self.taken += 1
-
-    def leave(self) -> None:
-        """Give a place back."""
-        self.taken -= 1
+        return Place(self)
 
 
 def most_calls(limit: int, *, slots: int | None, sessions: int) -> int:

@@ -15,6 +15,7 @@ from any_agent.completions import ChatCall, Delta, parse_chat
 from any_agent.errors import AnyAgentError, Unauthenticated
 from any_agent.types import Interaction, SessionMode
 from proxy_ext.call import Head, Item, Listener
+from proxy_ext.inflight import Place
 from proxy_ext.retries import mark_of, take_up
 from proxy_ext.service import Service
 from proxy_ext.session import Session
@@ -25,27 +26,50 @@ _LONG_BODY = 65_536
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """One model call of a session, or, where nothing is trained, of nobody's."""
-    session = await service.auth.session_or_none(request, request.query_params.get("session_id"))
-    if session is not None:
-        session.require_open()
-    elif service.run.state == "training":
-        raise Unauthenticated(
-            "calls belong to a session while training goes on: POST /rl/v1/start_session "
-            "(mode train or eval) and use its api_key",
-            code="no_session",
+    # First of all: what is refused for want of a place must cost next to nothing.
+    place = service.calls.enter()
+    try:
+        session, tenant = await _whose(service, request)
+        service.quotas.model_call(tenant)
+        mode = session.mode if session is not None else SessionMode.EVAL
+        body = await read_json(request)
+        call = parse_chat(
+            body, mode=mode, sampling=service.sampling, model=service.config.model.name
         )
-    mode = session.mode if session is not None else SessionMode.EVAL
-    body = await read_json(request)
-    call = parse_chat(body, mode=mode, sampling=service.sampling, model=service.config.model.name)
-    listener = await _begin(service, request, call, session)
+        listener = await _begin(service, request, call, session, place=place, tenant=tenant)
+    except BaseException:
+        place.leave()
+        raise
+    listener.place = place
     answer = _Answer(service, call, listener.call.head, session)
     if call.stream:
         return await _stream(service, request, listener, answer)
     return await _whole(service, request, listener, answer)
 
 
+async def _whose(service: Service, request: Request) -> tuple[Session | None, str | None]:
+    """The session that a call belongs to, and the tenant that it is charged to."""
+    session = await service.auth.session_or_none(request, request.query_params.get("session_id"))
+    if session is not None:
+        session.require_open()
+        return session, session.row.tenant
+    if service.run.state == "training":
+        raise Unauthenticated(
+            "calls belong to a session while training goes on: POST /rl/v1/start_session "
+            "(mode train or eval) and use its api_key",
+            code="no_session",
+        )
+    return None, service.auth.caller(request).tenant
+
+
 async def _begin(
-    service: Service, request: Request, call: ChatCall, session: Session | None
+    service: Service,
+    request: Request,
+    call: ChatCall,
+    session: Session | None,
+    *,
+    place: Place,
+    tenant: str | None,
 ) -> Listener:
     """The call that the request repeats, or a new one."""
     content = await request.body()
@@ -62,7 +86,9 @@ async def _begin(
         prepared = await asyncio.to_thread(service.completer.prepare, call, tree)
     else:
         prepared = service.completer.prepare(call, tree)
-    return service.calls.start(prepared, session, stream=call.stream, mark=mark)
+    return service.calls.start(
+        prepared, session, stream=call.stream, place=place, tenant=tenant, mark=mark
+    )
 
 
 async def _whole(
