@@ -2,6 +2,7 @@
 
 docs/configuration.md from any_agent/config.py: a setting's meaning is the docstring under its
 field, its section's the docstring of the class. docs/metrics.md from each part's table of metrics.
+docs/sessions.md from the table of states in proxy_ext/lifecycle.py.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+session_states: Any = importlib.import_module("session_states")
 SOURCE = ROOT / "any_agent" / "config.py"
 TARGET = ROOT / "docs" / "configuration.md"
 TREE = "Config"
 METRICS_TARGET = ROOT / "docs" / "metrics.md"
+SESSIONS_TARGET = ROOT / "docs" / "sessions.md"
 
 HEAD = """# Configuration
 
@@ -119,7 +123,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write the generated documents.")
     parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
     arguments = parser.parse_args()
-    texts = {TARGET: render(SOURCE.read_text(encoding="utf-8")), METRICS_TARGET: render_metrics()}
+    texts = {
+        TARGET: render(SOURCE.read_text(encoding="utf-8")),
+        METRICS_TARGET: render_metrics(),
+        SESSIONS_TARGET: session_states.render(),
+    }
     old = [p for p, text in texts.items() if not p.exists() or p.read_text("utf-8") != text]
     for path in old:
         if arguments.check:
@@ -132,7 +140,6 @@ def main() -> int:
 
 def render_metrics() -> str:
     """The document of every part's metrics."""
-    sys.path.insert(0, str(ROOT))
     parts = [METRICS_HEAD]
     for module, (title, about) in METRICS_PARTS.items():
         parts.append(f"## {title}\n")
@@ -201,6 +208,8 @@ def _default(value: ast.expr | None) -> tuple[str, list[str]]:
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
         limits = [f"{signs[k.arg]} {_plain(k.value)}" for k in value.keywords if k.arg in signs]
         factory = next((k.value for k in value.keywords if k.arg == "default_factory"), None)
+        if factory is not None and ast.unparse(factory) == "dict":
+            return "{}", limits
         if factory is not None:
             return f"({ast.unparse(factory).strip('_')})", limits
         value = value.args[0] if value.args else None
@@ -229,6 +238,7 @@ def _type(annotation: str) -> str:
         return " / ".join(part.strip().strip("'\"") for part in out[8:-1].split(","))
     names = {"str": "text", "int": "integer", "float": "number", "bool": "true / false"}
     names |= {"Name": "name", "Path": "folder", "SecretStr": "secret"}
+    names |= {"dict[str, float]": "numbers by name"}
     names |= {"tuple[float, float]": "two numbers", "tuple[str, ...]": "list of texts"}
     return names[out]
 

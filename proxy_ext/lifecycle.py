@@ -161,9 +161,10 @@ EVENTS = {
         "not_finalized",
     ),
     Event.RELEASE: Rule(
-        _TRAINER + ", the service",
-        "PUT /rl/v1/capacity",
-        "takes it back: its lease ran out, its holder does not know of it, or gave it back",
+        _SERVICE,
+        "",
+        "takes it back: its lease ran out, or its holder has said (PUT /rl/v1/capacity) that it "
+        "does not know of it",
         "lease_lost",
     ),
     Event.TRAIN: Rule(

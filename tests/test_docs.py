@@ -11,11 +11,13 @@ from types import ModuleType
 import pytest
 
 from any_agent.config import Config, known_keys, load_config
+from any_agent.types import SessionState
 from proxy_ext.app import create_app
+from proxy_ext.lifecycle import Event
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md"]
-DOCUMENTS += ["docs/metrics.md"]
+DOCUMENTS += ["docs/metrics.md", "docs/sessions.md"]
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,22 @@ def test_metrics_are_up_to_date(generate: ModuleType) -> None:
     assert generate.METRICS_TARGET.read_text() == generate.render_metrics(), (
         "run python docs/generate.py"
     )
+
+
+def test_sessions_are_up_to_date(generate: ModuleType) -> None:
+    assert generate.SESSIONS_TARGET.read_text() == generate.session_states.render(), (
+        "run python docs/generate.py"
+    )
+
+
+def test_sessions_name_every_state_and_event() -> None:
+    text = (ROOT / "docs" / "sessions.md").read_text()
+    for name in (*SessionState, *Event):
+        assert f"`{name}`" in text
+    matrix = text.partition("## Every event in every state")[2].partition("##")[0]
+    rows = re.findall(r"^\| `\w+` \| (.+) \|$", matrix, re.M)
+    assert len(rows) > 10
+    assert all(len(row.split(" | ")) == len(SessionState) for row in rows)
 
 
 def test_the_queries_are_of_metrics_that_exist(generate: ModuleType) -> None:
