@@ -50,9 +50,9 @@ TAIL = """## Rewards
 
 `sessions.ttl` (or the open's own `ttl`, if shorter) is absolute. `sessions.idle_timeout` begins
 anew with every call, reward and heartbeat; a call under way counts, and so does a restart of the
-service, as nobody could be heard meanwhile. Neither goes by the wall clock: a row remembers the boot clock,
-so that a clock set forward or back expires nothing, also while the service is down. After a reboot
-of the machine only the wall clock is left.
+service, as nobody could be heard meanwhile. Neither goes by the wall clock: a row remembers the
+boot clock, so that a clock set forward or back expires nothing, also while the service is down.
+After a reboot of the machine only the wall clock is left.
 
 ## Deletion and veto
 
@@ -65,9 +65,9 @@ trained on until no checkpoint is kept that a resume could begin from before it.
 ## Eval sessions
 
 `mode: eval` takes no slot and is never trained on; it ends as `evaluated`. With `version` (a
-number, or `"current"`) it is pinned: every token of it is of that weight version. Once the engine serves
-another one its calls get 409 `version_gone`; a call that an update cuts off gets the same, and what
-was sampled of it is kept as untrainable.
+number, or `"current"`) it is pinned: every token of it is of that weight version. Once the engine
+serves another one its calls get 409 `version_gone`; a call that an update cuts off gets the same,
+and what was sampled of it is kept as untrainable.
 """
 
 

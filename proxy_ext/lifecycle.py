@@ -84,7 +84,6 @@ class Rule:
 
 
 _OWNERS = "the session's key, its tenant, an admin"
-_TENANTS = "its tenant, an admin"
 _TRAINER = "the trainer, an admin"
 _SERVICE = "the service"
 EVENTS = {
@@ -143,7 +142,7 @@ EVENTS = {
         "not_finalized",
     ),
     Event.DELETE: Rule(
-        _TENANTS,
+        _OWNERS,
         "DELETE /rl/v1/sessions/{id}",
         "erases its texts, tokens and metadata; ends it first if it is not over; refused while a "
         "resume of the training may need it",
