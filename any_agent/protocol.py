@@ -171,7 +171,7 @@ class Finalize(_Body):
     final_reward: RewardValue = None
     await_reward: bool = False
     """Take no more calls, and rewards until the deadline; `finalize` again ends it earlier."""
-    deadline: float | None = Field(None, gt=0)
+    deadline: float | None = Field(default=None, gt=0)
     """Seconds to await rewards for; default and most: `sessions.reward_deadline`."""
     session_id: str | None = None
 
