@@ -266,8 +266,8 @@ def refusal(row: SessionRow, event: Event) -> AnyAgentError:
     """What the caller of a forbidden event is told."""
     code, advice = refused_with(row.state, event)
     why = f" ({row.reason})" if row.reason else ""
-    erased = ", and its content was deleted" if row.content == "deleted" else ""
-    message = f"session {row.id} is {_IN_WORDS.get(row.state, row.state)}{why}{erased}; {advice}"
+    gone = "" if row.content == "stored" else f", and its content was {row.content}"
+    message = f"session {row.id} is {_IN_WORDS.get(row.state, row.state)}{why}{gone}; {advice}"
     kind = SessionClosed if code == "session_closed" else Conflict
     details = {"state": str(row.state), "reason": row.reason}
     return kind(message, code=code, details=details)
