@@ -126,8 +126,9 @@ class Journal(Protocol):
         """A named value, or None."""
         ...
 
-    async def trim(self) -> None:
-        """Give some of the space that removed content left back to the file system."""
+    async def trim(self) -> int:
+        """Give some of the space that removed content left back to the file system; the bytes that
+        are still free."""
         ...
 
     def size(self) -> int:

@@ -12,6 +12,8 @@ from proxy_ext.journal.rows import NumberedRow, SessionFilter, SessionPage, Sess
 
 _LOOKED_AT = 20_000
 """Sessions that one page is looked for among."""
+_TRIMMED_PAGES = 256
+"""Given back to the file system at once, within some milliseconds."""
 _NEVER_REPLAYED = (SessionState.EVALUATED, SessionState.EXPIRED, SessionState.ABORTED)
 _ENDED = f"""
 SELECT * FROM sessions WHERE content = 'stored' AND ended_at < :before AND (
@@ -64,3 +66,14 @@ def page(
     found = [NumberedRow(row["number"], session_row(row), row["interactions"]) for row in rows]
     reached = found[-1].number if len(found) == limit else lowest
     return SessionPage(found, reached if reached > 1 else None)
+
+
+def trim(connection: sqlite3.Connection) -> int:
+    """See :meth:`proxy_ext.journal.base.Journal.trim`."""
+    (free,) = connection.execute("PRAGMA freelist_count").fetchone()
+    (size,) = connection.execute("PRAGMA page_size").fetchone()
+    given = min(free, _TRIMMED_PAGES)
+    for _ in range(given):
+        # Whatever number it is given, sqlite3 steps such a statement once: one page.
+        connection.execute("PRAGMA incremental_vacuum(1)")
+    return int((free - given) * size)

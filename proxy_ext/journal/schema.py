@@ -1,11 +1,13 @@
-"""The tables of a SQLite journal, and the connections to it."""
+"""The tables of a SQLite journal, how older ones become these, and the settings it is used with."""
 
 from __future__ import annotations
 
 import sqlite3
+import zlib
 from pathlib import Path
 
-from any_agent.errors import StoreUnavailable
+from any_agent.atomic import fsync
+from any_agent.errors import StartupError
 
 VERSION = 2
 TABLES = """
@@ -15,7 +17,7 @@ CREATE TABLE sessions (
     metadata BLOB NOT NULL, created_at REAL NOT NULL, expires_at REAL NOT NULL,
     final_reward REAL, reason TEXT, owner TEXT, tenant TEXT, opened_by TEXT,
     pinned_version INTEGER, clock TEXT, awaits_until REAL, step INTEGER, ended_at REAL,
-    content TEXT NOT NULL
+    content TEXT NOT NULL DEFAULT 'stored'
 ) STRICT;
 CREATE INDEX sessions_by_state ON sessions (state, mode);
 CREATE INDEX sessions_by_group ON sessions (group_id);
@@ -39,23 +41,91 @@ CREATE TABLE answers (
 CREATE INDEX answers_by_time ON answers (created_at);
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
 """
+_FROM_1 = f"""
+BEGIN IMMEDIATE;
+DROP INDEX sessions_by_state;
+DROP INDEX sessions_by_group;
+DROP INDEX sessions_by_lane;
+DROP INDEX interactions_by_session;
+ALTER TABLE sessions RENAME TO sessions_1;
+ALTER TABLE interactions RENAME TO interactions_1;
+ALTER TABLE meta RENAME TO meta_1;
+{TABLES}
+INSERT INTO sessions (
+    id, lane, mode, state, task_id, group_id, group_size, metadata, created_at, expires_at,
+    final_reward, reason, owner, ended_at
+) SELECT
+    id, lane, mode, state, task_id, group_id, group_size, metadata, created_at, expires_at,
+    final_reward, reason, owner,
+    CASE WHEN state IN ('trained', 'rejected', 'evaluated', 'expired', 'aborted')
+    THEN expires_at END
+FROM sessions_1 ORDER BY created_at, rowid;
+INSERT INTO interactions (number, id, session_id, data, checksum, reward)
+SELECT number, id, session_id, data, checksum_of(data), reward FROM interactions_1;
+INSERT INTO meta SELECT key, value FROM meta_1;
+DROP TABLE sessions_1;
+DROP TABLE interactions_1;
+DROP TABLE meta_1;
+PRAGMA user_version = 2;
+COMMIT;
+"""
+"""When a session ended was not written: by its expiry at the latest."""
+_LOG_PAGES = 1000
+"""The log is copied into the file when it has grown to 4 MB."""
+_LOG_BYTES = 16 << 20
+"""What is left of a log that had to grow beyond that."""
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """Open or create a journal; StoreUnavailable for one of another version."""
-    connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-    # Of a new file; it lets what the archives took be given back to the file system in small steps.
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+def create(path: Path) -> None:
+    """A new journal: whole under its name or not there, also after a crash."""
+    new = path.with_name(f".new-{path.name}")
+    new.unlink(missing_ok=True)
+    connection = sqlite3.connect(new, isolation_level=None)
+    try:
+        # Lets what the archives took be given back to the file system in small steps.
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
+    finally:
+        connection.close()
+    fsync(new)
+    new.rename(path)
+    fsync(path.parent)
+    fsync(path.parent.parent)
+
+
+def version_of(connection: sqlite3.Connection, path: Path) -> int:
+    """The journal's version; StartupError for one that this service cannot use."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version > VERSION:
+        raise StartupError(
+            f"the journal {path} is of version {version}, this any-agent knows {VERSION}: "
+            "go on with the newer any-agent that wrote it, or choose another --trial"
+        )
+    if version == 0:
+        raise StartupError(
+            f"{path} is no journal: move it away and start again, or choose another --trial"
+        )
+    return int(version)
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Make a journal of version 1 one of this version, in one transaction."""
+    connection.create_function("checksum_of", 1, zlib.crc32, deterministic=True)
+    try:
+        connection.executescript(_FROM_1)
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def settle(connection: sqlite3.Connection) -> None:
+    """The settings that the journal is used with."""
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version == 0:
-        connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
-    elif version != VERSION:
-        connection.close()
-        raise StoreUnavailable(
-            f"the journal {path} has format {version}, this service writes {VERSION}; "
-            "choose another trial"
-        )
+    connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
+    connection.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
+    # What is deleted is overwritten, not just forgotten.
+    connection.execute("PRAGMA secure_delete = ON")
     connection.row_factory = sqlite3.Row
-    return connection

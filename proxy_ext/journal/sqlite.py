@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import orjson
 
-from any_agent.errors import StoreUnavailable
 from any_agent.record import unpack_interaction
 from any_agent.types import SessionState
 from proxy_ext.journal import listing
 from proxy_ext.journal.base import JournalStats
+from proxy_ext.journal.files import open_journal
 from proxy_ext.journal.listing import session_row
 from proxy_ext.journal.prepare import prepare
 from proxy_ext.journal.rows import (
@@ -30,28 +30,22 @@ from proxy_ext.journal.rows import (
     StoredInteraction,
     StoredRequest,
 )
-from proxy_ext.journal.schema import connect
 from proxy_ext.journal.statements import EraseContent, Statement
 from proxy_ext.journal.writer import Job, Writer
 
 T = TypeVar("T")
-
-_TRIMMED_PAGES = 1024
-"""Given back to the file system at once: 4 MB, within some milliseconds."""
 
 
 class SQLiteJournal:
     """See :class:`proxy_ext.journal.base.Journal`."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file; StoreUnavailable if it cannot be used."""
+        """Open or create the file; StartupError if it cannot be used."""
         self._path = path
         self.stats = JournalStats()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            connection = connect(path)
-        except (OSError, sqlite3.Error) as error:
-            raise StoreUnavailable(f"cannot open the journal {path}: {error}") from error
+        connection, damage = open_journal(path)
+        if damage is not None:
+            self.stats.damaged = damage.sessions
         self._writer = Writer(connection, path, self.stats)
 
     async def commit(self, *statements: Statement) -> None:
@@ -173,14 +167,9 @@ class SQLiteJournal:
         row = await self._read(lambda c: c.execute(sql, (key,)).fetchone())
         return None if row is None else orjson.loads(row[0])
 
-    async def trim(self) -> None:
-        def step(connection: sqlite3.Connection) -> None:
-            (free,) = connection.execute("PRAGMA freelist_count").fetchone()
-            for _ in range(min(free, _TRIMMED_PAGES)):
-                # Whatever number it is given, sqlite3 steps such a statement once: one page.
-                connection.execute("PRAGMA incremental_vacuum(1)")
-
-        await self._writer.submit(Job(step, writes=True))
+    async def trim(self) -> int:
+        free: int = await self._writer.submit(Job(listing.trim, writes=True))
+        return free
 
     def size(self) -> int:
         files = (self._path, self._path.with_name(f"{self._path.name}-wal"))

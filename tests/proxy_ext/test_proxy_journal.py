@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.errors import StoreBusy, StoreUnavailable
+from any_agent.errors import StoreBusy, StoreFull, StoreUnavailable
 from any_agent.record import pack_interaction
 from any_agent.types import SessionState
 from proxy_ext.journal import (
@@ -170,18 +170,28 @@ async def test_states_of_a_session(journal: SQLiteJournal) -> None:
     assert await journal.session("s1") == replace(final, state=SessionState.LEASED, owner="o")
 
 
-async def test_erased_content(journal: SQLiteJournal) -> None:
+async def test_erased_content(journal: SQLiteJournal, tmp_path: Path) -> None:
     for k in ("1", "2"):
-        interaction = PutInteraction(make_interaction(f"i{k}", f"s{k}"))
-        await journal.commit(PutSession(make_row(f"s{k}")), interaction)
+        interaction = make_interaction(f"i{k}", f"s{k}")
+        interaction.message_delta = [{"role": "user", "content": f"canary-{k}" * 3000}]
+        row = make_row(f"s{k}", metadata={"of": f"canary-{k}"})
+        await journal.commit(PutSession(row), PutInteraction(interaction))
     await journal.commit(SetReward("s1", None, None, 1.0, "me", 1.0, combined=1.0))
+    assert on_disk(tmp_path, b"canary-1")
     await journal.commit(EraseContent(("s1",)))
+    # Out of the file's free pages and of its log, too.
+    assert not on_disk(tmp_path, b"canary-1")
+    assert on_disk(tmp_path, b"canary-2")
     erased = await journal.session("s1")
     assert erased is not None
     assert (erased.content, erased.metadata, erased.final_reward) == ("deleted", {}, 1.0)
     assert await journal.interactions("s1") == []
     assert len(await journal.rewards("s1")) == 1
     assert len(await journal.interactions("s2")) == 1
+
+
+def on_disk(folder: Path, text: bytes) -> bool:
+    return any(text in file.read_bytes() for file in folder.rglob("*") if file.is_file())
 
 
 async def test_what_there_is_of_names(journal: SQLiteJournal) -> None:
@@ -325,35 +335,56 @@ async def test_a_lost_connection_is_told_to_everybody(tmp_path: Path) -> None:
     await journal.close()
 
 
-async def test_a_full_disk(tmp_path: Path) -> None:
+async def test_a_full_disk(journal: SQLiteJournal, caplog: pytest.LogCaptureFixture) -> None:
     """As SQLite reports it; what was acknowledged before stays readable."""
-    journal = SQLiteJournal(tmp_path / "j.sqlite")
     await journal.commit(PutMeta("a", 1))
-    (pages,) = journal._writer.connection.execute("PRAGMA page_count").fetchone()
-    journal._writer.connection.execute(f"PRAGMA max_page_count = {pages + 1}")
-    with pytest.raises(StoreUnavailable, match="nothing was recorded"):
-        await journal.commit(PutMeta("big", "x" * 100_000), PutMeta("small", 1))
+    execute = journal._writer.connection.execute
+    (pages,) = execute("PRAGMA page_count").fetchone()
+    execute(f"PRAGMA max_page_count = {pages + 1}")
+    for _ in range(3):
+        with pytest.raises(StoreFull, match="nothing was recorded") as refused:
+            await journal.commit(PutMeta("big", "x" * 100_000), PutMeta("small", 1))
+    assert (refused.value.status, refused.value.code) == (507, "store_full")
+    assert int(refused.value.headers()["Retry-After"]) >= 1
+    assert journal.stats.full
     assert await journal.meta("a") == 1
     assert await journal.meta("small") is None
-    journal._writer.connection.execute("PRAGMA max_page_count = 100000")
+    execute("PRAGMA max_page_count = 100000")
     await journal.commit(PutMeta("big", "x" * 100_000))
-    await journal.close()
+    assert not journal.stats.full
+    # Once each, however many writes it was.
+    assert [r.levelname for r in caplog.records if "journal" in r.name] == ["ERROR"]
 
 
-def test_a_file_that_cannot_be_used(tmp_path: Path) -> None:
-    other = tmp_path / "other.sqlite"
-    connection = sqlite3.connect(other)
-    connection.execute("PRAGMA user_version = 99")
-    connection.close()
-    with pytest.raises(StoreUnavailable, match="choose another trial"):
-        SQLiteJournal(other)
-    garbage = tmp_path / "garbage.sqlite"
-    garbage.write_bytes(b"no database" * 1000)
-    with pytest.raises(StoreUnavailable, match="cannot open"):
-        SQLiteJournal(garbage)
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(StoreUnavailable, match="cannot open"):
-        SQLiteJournal(tmp_path / "file" / "j.sqlite")
+class FailingCommit:
+    """A connection whose commits fail, as on a disk that fails."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def execute(self, sql: str, *values: object) -> sqlite3.Cursor:
+        if sql == "COMMIT":
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
+            raise error
+        return self._connection.execute(sql, *values)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._connection, name)
+
+
+async def test_a_commit_that_fails_says_that_it_is_not_sure(journal: SQLiteJournal) -> None:
+    real = journal._writer.connection
+    journal._writer.connection = FailingCommit(real)  # type: ignore[assignment]
+    write, read = journal.commit(PutMeta("a", 1)), journal.meta("a")
+    results = await asyncio.gather(write, read, return_exceptions=True)
+    assert type(results[0]) is StoreUnavailable
+    assert "look before you try again" in str(results[0])
+    # A read does not fail with the writes beside it.
+    assert results[1] is None
+    journal._writer.connection = real
+    await journal.commit(PutMeta("a", 2))
+    assert await journal.meta("a") == 2
 
 
 def killed_writer(path: Path, prefix: str, lines: int) -> list[str]:

@@ -1,0 +1,100 @@
+"""A journal's files: created, checked, salvaged, migrated, opened."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from pathlib import Path
+
+from any_agent.errors import StartupError
+from proxy_ext.journal import salvage, schema
+from proxy_ext.journal.wal import has_lost_commits
+
+log = logging.getLogger(__name__)
+
+_CHECKED_WHOLE = 1 << 30
+"""Bytes. Checking them takes 0.3 s if they are in the page cache, else as long as reading them. Of
+a larger journal everything but the interactions is checked; these have checksums, for when they
+are read."""
+_QUICK = (
+    "PRAGMA quick_check(sessions)",
+    "PRAGMA quick_check(rewards)",
+    "PRAGMA quick_check(answers)",
+    "PRAGMA quick_check(meta)",
+    "SELECT 'ok' WHERE (SELECT COUNT(*) FROM interactions NOT INDEXED) >= 0",
+)
+
+
+def open_journal(path: Path) -> tuple[sqlite3.Connection, salvage.Damage | None]:
+    """The connection to a journal that may be new, and what was lost of one that was damaged.
+
+    Raises:
+        StartupError: it cannot be used; the message says what to do.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        salvage.finish(path)
+        if not path.exists():
+            schema.create(path)
+        damage = _checked(path)
+        connection = _connect(path)
+        try:
+            if schema.version_of(connection, path) < schema.VERSION:
+                schema.migrate(connection)
+            schema.settle(connection)
+        except BaseException:
+            connection.close()
+            raise
+    except (OSError, sqlite3.Error) as error:
+        raise StartupError(f"cannot open the journal {path}: {error}") from error
+    return connection, damage
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+
+
+def _checked(path: Path) -> salvage.Damage | None:
+    """Leave a sound journal at the path; what was lost if it was not."""
+    if path.stat().st_size == 0:
+        raise salvage.unusable(path, "it is empty")
+    # Before SQLite sees the log, which it cuts off where it cannot read on.
+    commits_lost = has_lost_commits(path.with_name(f"{path.name}-wal"))
+    connection = _connect(path)
+    try:
+        problem = _problem(connection, path)
+        if problem is None and commits_lost:
+            problem = "its log is damaged, and the newest commits are lost"
+        if problem is None:
+            return None
+        damage = salvage.salvage(connection, path, commits_lost=commits_lost)
+    finally:
+        connection.close()
+    rows = ", ".join(f"{number} of {table}" for table, number in damage.rows.items())
+    log.error(
+        "the journal %s was damaged (%s); rows that could not be read: %s; sessions ended for it: "
+        "%d, never trained on; everything else goes on. The damaged file is kept in %s: check the "
+        "disk, and delete it when you do not need it",
+        path,
+        problem,
+        rows or "none",
+        damage.sessions,
+        damage.quarantine,
+    )
+    return damage
+
+
+def _problem(connection: sqlite3.Connection, path: Path) -> str | None:
+    """What is wrong with the file; None if nothing is."""
+    try:
+        version = schema.version_of(connection, path)
+        whole = path.stat().st_size <= _CHECKED_WHOLE or version < schema.VERSION
+        for sql in ("PRAGMA quick_check",) if whole else _QUICK:
+            for (found,) in connection.execute(sql):
+                if found != "ok":
+                    return " ".join(str(found).split())[:200]
+    except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.OperationalError):
+            raise
+        return str(error)
+    return None
