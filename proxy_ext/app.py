@@ -19,11 +19,11 @@ from any_agent.config import Config
 from any_agent.errors import AnyAgentError, InvalidRequest, NotFound
 from any_agent.metrics import CONTENT_TYPE
 from any_agent.types import SessionMode, SessionState
-from proxy_ext import litellm_shim, rl
+from proxy_ext import litellm_shim, rl, scopes
 from proxy_ext.front import Front
 from proxy_ext.idempotency import Replayed
 from proxy_ext.metrics import exposition
-from proxy_ext.rl.common import admin_service, service_of
+from proxy_ext.rl.common import service_of
 from proxy_ext.service import Service, open_service
 from proxy_ext.wire.chat import chat_completions
 from proxy_ext.wire.http import JSONResponse
@@ -84,12 +84,14 @@ def create_app(
     _add_model_routes(app)
     _add_health_routes(app)
     _add_error_handlers(app)
+    scopes.check_routes(app.routes)
     return Front(
         app,
         litellm_app,
+        auth=lambda: app.state.service.auth,
+        audit=lambda: app.state.service.audit,
         max_body_bytes=config.server.max_body_bytes,
         body_timeout=config.server.client_timeout,
-        loopback_only=config.server.admin_key is None,
     )
 
 
@@ -125,7 +127,7 @@ def _add_health_routes(app: FastAPI) -> None:
     @app.get("/metrics", response_class=Response)
     async def show_metrics(request: Request) -> Response:
         """The rank's metrics, for Prometheus."""
-        shown = exposition(admin_service(request))
+        shown = exposition(service_of(request))
         return Response(shown.render(), media_type=CONTENT_TYPE)
 
 

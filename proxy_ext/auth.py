@@ -1,19 +1,22 @@
-"""Who is calling: the operator (admin key), or the holder of a session key."""
+"""Whose a request is, and which session it is about."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from enum import StrEnum
 
 from starlette.requests import Request
 
 from any_agent import keys
-from any_agent.errors import Forbidden, SessionMismatch, Unauthenticated
-from any_agent.keys import SESSION_KEY_PREFIX, KeySigner, SecretHash
+from any_agent.access import ANYONE, NOBODY, Access, Caller, Scope
+from any_agent.errors import NotFound, SessionMismatch, Unauthenticated
+from any_agent.keys import SESSION_KEY_PREFIX, Lane
 from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions
 
+__all__ = ["ANYONE", "NOBODY", "Auth", "Caller", "Scope"]
+
 PREFIX_SCOPE_KEY = "any_agent.session_prefix"
+_CALLER_SCOPE_KEY = "any_agent.caller"
+SESSIONS_SCOPE_KEY = "any_agent.sessions"
+"""Ids of the sessions that a request turned out to be about, for the audit log."""
 SESSION_HEADER = "x-any-agent-session"
 
 _NO_SESSION = (
@@ -22,134 +25,119 @@ _NO_SESSION = (
 )
 
 
-class Scope(StrEnum):
-    """What a key is good for; ``none`` is a request without one."""
-
-    ADMIN = "admin"
-    TRAINER = "trainer"
-    TENANT = "tenant"
-    SESSION = "session"
-    NONE = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who sent a request."""
-
-    scope: Scope
-    name: str
-    """What is recorded as who: "admin", "tenant alice (key 3f9a)", "session", "anyone"."""
-    tenant: str | None = None
-    identity: str = ""
-    """The same for every request of one key, and for no other's: "admin", a key's id, a lane's."""
-
-
-ANYONE = Caller(Scope.ADMIN, "anyone", identity="anyone")
-"""Everybody, where there is no admin key."""
-_ADMIN = Caller(Scope.ADMIN, "admin", identity="admin")
-_NOBODY = Caller(Scope.NONE, "nobody")
-
-
 class Auth:
-    """Without an admin key (loopback only) everybody is the operator."""
+    """The keys of one rank. `proxy_ext.scopes` says what each is good for."""
 
-    def __init__(self, sessions: Sessions, signer: KeySigner, admin_key: str | None) -> None:
+    def __init__(self, sessions: Sessions, access: Access) -> None:
         self._sessions = sessions
-        self._signer = signer
-        self._admin = SecretHash(admin_key) if admin_key else None
+        self.access = access
 
     @property
     def open_mode(self) -> bool:
-        return self._admin is None
-
-    def is_admin(self, request: Request) -> bool:
-        bearer = bearer_of(request)
-        if self._admin is None:
-            return not bearer.startswith(SESSION_KEY_PREFIX)
-        return bool(bearer) and self._admin.matches(bearer)
+        """Whether everybody is the operator."""
+        return self.access.open_mode
 
     def caller(self, request: Request) -> Caller:
         """Who sends this; Unauthenticated for a key that is not valid here."""
-        prefix = request.scope.get(PREFIX_SCOPE_KEY)
-        bearer = bearer_of(request) if prefix is None else prefix
-        if bearer.startswith(SESSION_KEY_PREFIX):
-            lane = self._signer.verify(bearer)
-            if lane is None:
-                raise Unauthenticated("this session key is not valid here")
-            return Caller(Scope.SESSION, "session", identity=f"lane {lane.id}")
-        if prefix is not None:
-            if not self.open_mode:
-                raise Unauthenticated("a session is named by its key here, not by its id")
-            return Caller(Scope.SESSION, "session", identity=prefix)
-        if self._admin is None:
-            return ANYONE
-        if not bearer:
-            return _NOBODY
-        if not self._admin.matches(bearer):
-            raise Unauthenticated("this key is not valid here")
-        return _ADMIN
+        known: Caller | None = request.scope.get(_CALLER_SCOPE_KEY)
+        if known is None:
+            known = request.scope[_CALLER_SCOPE_KEY] = self._caller(request)
+        return known
 
-    def require_admin(self, request: Request) -> None:
-        """Unauthenticated without a key, Forbidden with one that does not suffice."""
-        if self.is_admin(request):
-            return
-        bearer = bearer_of(request)
-        if not bearer:
-            raise Unauthenticated("this route needs the admin key: Authorization: Bearer <key>")
-        if self._signer.verify(bearer) is not None:
-            raise Forbidden("a session key cannot use this route; it needs the admin key")
-        raise Unauthenticated("this key is not valid here")
+    def _caller(self, request: Request) -> Caller:
+        prefix: str | None = request.scope.get(PREFIX_SCOPE_KEY)
+        if prefix is None:
+            return self.access.caller(bearer_of(request))
+        # Behind a prefix other bearers ("DUMMY") mean nothing.
+        if prefix.startswith(SESSION_KEY_PREFIX):
+            return self.access.caller(prefix)
+        if not self.open_mode:
+            raise Unauthenticated("a session is named by its key here, not by its id")
+        return Caller(Scope.SESSION, "session", identity=f"session {prefix}")
 
     async def session(self, request: Request, named: str | None = None) -> Session:
-        """The session a request is about; ``named`` is the one in its body or query.
+        """The session a request is about; ``named`` is the one in its path, body or query.
 
-        Path prefix, else key, else header, else ``named``; two that disagree are refused.
+        Path prefix, else key, else header, else ``named``; two that disagree are refused. Another
+        caller's session is NotFound, as if it were not there.
         """
         session = await self.session_or_none(request, named)
         if session is None:
             said = _NO_SESSION
-            if bearer_of(request) and self._admin is not None:
-                said = "the admin key names no session: send the session's own key, or session_id"
+            if self.caller(request) is not ANYONE:
+                said = "this key names no session: send the session's own key, or session_id"
             raise Unauthenticated(said, code="no_session")
         return session
 
     async def session_or_none(self, request: Request, named: str | None = None) -> Session | None:
-        """As `session`, but None where the operator names no session."""
-        prefix = request.scope.get(PREFIX_SCOPE_KEY)
-        others = [name for name in (request.headers.get(SESSION_HEADER), named) if name]
-        if prefix is not None:
-            # Behind a prefix other bearers ("DUMMY") mean nothing.
-            chosen = await self._named(prefix, trusted=self.open_mode)
-        else:
-            bearer = bearer_of(request)
-            if bearer.startswith(SESSION_KEY_PREFIX):
-                chosen = await self._named(bearer, trusted=False)
-            elif not self.is_admin(request):
-                if bearer:
-                    raise Unauthenticated("this key is not valid here")
-                raise Unauthenticated(_NO_SESSION, code="no_session")
-            elif others:
-                chosen = await self._named(others.pop(0), trusted=True)
-            else:
-                return None
-        for other in others:
-            if (await self._named(other, trusted=True)).id != chosen.id:
-                raise SessionMismatch(
-                    "the request names two different sessions (path, key, header or body)"
-                )
-        return chosen
+        """As `session`, but None where the caller names no session."""
+        names = [name for name in (request.headers.get(SESSION_HEADER), named) if name]
+        caller = self.caller(request)
+        if caller is NOBODY:
+            raise Unauthenticated(_NO_SESSION, code="no_session")
+        own = await self._own(request) if caller.scope is Scope.SESSION else None
+        found = [await self._named(request, caller, name, own) for name in names]
+        if len({session.id for session in found}) > 1:
+            raise SessionMismatch(_DIFFERENT)
+        # A key names its lane's newest session, unless an earlier one is named, too.
+        session = found[0] if found else own
+        if session is not None:
+            request.scope[SESSIONS_SCOPE_KEY] = [session.id]
+        return session
 
-    async def _named(self, name: str, *, trusted: bool) -> Session:
-        """By key, or where ids are trusted by id."""
+    async def _own(self, request: Request) -> Session:
+        """The session that the caller's session key or path prefix names."""
+        prefix: str | None = request.scope.get(PREFIX_SCOPE_KEY)
+        name = bearer_of(request) if prefix is None else prefix
         if name.startswith(SESSION_KEY_PREFIX):
-            lane = self._signer.verify(name)
-            session = await self._sessions.by_lane(lane.id) if lane is not None else None
-            if session is None:
-                raise Unauthenticated("this session key is not valid here")
-            return session
-        if not trusted:
-            raise Unauthenticated("a session is named by its key here, not by its id")
+            return await self._by_key(name)
         return await self._sessions.by_id(name)
+
+    async def _named(
+        self, request: Request, caller: Caller, name: str, own: Session | None
+    ) -> Session:
+        """A session by its key or id, if it is the caller's."""
+        if name.startswith(SESSION_KEY_PREFIX):
+            session = await self._by_key(name)
+            if own is not None and session.row.lane != own.row.lane:
+                raise SessionMismatch(_DIFFERENT)
+            if not _is_tenants(session, caller):
+                raise Unauthenticated(_NOT_VALID)
+            return session
+        if name.startswith("sk-"):
+            # No error repeats a key.
+            raise NotFound("there is no session of that name", code="session_not_found")
+        try:
+            session = await self._sessions.by_id(name)
+            if own is None and _is_tenants(session, caller):
+                return session
+            if own is not None and session.row.lane == own.row.lane:
+                return session
+        except NotFound:
+            pass
+        if own is not None and request.path_params.get("session_id") != name:
+            raise SessionMismatch(_DIFFERENT)
+        raise no_session(name)
+
+    async def _by_key(self, key: str) -> Session:
+        lane: Lane | None = self.access.signer.verify(key)
+        session = await self._sessions.by_lane(lane.id) if lane is not None else None
+        if session is None:
+            raise Unauthenticated(_NOT_VALID)
+        return session
+
+
+def no_session(id: str) -> NotFound:
+    """Of a session that is not there, and of one that the caller must not know of."""
+    return NotFound(f"there is no session {id[:80]!r}", code="session_not_found")
+
+
+def _is_tenants(session: Session, caller: Caller) -> bool:
+    return caller.scope is not Scope.TENANT or session.row.tenant == caller.tenant
+
+
+_NOT_VALID = "this session key is not valid here"
+_DIFFERENT = "the request names two different sessions (path, key, header or body)"
 
 
 def bearer_of(request: Request) -> str:

@@ -1,22 +1,29 @@
-"""What stands in front of every route: limits, the session prefix, and LiteLLM's allowlist."""
+"""What stands in front of every route: limits, the session prefix, LiteLLM's allowlist, and keys.
+
+A request whose key is not good for its route never reaches the route, nor is its body read.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import orjson
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from any_agent.errors import AnyAgentError, PayloadTooLarge
+from any_agent.access import CLIENT_HEADER, authorize
+from any_agent.access import Scope as KeyScope
+from any_agent.errors import AnyAgentError, Forbidden, NotFound, PayloadTooLarge, Unauthenticated
 from any_agent.keys import session_prefix
+from any_agent.logs import Redactor
 from any_agent.loopback import require_local
-from proxy_ext.auth import PREFIX_SCOPE_KEY
+from proxy_ext.audit import AuditLog
+from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Auth
+from proxy_ext.scopes import LITELLM, RULES, Rule, template_of
 
-LITELLM_PATHS = frozenset({"/health/liveliness", "/health/liveness"})
-"""All that LiteLLM's own app may answer; its debug, settings, key and UI routes do not exist."""
-
+_redact = Redactor().text
 _MAX_HEADER_BYTES = 32_768
 
 
@@ -28,15 +35,17 @@ class Front:
         ours: ASGIApp,
         litellm: ASGIApp,
         *,
+        auth: Callable[[], Auth],
+        audit: Callable[[], AuditLog],
         max_body_bytes: int,
         body_timeout: float,
-        loopback_only: bool,
     ) -> None:
         self._ours = ours
         self._litellm = litellm
+        self._auth = auth
+        self._audit = audit
         self._max_body_bytes = max_body_bytes
         self._body_timeout = body_timeout
-        self._loopback_only = loopback_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -51,10 +60,59 @@ class Front:
             await send_error(send, error)
             return
         scope = _as_json(_without_prefix(scope))
-        if scope["path"] in LITELLM_PATHS:
+        if (scope["method"], scope["path"]) in LITELLM:
             await self._litellm(scope, self._limited(receive), send)
             return
+        template = template_of(scope["path"])
+        if template is None:
+            path = _redact(scope["path"])[:200]
+            await send_error(send, NotFound(f"there is no route {path}"))
+            return
+        rule = RULES.get((scope["method"], template))
+        if rule is None:
+            # Another method of a path that there is: the app says which.
+            await self._ours(scope, self._limited(receive), send)
+            return
+        request = Request(scope)
+        try:
+            self._authorize(request, rule)
+        except AnyAgentError as error:
+            if isinstance(error, Unauthenticated | Forbidden):
+                self._refused(request, template, error)
+            await send_error(send, error)
+            return
+        if rule.audited:
+            send = self._audited(request, template, send)
         await self._ours(scope, self._limited(receive), send)
+
+    def _authorize(self, request: Request, rule: Rule) -> None:
+        # What everybody may have, a wrong key does not hinder.
+        if KeyScope.NONE not in rule.scopes:
+            authorize(rule.scopes, self._auth().caller(request))
+
+    def _refused(self, request: Request, template: str, error: AnyAgentError) -> None:
+        who = {}
+        if isinstance(error, Forbidden):
+            caller = self._auth().caller(request)
+            who = {"who": caller.name, "key": caller.identity}
+        self._audit().refusal(error.code, **who, **_where(request, template), status=error.status)
+
+    def _audited(self, request: Request, template: str, send: Send) -> Send:
+        """Sends on, and writes down what was answered."""
+        caller = self._auth().caller(request)
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._audit().use(
+                    who=caller.name,
+                    key=caller.identity,
+                    sessions=request.scope.get(SESSIONS_SCOPE_KEY, ()),
+                    status=message["status"],
+                    **_where(request, template),
+                )
+            await send(message)
+
+        return watched
 
     def _check(self, scope: Scope) -> None:
         headers = scope["headers"]
@@ -64,7 +122,7 @@ class Front:
         length = values.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._max_body_bytes:
             raise self._too_large()
-        if self._loopback_only:
+        if self._auth().open_mode:
             require_local(
                 hosts=_texts(headers, b"host"),
                 origins=_texts(headers, b"origin"),
@@ -97,6 +155,15 @@ class Front:
         return PayloadTooLarge(
             f"the body exceeds server.max_body_bytes ({self._max_body_bytes} bytes)"
         )
+
+
+def _where(request: Request, template: str) -> dict[str, Any]:
+    client = request.client
+    return {
+        "route": f"{request.method} {template}",
+        "client": client.host if client is not None else None,
+        "for": _redact(request.headers.get(CLIENT_HEADER, ""))[:80] or None,
+    }
 
 
 def _texts(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[str]:

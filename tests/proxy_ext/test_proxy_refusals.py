@@ -428,7 +428,7 @@ async def test_admin_key_mode(start: Start) -> None:
         response = await stranger.get(
             f"/rl/v1/sessions/{id}", headers={"Authorization": f"Bearer {other['api_key']}"}
         )
-        refusal(response, 400, "session_mismatch", "")
+        refusal(response, 404, "session_not_found", "")
 
 
 async def test_allowlist(proxy: Proxy) -> None:

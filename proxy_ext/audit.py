@@ -1,0 +1,118 @@
+"""Who did what, and who was refused: one JSON object a line, in ``<trial>/audit/rank-<n>.jsonl``.
+
+``at`` (UTC), ``event`` (``refused``, or the route), ``who`` and ``key`` (never a key itself),
+``route``, ``sessions``, ``status``, ``client`` (and ``for``: whom the router named), and
+``suppressed``: refusals that were counted and not written since the line before, so that a flood of
+them does not fill the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from any_agent.atomic import append_line
+
+log = logging.getLogger(__name__)
+
+_QUEUED = 1024
+_MAX_BYTES = 4 << 20
+_FILES = 8
+_REFUSALS_PER_SECOND = 5.0
+_BURST = 20.0
+_MOST_SESSIONS = 100
+
+
+class AuditLog:
+    """Lines are written by a thread of its own: nobody who is audited waits for the disk."""
+
+    def __init__(self, path: Path, *, max_bytes: int = _MAX_BYTES, files: int = _FILES) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._files = files
+        self._lines: queue.Queue[bytes | None] = queue.Queue(_QUEUED)
+        self._tokens, self._filled = _BURST, time.monotonic()
+        self._suppressed = 0
+        self._failed = False
+        self.refused: Counter[str] = Counter()
+        """Refused requests, by the error's code."""
+        self.dropped = 0
+        """Lines that were lost: the disk was too slow, or failed."""
+        self._thread = threading.Thread(target=self._write_all, name="audit", daemon=True)
+        self._thread.start()
+
+    def refusal(self, code: str, **fields: Any) -> None:
+        """A request that was refused for its key; a flood of them is counted, not written."""
+        self.refused[code] += 1
+        now = time.monotonic()
+        rested = (now - self._filled) * _REFUSALS_PER_SECOND
+        self._tokens, self._filled = min(_BURST, self._tokens + rested), now
+        if self._tokens < 1:
+            self._suppressed += 1
+            return
+        self._tokens -= 1
+        if self._suppressed:
+            fields["suppressed"], self._suppressed = self._suppressed, 0
+        self._add({"event": "refused", "code": code, **fields})
+
+    def use(self, *, sessions: Iterable[str] = (), **fields: Any) -> None:
+        """Something that was asked for with a key that is good for it, and how it ended."""
+        named = list(sessions)
+        if len(named) > _MOST_SESSIONS:
+            fields["more_sessions"] = len(named) - _MOST_SESSIONS
+        self._add({"event": "used", "sessions": named[:_MOST_SESSIONS], **fields})
+
+    def _add(self, fields: dict[str, Any]) -> None:
+        at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        try:
+            self._lines.put_nowait(orjson.dumps({"at": at, **fields}))
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Write what is left."""
+        try:
+            self._lines.put(None, timeout=timeout)
+        except queue.Full:
+            return
+        self._thread.join(timeout)
+
+    # -- in the thread -------------------------------------------------------------------------
+
+    def _write_all(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                self._write(line)
+            except OSError as error:
+                self.dropped += 1
+                if not self._failed:
+                    log.error("the audit log cannot be written: %s", error)
+                self._failed = True
+            else:
+                self._failed = False
+
+    def _write(self, line: bytes) -> None:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._path.exists() and self._path.stat().st_size + len(line) > self._max_bytes:
+            self._rotate()
+        append_line(self._path, line.decode())
+
+    def _rotate(self) -> None:
+        """``rank-0.jsonl`` becomes ``.1``, that ``.2``, and the oldest one goes."""
+        for number in range(self._files - 2, 0, -1):
+            older = self._numbered(number)
+            if older.exists():
+                older.replace(self._numbered(number + 1))
+        self._path.replace(self._numbered(1))
+
+    def _numbered(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}")
