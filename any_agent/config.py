@@ -193,6 +193,9 @@ class SessionConfig(_Section):
     max_open: int = Field(20_000, ge=1)
     """Sessions that each rank keeps open at once, those that wait for a reward included; further
     opens get 429."""
+    hot_bytes: int = Field(128 * 2**20, ge=0)
+    """About how many bytes of what live sessions recorded each rank keeps in memory. What nobody
+    has wanted for longest is in the journal alone, and read again when somebody does."""
     require_reward: bool = True
     """Refuse to finalize a train session that no reward was given to."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
@@ -227,6 +230,12 @@ class SessionConfig(_Section):
         if self.late_reward == "grade" and not self.grader:
             raise ValueError("sessions.late_reward=grade needs sessions.grader=module.function")
         return self
+
+
+    keep_hours: float = Field(24.0, ge=0)
+    """Hours after its end that a session's content stays in the journal; what no checkpoint needs
+    then goes into a compressed file of the run's `archive` folder. `any-agent export` reads both.
+    """
 
 
 class RolloutConfig(_Section):

@@ -14,6 +14,7 @@
     state.json        the highest version ever published, the steps done
     metrics.jsonl     one line per training step
     journal/          the durable record of each rank's sessions
+    archive/          sessions that ended long ago, compressed; `any-agent export` reads them
     manifests/        what each training step consumed, written before the step
     weights/          published versions, v00000001 ...
     checkpoints/      step-00000010 ..., and `latest`
@@ -78,6 +79,10 @@ class RunDir:
     @property
     def state(self) -> Path:
         return self.path / "state.json"
+
+    @property
+    def archive(self) -> Path:
+        return self.path / "archive"
 
     def journal(self, rank: int) -> Path:
         return self.path / "journal" / f"rank-{rank}.sqlite"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -33,7 +33,11 @@ _SETTLED_WITHIN = 30.0
 
 
 class Endings:
-    """Ends sessions of one rank. ``needed`` says whether a resume may want a trained one."""
+    """Ends sessions of one rank.
+
+    ``needed`` says whether a resume may want a trained one. ``unarchive`` removes a session, whose
+    lock is held, from the archives, and says what else is to be written then.
+    """
 
     def __init__(
         self,
@@ -42,11 +46,13 @@ class Endings:
         config: SessionConfig,
         *,
         needed: Callable[[SessionRow], bool],
+        unarchive: Callable[[str], Awaitable[Iterable[Statement]]],
     ) -> None:
         self._sessions = sessions
         self._rewards = rewards
         self._config = config
         self._needed = needed
+        self._unarchive = unarchive
 
     async def finalize(
         self,
@@ -162,9 +168,11 @@ class Endings:
             async with self._quiet(session):
                 empty = InteractionTree()
                 answer = session.info(row, empty)
-                statements = (set_state(row), EraseContent((row.id,)))
-                async with self._sessions.content_lock:
-                    await self._sessions.write(session, row, *statements, answer=answer, keep=keep)
+                statements: list[Statement] = [set_state(row), EraseContent((row.id,))]
+                if session.row.content == "archived":
+                    # First: one that is killed after it is asked again, and finds nothing there.
+                    statements += await self._unarchive(row.id)
+                await self._sessions.write(session, row, *statements, answer=answer, keep=keep)
                 session.tree = empty
             return answer
 

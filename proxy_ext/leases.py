@@ -1,7 +1,7 @@
 """Handing finalized trajectories to the trainer: lease, redelivery, acknowledgement.
 
 Only closed groups are handed out. A lease ends by an ack, by its holder's silence, or when another
-incarnation of the trainer appears.
+start of the trainer appears; what an earlier one still sends is refused (:mod:`proxy_ext.fence`).
 """
 
 from __future__ import annotations
@@ -14,20 +14,30 @@ from collections.abc import Callable
 from any_agent.errors import Conflict, InvalidRequest
 from any_agent.protocol import Ack, Capacity, Lease, SetCapacity
 from any_agent.types import Interaction, SessionMode, SessionState, Trajectory
-from proxy_ext.session import EXPORT_OWNER, REPLAY, TRANSITIONS, Session, Transitions
+from proxy_ext.fence import Fence
+from proxy_ext.leasable import Leasable
+from proxy_ext.lifecycle import EXPORT_OWNER, Event, allowed, refusal
+from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions
 
 log = logging.getLogger(__name__)
 
 _UNHEARD_OF = 15.0
 """Seconds within which a trainer says that it has what it leased; else the answer was lost."""
+_ANSWER_BYTES = 64 * 2**20
+"""About what one poll is answered at most, unless a single group is larger."""
+
+
+_BUFFERED = (SessionState.AWAITING_REWARD, SessionState.FINALIZED, SessionState.LEASED)
 
 
 class Leases:
     """Leases of one rank's sessions."""
 
-    def __init__(self, sessions: Sessions, *, ttl: float) -> None:
+    def __init__(self, sessions: Sessions, fence: Fence, *, ttl: float) -> None:
         self._sessions = sessions
+        self._leasable: Leasable = sessions.leasable
+        self._fence = fence
         self._ttl = ttl
         self._lock = asyncio.Lock()
         self._heard: tuple[str, int] = ("", 0)
@@ -51,7 +61,7 @@ class Leases:
         self._sessions.admission.set_limit(body.limit, body.ttl)
         held = set(body.held)
         now = time.monotonic()
-        for session in self._leased():
+        for session in self._leasable.leased:
             if session.row.owner == body.owner and session.id in held:
                 session.lease_expires = now + self._ttl
 
@@ -65,22 +75,24 @@ class Leases:
         return self.capacity()
 
     def capacity(self) -> Capacity:
-        live = [s for s in self._sessions.live.values() if s.mode is SessionMode.TRAIN]
-        running = sum(s.state is SessionState.OPEN for s in live)
-        admission = self._sessions.admission
+        train = SessionMode.TRAIN
+        counts, admission = self._sessions.counts, self._sessions.admission
         return Capacity(
             admitted=admission.admitted,
             # Also those of sessions that are being written: they are neither open nor free.
-            reserved=admission.admitted - self._sessions.counts.created[SessionMode.TRAIN],
+            reserved=admission.admitted - counts.created[train],
             waiting=admission.waiting,
-            running=running,
-            buffered=len(live) - running,
+            running=counts.now[train, SessionState.OPEN],
+            buffered=sum(counts.now[train, state] for state in _BUFFERED),
             limit=admission.limit,
             queue=admission.queue,
         )
 
-    async def lease(self, body: Lease) -> list[Trajectory]:
-        """Closed groups, oldest first; waits for one up to ``wait`` seconds, then nothing."""
+    async def lease(self, body: Lease, *, epoch: int | None = None) -> list[Trajectory]:
+        """Closed groups, oldest first; waits for one up to ``wait`` seconds, then nothing.
+
+        StaleOwner if a later start of the trainer than ``epoch`` appeared meanwhile.
+        """
         if body.replay and body.session_ids is None:
             raise InvalidRequest("replay needs session_ids", param="session_ids")
         if body.session_ids is not None:
@@ -90,16 +102,17 @@ class Leases:
         ready = self._sessions.ready
         while True:
             async with self._lock:
-                chosen = self._closed_groups(body.max_groups)
-                if chosen:
-                    return await self._take(chosen, body.owner)
+                self._fence.check(epoch)
+                groups = self._leasable.first(body.max_groups)
+                if groups:
+                    return await self._take(await self._as_fit(groups), body.owner)
             remaining = deadline - time.monotonic()
             if remaining <= 0 or self._draining:
                 return []
             async with ready:
                 # Looked at again under the condition's lock: a group that closed since then
                 # has notified nobody.
-                if not self._closed_groups(1) and not self._draining:
+                if not self._leasable.first(1) and not self._draining:
                     try:
                         async with asyncio.timeout(remaining):
                             await ready.wait()
@@ -114,11 +127,7 @@ class Leases:
                 session = await self._sessions.by_id(session_id)
                 ours = session.state is SessionState.LEASED and session.row.owner == owner
                 if session.state is not SessionState.FINALIZED and not ours:
-                    raise Conflict(
-                        f"session {session_id} is {session.state}; only finalized ones can be "
-                        "leased or exported",
-                        code="not_finalized",
-                    )
+                    raise refusal(session.row, Event.LEASE)
                 chosen.append(session)
             return await self._take(chosen, owner)
 
@@ -126,21 +135,22 @@ class Leases:
         """These sessions once more, whatever a step has made of them.
 
         For a resume from before that step: the one way out of `trained` and `rejected`. Conflict
-        naming those that no step took, or that an export holds.
+        naming those that no step took, that an export holds, or whose content is gone.
         """
         async with self._lock:
             chosen = [await self._sessions.by_id(id) for id in dict.fromkeys(session_ids)]
             wrong = [
                 f"{session.id} is {session.state}"
+                + (f", its content {session.row.content}" * (session.row.content != "stored"))
                 for session in chosen
-                if session.state not in REPLAY or session.row.owner == EXPORT_OWNER
+                if not allowed(session.row, Event.REPLAY) or session.row.owner == EXPORT_OWNER
             ]
             if wrong:
                 raise Conflict(
                     f"{len(wrong)} sessions cannot be trained on again: {'; '.join(wrong[:8])}",
                     code="not_replayable",
                 )
-            return await self._take(chosen, owner, REPLAY)
+            return await self._take(chosen, owner, Event.REPLAY)
 
     async def ack(self, body: Ack) -> int:
         """End leases for good. Sessions already in the wanted state are left so."""
@@ -148,8 +158,9 @@ class Leases:
         async with self._lock:
             trained = await self._leased_by(body.owner, body.trained, SessionState.TRAINED)
             rejected = await self._leased_by(body.owner, list(reasons), SessionState.REJECTED)
-            await self._sessions.set_states(trained, SessionState.TRAINED)
-            await self._sessions.set_states(rejected, SessionState.REJECTED, reasons=reasons)
+            move, by, step = self._sessions.move, body.owner, body.step
+            await move(trained, Event.TRAIN, owner=by, step=step)
+            await move(rejected, Event.REJECT, reasons=reasons, owner=by, step=step)
         return len(trained) + len(rejected)
 
     async def expire(self) -> None:
@@ -159,7 +170,7 @@ class Leases:
 
     def held_by(self, owner: str) -> set[str]:
         """The sessions that one holder has leased."""
-        return {s.id for s in self._leased() if s.row.owner == owner}
+        return {s.id for s in self._leasable.leased if s.row.owner == owner}
 
     async def give_back(self, session_ids: list[str], owner: str) -> None:
         """End leases of one holder without an effect."""
@@ -168,45 +179,32 @@ class Leases:
 
     # ------------------------------------------------------------------------------------------
 
-    def _leased(self) -> list[Session]:
-        return [s for s in self._sessions.live.values() if s.state is SessionState.LEASED]
-
     async def _give_back(self, ended: Callable[[Session], bool]) -> int:
         """End the leases that are ``ended``, without an effect; their number."""
-        if not any(map(ended, self._leased())):
+        if not any(map(ended, self._leasable.leased)):
             return 0
         async with self._lock:
             # Looked at again: whoever had the lock may have leased or renewed some of them.
-            chosen = [session for session in self._leased() if ended(session)]
+            chosen = [session for session in self._leasable.leased if ended(session)]
             if chosen:
-                await self._sessions.set_states(chosen, SessionState.FINALIZED)
+                await self._sessions.move(chosen, Event.RELEASE)
         return len(chosen)
 
-    def _closed_groups(self, most: int) -> list[Session]:
-        """The members of up to ``most`` closed groups that wait to be leased."""
+    async def _as_fit(self, groups: list[list[Session]]) -> list[Session]:
+        """The members of the first groups that one answer takes."""
         chosen: list[Session] = []
-        count = 0
-        seen: set[str] = set()
-        for session in self._sessions.live.values():
-            if session.state is not SessionState.FINALIZED or session.mode is not SessionMode.TRAIN:
-                continue
-            if session.row.group_id is None:
-                chosen.append(session)
-                count += 1
-            elif session.row.group_id not in seen:
-                seen.add(session.row.group_id)
-                group = self._sessions.groups.get(session.row.group_id)
-                # A group is handed out whole: not while an export holds some of it.
-                if group is None or not group.closed or group.has_leased:
-                    continue
-                chosen += [self._sessions.live[id] for id in group.finalized]
-                count += 1
-            if count >= most:
+        size = 0
+        for members in groups:
+            for session in members:
+                await self._sessions.load(session)
+                size += sum(map(_bytes, session.tree))
+            if chosen and size > _ANSWER_BYTES:
                 break
+            chosen += members
         return chosen
 
     async def _take(
-        self, chosen: list[Session], owner: str, transitions: Transitions = TRANSITIONS
+        self, chosen: list[Session], owner: str, event: Event = Event.LEASE
     ) -> list[Trajectory]:
         live = self._sessions.live
         # Leased in the journal alone: the store failed in the middle of a replay.
@@ -220,25 +218,25 @@ class Leases:
             session.lease_began = time.monotonic()
             session.lease_expires = session.lease_began + self._ttl
         # Shielded: a poller that leaves now must not leave the journal ahead of the memory.
-        write = asyncio.ensure_future(self._hand_out(fresh, owner, transitions))
+        write = asyncio.ensure_future(self._hand_out(fresh, owner, event))
         try:
             await asyncio.shield(write)
         except asyncio.CancelledError:
             await asyncio.wait([write])
             if write.exception() is None:
-                await self._sessions.set_states(fresh, SessionState.FINALIZED)
+                await self._sessions.move(fresh, Event.RELEASE)
             raise
-        return [trajectory(session) for session in chosen]
+        out = []
+        for session in chosen:
+            await self._sessions.load(session)
+            out.append(trajectory(session))
+        return out
 
-    async def _hand_out(
-        self, sessions: list[Session], owner: str, transitions: Transitions
-    ) -> None:
+    async def _hand_out(self, sessions: list[Session], owner: str, event: Event) -> None:
         ended = [session for session in sessions if session.id not in self._sessions.live]
         for session in ended:
             await self._sessions.load(session)
-        await self._sessions.set_states(
-            sessions, SessionState.LEASED, owner=owner, transitions=transitions
-        )
+        await self._sessions.move(sessions, event, owner=owner)
         await self._sessions.revive(ended)
 
     async def _leased_by(
@@ -257,6 +255,11 @@ class Leases:
                 )
             found.append(session)
         return found
+
+
+def _bytes(interaction: Interaction) -> int:
+    """About what it is on the wire: its arrays, and texts that are at most some bytes a token."""
+    return 16 * (len(interaction.prompt_delta_ids) + len(interaction.output_ids))
 
 
 def trajectory(session: Session) -> Trajectory:

@@ -18,12 +18,14 @@ from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable
 from any_agent.registry import rank_name
 from any_agent.rundir import RunDir
 from any_agent.types import GenerationHyperparameters
+from proxy_ext.archive.sweep import Archive
 from proxy_ext.audit import AuditLog
 from proxy_ext.auth import Auth
 from proxy_ext.calls import Calls
 from proxy_ext.closing import close_groups
 from proxy_ext.endings import Endings
 from proxy_ext.expiry import Expiry
+from proxy_ext.fence import Fence
 from proxy_ext.grading import Grader, GraderFailed
 from proxy_ext.idempotency import Answers
 from proxy_ext.inflight import most_calls
@@ -63,6 +65,8 @@ class Service:
     quotas: Quotas
     opening: Opening
     leases: Leases
+    fence: Fence
+    archive: Archive
     calls: Calls
     run: RunState
     auth: Auth
@@ -129,7 +133,19 @@ async def open_service(
             keeps_cache=config.engine.update_mode == "in_place",
         )
         rewards = Rewards(sessions, config.sessions)
-        endings = Endings(sessions, rewards, config.sessions, needed=run.may_want)
+        archive = Archive(
+            sessions,
+            run_dir.archive,
+            about={"experiment": config.experiment, "trial": config.trial},
+            keep_seconds=config.sessions.keep_hours * 3600,
+            oldest_step=lambda: run.oldest_step,
+        )
+        await archive.recover()
+        endings = Endings(
+            sessions, rewards, config.sessions, needed=run.may_want, unarchive=archive.remove
+        )
+        fence = Fence(journal)
+        await fence.recover()
         late = LateRewards(sessions, endings, config.sessions, await _grader(config))
         quotas = _quotas(config, access, sessions)
         s = config.sampling
@@ -159,7 +175,9 @@ async def open_service(
                 largest_group=min(config.rollout.batch_size, config.rollout.max_concurrent),
                 public_url=public_url,
             ),
-            leases=Leases(sessions, ttl=config.rollout.lease_ttl),
+            leases=Leases(sessions, fence, ttl=config.rollout.lease_ttl),
+            fence=fence,
+            archive=archive,
             calls=Calls(
                 completer,
                 sessions,
@@ -177,10 +195,13 @@ async def open_service(
             answers=Answers(journal, signer),
         )
         sweeper = asyncio.create_task(_sweep(service))
+        archiver = asyncio.create_task(archive.run())
         try:
             yield service
         finally:
             sweeper.cancel()
+            archiver.cancel()
+            await asyncio.wait([archiver])
             run.close()
             await service.calls.close()
             await late.close()

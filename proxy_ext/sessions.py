@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from any_agent.config import SessionConfig
 from any_agent.errors import NotFound
+from any_agent.record import InteractionTree
 from any_agent.types import TERMINAL_STATES, Interaction, SessionMode, SessionState
 from proxy_ext import clock
 from proxy_ext.admission import Admission
@@ -38,7 +39,8 @@ from proxy_ext.keep import Keep, keep_nothing
 from proxy_ext.leasable import Leasable
 from proxy_ext.lifecycle import Event, target
 from proxy_ext.names import Names
-from proxy_ext.session import LIVE_STATES, Session, add_to_tree
+from proxy_ext.session import LIVE_STATES, Session
+from proxy_ext.trees import Trees
 
 log = logging.getLogger(__name__)
 
@@ -67,39 +69,31 @@ class Sessions:
         self.undelivered = 0
         """Answers taken out of training because they reached nobody."""
         self.live: dict[str, Session] = {}
+        self.trees = Trees(journal, self.deliveries, self.live, budget=config.hot_bytes)
         self._held: WeakValueDictionary[str, Session] = WeakValueDictionary()
         """Ended ones that somebody is at work with: whoever asks next shares them, and the lock."""
         self._lanes: dict[str, str] = {}
         self.leasable = Leasable(self.live, self.groups)
-        self.content_lock = asyncio.Lock()
-        """Held by whoever erases or moves what ended sessions recorded."""
         self.ready = asyncio.Condition()
         """Notified whenever a group may have closed."""
-        self.leasable = Leasable(self.live, self.groups)
-        self.content_lock = asyncio.Lock()
-        """Held by whoever removes the content of ended sessions, or wants it for a replay."""
 
     # -- start ---------------------------------------------------------------------------------
 
     async def recover(self, *, lease_ttl: float) -> None:
-        """Take over what the journal holds: open sessions go on, finalized ones wait."""
+        """Take over what the journal holds: open sessions go on, finalized ones wait.
+
+        What they recorded is read when somebody wants it, so that a start is soon done.
+        """
         now = time.monotonic()
         for row in await self.journal.sessions(LIVE_STATES):
             session = Session(row, self.config.idle_timeout)
             # As if it began now: its holder may not have heard yet that it has it.
             session.lease_began, session.lease_expires = now, now + lease_ttl
-            for stored in await self.journal.interactions(row.id):
-                add_to_tree(session.tree, stored)
-            await self.deliveries.load(session)
+            session.recovered = True
             self.live[row.id] = session
             self.leasable.note(session)
             self.watch(session)
-            newest = await self.journal.session_of_lane(row.lane)
-            if newest is not None and newest.id == row.id:
-                self._lanes[row.lane] = row.id
         await self._recover_groups()
-        for session in self.live.values():
-            self.leasable.note(session)
         self.counts.recover(await self.journal.counts(), (s.row for s in self.live.values()))
         self.admission.admitted = self.counts.created[SessionMode.TRAIN] + self.groups.reserved
         if self.live:
@@ -124,13 +118,16 @@ class Sessions:
             if group_id is not None and self.groups.get(group_id) is None:
                 self.groups.restore(self._recovered(await self.journal.group(group_id)))
             self.live[session.id] = session
-            self.leasable.note(session)
+            if session.warm:
+                self.trees.keep(session)
             self.leasable.note(session)
 
     def add(self, session: Session) -> None:
         """A new session that the journal has; its lane's newest one."""
         self.counts.add(session.row)
         self.live[session.id] = session
+        session.tree = InteractionTree()
+        self.trees.keep(session)
         self._lanes[session.row.lane] = session.id
         self.watch(session)
 
@@ -151,7 +148,13 @@ class Sessions:
         if session_id is not None:
             return self.live[session_id]
         row = await self.journal.session_of_lane(lane)
-        return None if row is None else self._stored(row)
+        if row is None:
+            return None
+        session = self._stored(row)
+        if session.state is SessionState.OPEN:
+            # One that was recovered. While it is open, its lane gets no other one.
+            self._lanes.setdefault(lane, session.id)
+        return session
 
     async def by_id(self, session_id: str) -> Session:
         """A session by its id; NotFound."""
@@ -171,10 +174,11 @@ class Sessions:
         return session
 
     async def load(self, session: Session) -> None:
-        """Read an ended session's interactions from the journal, if it has none yet."""
-        if session.id not in self.live and not len(session.tree):
-            for stored in await self.journal.interactions(session.id):
-                add_to_tree(session.tree, stored)
+        """See to it that the session has its tree; it is there until the next `await`.
+
+        And as long as its lock is held, or one of its calls is under way.
+        """
+        await self.trees.load(session)
 
     # -- record --------------------------------------------------------------------------------
 
@@ -183,12 +187,16 @@ class Sessions:
     ) -> None:
         """Make an interaction durable, then visible; ``mark``: by which retries are known."""
         mark = mark or UNMARKED
-        await self.deliveries.commit(PutInteraction(interaction, key, mark))
-        session.tree.add(interaction, key)
+        with self.trees.pinned(session):
+            await self.load(session)
+            await self.deliveries.commit(PutInteraction(interaction, key, mark))
+            session.tree.add(interaction, key)
+            self.trees.grew(session, interaction)
 
     async def mark_undelivered(self, session: Session, interaction: Interaction) -> None:
         """Take an interaction out of training whose answer reached nobody."""
         async with session.lock:
+            await self.load(session)
             taking_calls = session.state is SessionState.OPEN
             if taking_calls and interaction.trainable and not was_used(session, interaction):
                 await self.journal.commit(PutInteraction(undelivered(interaction)))
@@ -257,6 +265,7 @@ class Sessions:
             self.leasable.note(session)
             if session.state in TERMINAL_STATES:
                 self.live.pop(session.id, None)
+                self.trees.forget(session)
                 self._held[session.id] = session
                 # The lane may have its next session already.
                 if self._lanes.get(session.row.lane) == session.id:

@@ -1,0 +1,247 @@
+"""Archive files: `rank-<rank>-<first>-<last>.jsonl.gz`, by the numbers of the sessions in them.
+
+Each line is a gzip member of its own, so that `zcat` reads the file, and a reader loses one line to
+damage and goes on with the next. The first line says what the file is; each other one is a record
+(:mod:`proxy_ext.archive.records`), ordered by number. A file changes only when a session is taken
+out of it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from any_agent.atomic import fsync
+
+FORMAT = 1
+_NAME = re.compile(r"rank-(\d+)-(\d+)-(\d+)\.jsonl\.gz")
+_NUMBER = re.compile(rb'\{"number":(\d+),')
+_MEMBER = b"\x1f\x8b\x08"
+_GZIP = 31
+"""zlib's name for gzip's framing, with its checksum."""
+_CHUNK = 65_536
+_PARTIAL = ".partial-"
+
+Report = Callable[[str], None]
+"""Is told of damage, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveFile:
+    """A file by its name."""
+
+    path: Path
+    rank: int
+    first: int
+    last: int
+
+
+def list_archives(folder: Path, rank: int) -> list[ArchiveFile]:
+    """A rank's files, by the lowest number that they may hold."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match and int(match[1]) == rank:
+            found.append(ArchiveFile(path, rank, int(match[2]), int(match[3])))
+    return sorted(found, key=lambda file: (file.first, file.last))
+
+
+class Writer:
+    """Writes one file under a temporary name, until :meth:`finish` puts it in its place."""
+
+    def __init__(self, folder: Path, rank: int, about: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._rank = rank
+        self.partial = folder / f"{_PARTIAL}rank-{rank}-new"
+        self._file = open(self.partial, "wb")  # noqa: SIM115
+        self._numbers: list[int] = []
+        self.raw = 0
+        """Bytes of the lines before they were compressed."""
+        self._write(orjson.dumps({"archive": FORMAT, "rank": rank, **about}) + b"\n")
+
+    @property
+    def name(self) -> str:
+        """Follows from what is in it, so that no two files have the same."""
+        return f"rank-{self._rank}-{self._numbers[0]}-{self._numbers[-1]}.jsonl.gz"
+
+    def add(self, number: int, line: bytes) -> None:
+        """Numbers ascend."""
+        self._numbers.append(number)
+        self._write(line)
+
+    def _write(self, line: bytes) -> None:
+        self.raw += len(line)
+        self._file.write(zlib.compress(line, wbits=_GZIP))
+
+    def finish(self) -> int:
+        """Whole and on disk under its name when it returns; its size in bytes."""
+        self._file.close()
+        fsync(self.partial)
+        size = self.partial.stat().st_size
+        self.partial.replace(self._folder / self.name)
+        fsync(self._folder)
+        return size
+
+    def abandon(self) -> None:
+        self._file.close()
+        self.partial.unlink(missing_ok=True)
+
+
+def remove_partial(folder: Path, rank: int) -> None:
+    """Remove what a killed process was writing."""
+    for path in folder.glob(f"{_PARTIAL}rank-{rank}-*"):
+        path.unlink()
+
+
+def remove_from(file: ArchiveFile, number: int, report: Report) -> int:
+    """Take a session out of a file; the bytes that it became smaller by, 0 if it was not there.
+
+    What is damaged is kept as it is, so that nothing is lost that another reader might save.
+    """
+    data = file.path.read_bytes()
+    kept, found, others = [], False, False
+    for start, end, line in _members(data):
+        if line is not None and number_of(line) == number:
+            found = True
+            continue
+        if line is None:
+            report(f"{file.path.name}: damaged at byte {start}")
+        others = others or line is None or number_of(line) is not None
+        kept.append(data[start:end])
+    if not found:
+        return 0
+    if not others:
+        file.path.unlink()
+    else:
+        temporary = file.path.with_name(f"{_PARTIAL}{file.path.name}")
+        temporary.write_bytes(b"".join(kept))
+        fsync(temporary)
+        temporary.replace(file.path)
+    fsync(file.path.parent)
+    return len(data) - (sum(map(len, kept)) if others else 0)
+
+
+def number_of(line: bytes) -> int | None:
+    """The number of the session that a line holds; None for the line that says what the file is."""
+    match = _NUMBER.match(line)
+    return int(match[1]) if match else None
+
+
+def read_lines(path: Path, report: Report) -> Iterator[bytes]:
+    """The lines of a file, the first one included; damage is reported and passed over."""
+    with open(path, "rb") as file:
+        try:
+            data: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError:
+            data = b""
+    for start, _, line in _members(data):
+        if line is None:
+            report(f"{path.name}: damaged at byte {start}; what follows may be whole")
+        else:
+            yield line
+
+
+def _members(data: mmap.mmap | bytes) -> Iterator[tuple[int, int, bytes | None]]:
+    """Where each member begins and ends, and its content; None for what cannot be read."""
+    at, size = 0, len(data)
+    while at < size:
+        end, line = _member(data, at)
+        if line is None:
+            # A look-alike inside of what is damaged fails its checksum.
+            end = data.find(_MEMBER, at + 1)
+            while end >= 0 and _member(data, end)[1] is None:
+                end = data.find(_MEMBER, end + 1)
+            end = size if end < 0 else end
+        yield at, end, line
+        at = end
+
+
+def _member(data: mmap.mmap | bytes, start: int) -> tuple[int, bytes | None]:
+    inflate = zlib.decompressobj(wbits=_GZIP)
+    parts, at = [], start
+    try:
+        while not inflate.eof and at < len(data):
+            chunk = data[at : at + _CHUNK]
+            parts.append(inflate.decompress(chunk))
+            at += len(chunk)
+    except zlib.error:
+        return start, None
+    if not inflate.eof:
+        return start, None
+    return at - len(inflate.unused_data), b"".join(parts)
+
+
+class Archives:
+    """A rank's archives, for one pass in the order of numbers."""
+
+    def __init__(self, folder: Path, rank: int, report: Report) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._report = report
+        self._seen: set[Path] = set()
+        self._waiting: list[ArchiveFile] = []
+        self._open: list[_Cursor] = []
+        self._look()
+
+    def find(self, number: int) -> bytes | None:
+        """The line of a session; the numbers asked for ascend."""
+        line = self._find(number)
+        if line is None and self._look():
+            # It was archived since the files were listed.
+            line = self._find(number)
+        return line
+
+    def all(self) -> Iterator[bytes]:
+        """Every session's line, each number once."""
+        number = 0
+        while self._waiting or self._open:
+            line = self._find(number)
+            if line is not None:
+                yield line
+            ahead = [cursor.number for cursor in self._open]
+            ahead += [file.first for file in self._waiting[:1]]
+            number = max(number + 1, min(ahead, default=0))
+
+    def _find(self, number: int) -> bytes | None:
+        while self._waiting and self._waiting[0].first <= number:
+            self._open.append(_Cursor(self._waiting.pop(0), self._report))
+        found = None
+        for cursor in self._open:
+            cursor.seek(number)
+            if cursor.line is not None and cursor.number == number:
+                found = cursor.line
+        self._open = [cursor for cursor in self._open if cursor.line is not None]
+        return found
+
+    def _look(self) -> bool:
+        """Whether there are new files."""
+        new = [f for f in list_archives(self._folder, self._rank) if f.path not in self._seen]
+        self._seen.update(file.path for file in new)
+        self._waiting = sorted([*self._waiting, *new], key=lambda file: file.first)
+        return bool(new)
+
+
+class _Cursor:
+    """A place in one file: the next line that was not asked for yet."""
+
+    def __init__(self, file: ArchiveFile, report: Report) -> None:
+        self._lines = read_lines(file.path, report)
+        self.number = -1
+        self.line: bytes | None = b""
+
+    def seek(self, number: int) -> None:
+        """Go on to the first line with at least this number; without one, ``line`` is None."""
+        while self.line is not None and self.number < number:
+            self.line = next(self._lines, None)
+            if self.line is not None:
+                self.number = number_of(self.line) or -1
