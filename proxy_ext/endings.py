@@ -107,13 +107,16 @@ class Endings:
         """Throw a session away that is not finalized; SessionClosed for one that is."""
         async with session.lock:
             state = target(session.row, Event.ABORT)
+            await self._sessions.load(session)
             return await self._close(session, ended(session.row, state, reason), [], keep)
 
     async def expire(self, session: Session, reason: str) -> None:
         """Its time ran out; SessionClosed if it has ended otherwise."""
         async with session.lock:
-            state = target(session.row, Event.EXPIRE)
-            await self._close(session, ended(session.row, state, reason), [], keep_nothing)
+            row = ended(session.row, target(session.row, Event.EXPIRE), reason)
+            # Without its tree: thousands may expire at once, and nothing of them is trained on.
+            async with self._quiet(session):
+                await self._sessions.write(session, row, set_state(row))
 
     async def at_deadline(
         self,

@@ -9,6 +9,7 @@ from typing import TypeVar, get_args
 from any_agent.metrics import Exposition, Metric, Reading, Values
 from any_agent.registry import rank_name
 from any_agent.types import Continuation, SessionMode, SessionState
+from proxy_ext import late
 from proxy_ext.call_stats import FIRST, NO_SESSION, Outcome
 from proxy_ext.service import Service
 
@@ -90,6 +91,23 @@ UNDELIVERED = Metric(
     "counter",
     "Recorded answers that reached nobody and are never trained on.",
 )
+REWARDS = Metric(
+    "any_agent_rewards_total",
+    "counter",
+    "Rewards that were set or revised, of a completion or of a whole session (final); each name "
+    "counts.",
+    ("of",),
+)
+LATE_REWARDS = Metric(
+    "any_agent_late_rewards_total",
+    "counter",
+    "Sessions that awaited their reward until its deadline, by what became of them: rewarded (it "
+    "had come), rejected, zero, graded or grader_failed (rejected, too).",
+    ("outcome",),
+)
+GRADING = Metric(
+    "any_agent_sessions_grading", "gauge", "Sessions that the grader is at work on, or will be."
+)
 VERSION = Metric("any_agent_weight_version", "gauge", "The weight version that the rank serves.")
 PAUSES = Metric(
     "any_agent_update_pauses_total", "counter", "Pauses of sampling for a weight update."
@@ -153,6 +171,9 @@ def _sessions(service: Service) -> Iterable[Reading]:
     yield SLOTS_RESERVED, slots.reserved
     yield SLOTS_WAITING, slots.waiting
     yield UNDELIVERED, service.sessions.undelivered
+    yield REWARDS, _by_one(service.rewards.given, ("completion", "final"))
+    yield LATE_REWARDS, _by_one(service.late.outcomes, get_args(late.Outcome))
+    yield GRADING, service.late.grading
 
 
 def _calls(service: Service) -> Iterable[Reading]:
