@@ -135,6 +135,16 @@ JOURNAL_COMMIT_SECONDS = Metric(
     "histogram",
     "Seconds of a commit to the journal, its fsync included.",
 )
+JOURNAL_FULL = Metric(
+    "any_agent_journal_full",
+    "gauge",
+    "1 while the journal's disk is full, as its last write found; calls are answered with 507.",
+)
+JOURNAL_DAMAGED = Metric(
+    "any_agent_journal_damaged_total",
+    "counter",
+    "Sessions ended because what was stored of them was damaged, this start's included.",
+)
 
 MODES = (*SessionMode, NO_SESSION)
 CONTINUATIONS = (FIRST, *Continuation)
@@ -157,6 +167,8 @@ def _read(service: Service) -> Iterable[Reading]:
     yield RESUBMISSIONS, _by_one(service.engine.resubmitted, ("update", "death"))
     yield JOURNAL_WRITES, service.journal.stats.writes
     yield JOURNAL_COMMIT_SECONDS, service.journal.stats.commit_seconds
+    yield JOURNAL_FULL, int(service.journal.stats.full)
+    yield JOURNAL_DAMAGED, service.journal.stats.damaged
 
 
 def _sessions(service: Service) -> Iterable[Reading]:
