@@ -8,28 +8,39 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from any_agent.access import ANYONE
 from any_agent.config import Config, load_config
 from any_agent.errors import StoreUnavailable
 from any_agent.keys import KeySigner
 from any_agent.protocol import Ack, Lease, Rejection, StartSession
 from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
-from proxy_ext.counts import SessionCounts
+from proxy_ext.archive.files import Archives
+from proxy_ext.archive.records import read_record
+from proxy_ext.archive.sweep import Archive
+from proxy_ext.endings import Endings
+from proxy_ext.expiry import Expiry
+from proxy_ext.fence import Fence
 from proxy_ext.journal import PutSession, SetState, SQLiteJournal, Statement
+from proxy_ext.late import LateRewards
 from proxy_ext.leases import Leases
 from proxy_ext.names import Names
 from proxy_ext.opening import Opening
+from proxy_ext.quotas import Limits, Quotas
+from proxy_ext.rewards import Rewards
+from proxy_ext.run_state import RunState
 from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions
 from tests.proxy_ext.journal_lab import make_interaction, make_row
 
 STEPS = ("open", "finalize", "abort", "expire", "lease", "train", "reject", "lapse", "restart")
-STEPS += ("replay",)
+STEPS += ("replay", "archive")
 OWNER = "trainer"
 
 
@@ -39,6 +50,8 @@ class Rank:
     def __init__(self, folder: Path, config: Config) -> None:
         self._folder = folder
         self._config = config
+        self.step = 0
+        self.oldest_step: int | None = None
 
     async def start(self) -> None:
         """A proxy's start; what an earlier one had in memory is gone."""
@@ -46,9 +59,36 @@ class Rank:
         self.sessions = Sessions(self.journal, self._config.sessions, Names(0), rank=0)
         await self.sessions.recover(lease_ttl=60)
         self.sessions.admission.set_limit(10**6, 3600)
-        self.leases = Leases(self.sessions, ttl=60)
-        signer = KeySigner(bytes(32))
-        self.opening = Opening(self.sessions, signer, self._config.sessions, largest_group=8)
+        settings = self._config.sessions
+        rewards = Rewards(self.sessions, settings)
+        self.archive = Archive(
+            self.sessions,
+            self._folder / "archive",
+            about={},
+            keep_seconds=0,
+            oldest_step=lambda: self.oldest_step,
+        )
+        await self.archive.recover()
+        self.endings = Endings(
+            self.sessions,
+            rewards,
+            settings,
+            needed=lambda row: False,
+            unarchive=self.archive.remove,
+        )
+        late = LateRewards(self.sessions, self.endings, settings, None)
+        self.expiry = Expiry(self.sessions, self.endings, late)
+        self.leases = Leases(self.sessions, Fence(self.journal), ttl=60)
+        self.opening = Opening(
+            self.sessions,
+            self.endings,
+            KeySigner(bytes(32)),
+            settings,
+            run=cast(RunState, SimpleNamespace(version=0, require_training=lambda: None)),
+            quotas=Quotas(lambda _: Limits(), ranks=1, open_sessions=lambda _: 0),
+            largest_group=8,
+            public_url="http://x",
+        )
 
     def some(self, state: SessionState, random: Random, most: int) -> list[Session]:
         found = [s for s in self.sessions.live.values() if s.state is state]
@@ -67,6 +107,7 @@ class Rank:
             "lapse": self._lapse,
             "restart": self._restart,
             "replay": self._replay,
+            "archive": self._archive,
         }
         await actions[step](random)
 
@@ -74,29 +115,32 @@ class Rank:
         task = random.choice([None, None, "a", "b"])
         mode = random.choice(["train", "train", "eval"])
         body = StartSession(task_id=task, mode=mode, group_size=2 if task else None)
-        session, _ = await self.opening.open(body)
+        started = await self.opening.open(body, ANYONE)
+        session = self.sessions.live[started.session_id]
         interaction = make_interaction(f"i-{session.id}", session.id)
-        await self.sessions.record(session, interaction, session.id.encode())
+        await self.sessions.record(session, interaction, session.id.encode(), None)
 
     async def _finalize(self, random: Random) -> None:
         for session in self.some(SessionState.OPEN, random, 3):
-            await self.sessions.finalize(session, 1.0)
+            await self.endings.finalize(session, {None: 1.0}, by="a test")
 
     async def _abort(self, random: Random) -> None:
         for session in self.some(SessionState.OPEN, random, 1):
-            await self.sessions.end(session, SessionState.ABORTED, "by a test")
+            await self.endings.abort(session, "by a test")
 
     async def _expire(self, random: Random) -> None:
         for session in self.some(SessionState.OPEN, random, 1):
-            session.expires = 0.0
-        await self.sessions.expire()
+            session.opened = -1e9
+            self.sessions.watch(session)
+        await self.expiry.sweep()
 
     async def _lease(self, random: Random) -> None:
         await self.leases.lease(Lease(owner=OWNER, wait=0, max_groups=random.randint(1, 3)))
 
     async def _train(self, random: Random) -> None:
         ids = [s.id for s in self.some(SessionState.LEASED, random, 2)]
-        await self.leases.ack(Ack(owner=OWNER, trained=ids))
+        self.step += 1
+        await self.leases.ack(Ack(owner=OWNER, trained=ids, step=self.step))
 
     async def _reject(self, random: Random) -> None:
         chosen = self.some(SessionState.LEASED, random, 2)
@@ -111,8 +155,13 @@ class Rank:
     async def _replay(self, random: Random) -> None:
         """A resume from before some step: out of `trained` and `rejected` again."""
         ended = await self.journal.sessions([SessionState.TRAINED, SessionState.REJECTED])
+        ended = [row for row in ended if row.content == "stored"]
         ids = [row.id for row in random.sample(ended, min(2, len(ended)))]
         await self.leases.replay(ids, OWNER)
+
+    async def _archive(self, random: Random) -> None:
+        self.oldest_step = random.randint(0, self.step)
+        await self.archive.sweep()
 
     async def _restart(self, _: Random) -> None:
         await self.journal.close()
@@ -129,7 +178,41 @@ async def require_balance(rank: Rank) -> None:
     assert all(shown[key] == number for key, number in live.items())
 
 
-async def walk(folder: Path, steps: list[str], seed: int) -> SessionCounts:
+def require_index(rank: Rank) -> None:
+    """What a poll finds is what a look at every session finds, and so is the capacity."""
+    sessions = rank.sessions
+    live = list(sessions.live.values())
+    leased = {s.id for s in live if s.state is SessionState.LEASED}
+    assert {s.id for s in sessions.leasable.leased} == leased
+    waiting: dict[str, list[Session]] = {}
+    for s in live:
+        if s.mode is SessionMode.TRAIN and s.state is SessionState.FINALIZED:
+            group = sessions.groups.get(s.row.group_id) if s.row.group_id else None
+            if s.row.group_id is None or (group and group.closed and not group.has_leased):
+                waiting.setdefault(s.row.group_id or s.id, []).append(s)
+    ages = {key: min(s.row.created_at for s in members) for key, members in waiting.items()}
+    expected = [{s.id for s in waiting[key]} for key in sorted(waiting, key=ages.__getitem__)]
+    assert [{s.id for s in members} for members in sessions.leasable.first(10**6)] == expected
+    train = Counter(s.state for s in live if s.mode is SessionMode.TRAIN)
+    capacity = rank.leases.capacity()
+    assert capacity.running == train[SessionState.OPEN]
+    assert capacity.buffered == train.total() - train[SessionState.OPEN]
+
+
+async def require_content(rank: Rank) -> None:
+    """Every session is recorded once: in the journal or in an archive."""
+    archived = {
+        read_record(line).session["id"]
+        for line in Archives(rank.archive._folder, 0, pytest.fail).all()
+    }
+    for row in await rank.journal.sessions(SessionState):
+        stored = bool(await rank.journal.interactions(row.id))
+        assert stored is (row.content == "stored"), row
+        assert (row.id in archived) is (row.content == "archived"), row
+    assert rank.archive.sessions == len(archived)
+
+
+async def walk(folder: Path, steps: list[str], seed: int) -> Rank:
     config = load_config(None, ["sessions.group_size=2", "rollout.batch_size=8"], {})
     rank = Rank(folder, config)
     random = Random(seed)
@@ -138,7 +221,10 @@ async def walk(folder: Path, steps: list[str], seed: int) -> SessionCounts:
         for step in steps:
             await rank.do(step, random)
             await require_balance(rank)
-        return rank.sessions.counts
+            require_index(rank)
+            if step in ("archive", "replay", "restart"):
+                await require_content(rank)
+        return rank
     finally:
         await rank.journal.close()
 
@@ -153,10 +239,12 @@ def test_counts_balance_on_random_walks(steps: list[str], seed: int) -> None:
 
 def test_a_long_walk_reaches_every_state(tmp_path: Path) -> None:
     random = Random(0)
-    counts = asyncio.run(walk(tmp_path, random.choices(STEPS, [8, *[1] * 9], k=400), 0))
+    rank = asyncio.run(walk(tmp_path, random.choices(STEPS, [8, *[1] * 10], k=400), 0))
+    counts = rank.sessions.counts
     reached = {state for (_, state), number in counts.now.items() if number}
     assert reached >= TERMINAL_STATES
     assert counts.created["train"] > 50 and counts.created["eval"] > 20
+    assert rank.archive.sessions > 20
 
 
 async def test_an_open_that_is_abandoned_while_it_is_written_is_counted(
@@ -172,7 +260,7 @@ async def test_an_open_that_is_abandoned_while_it_is_written_is_counted(
         await commit(*statements)
 
     monkeypatch.setattr(rank.journal, "commit", slow)
-    opening = asyncio.create_task(rank.opening.open(StartSession()))
+    opening = asyncio.create_task(rank.opening.open(StartSession(), ANYONE))
     await writing.wait()
     opening.cancel()
     go.set()
