@@ -1,4 +1,4 @@
-"""Model calls whose SDK marks its retries: not sampled twice, nor trained on if nobody heard them."""
+"""Model calls whose SDK marks its retries: sampled once; not trained on if nobody heard them."""
 
 from __future__ import annotations
 
