@@ -41,6 +41,7 @@ class Deliveries:
 
     async def load(self, session: Session) -> None:
         """Find out which of a session's answers are not known to have reached its agent."""
+        session.recovered = False
         if session.state not in (SessionState.OPEN, SessionState.AWAITING_REWARD):
             return
         session.unconfirmed = {

@@ -40,10 +40,12 @@ class Session:
     """When it was; reckoned from the row, on the clock that survives a restart."""
     active: float = field(default_factory=time.monotonic)
     """When its agent was last heard of."""
-    tree: InteractionTree = field(default_factory=InteractionTree)
+    _tree: InteractionTree | None = field(default=None, init=False, repr=False)
     calls: set[Call] = field(default_factory=set)
     unconfirmed: dict[str, RequestMark] = field(default_factory=dict)
     """Answers of an earlier process that are not known to have reached the agent, oldest first."""
+    recovered: bool = False
+    """It is an earlier process's, and those answers are still to be looked for."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     lease_began: float = 0.0
     lease_expires: float = 0.0
@@ -65,6 +67,27 @@ class Session:
     @property
     def state(self) -> SessionState:
         return self.row.state
+
+    @property
+    def tree(self) -> InteractionTree:
+        """Its interactions. They may be in the journal alone: `await sessions.load(session)` first,
+        and do not await in between, unless its lock is held or one of its calls is under way."""
+        if self._tree is None:
+            raise RuntimeError(f"the tree of session {self.id} was not loaded")
+        return self._tree
+
+    @tree.setter
+    def tree(self, tree: InteractionTree) -> None:
+        self._tree = tree
+
+    @property
+    def warm(self) -> bool:
+        """Whether its tree is in memory."""
+        return self._tree is not None
+
+    def cool(self) -> None:
+        """Let its tree go: the journal has it."""
+        self._tree = None
 
     @property
     def next_number(self) -> int:

@@ -26,6 +26,7 @@ from proxy_ext.admission import Admission
 from proxy_ext.counts import SessionCounts
 from proxy_ext.deadlines import Deadlines
 from proxy_ext.delivery import UNDELIVERED, UNMARKED, Deliveries, undelivered, was_used
+from proxy_ext.grants import Grants
 from proxy_ext.groups import Group, Groups
 from proxy_ext.journal import (
     Journal,
@@ -40,6 +41,7 @@ from proxy_ext.leasable import Leasable
 from proxy_ext.lifecycle import Event, target
 from proxy_ext.names import Names
 from proxy_ext.session import LIVE_STATES, Session
+from proxy_ext.task_names import TaskNames
 from proxy_ext.trees import Trees
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class Sessions:
         self.config = config
         self.names = names
         self.rank = rank
+        self.grants = Grants(journal)
+        self.task_names = TaskNames(journal, rank)
         self.admission = Admission(max_waiting=config.max_waiting)
         self.groups = Groups(names, timeout=config.group_timeout, least=config.min_group_size)
         self.counts = SessionCounts()
@@ -95,7 +99,9 @@ class Sessions:
             self.watch(session)
         await self._recover_groups()
         self.counts.recover(await self.journal.counts(), (s.row for s in self.live.values()))
-        self.admission.admitted = self.counts.created[SessionMode.TRAIN] + self.groups.reserved
+        await self.grants.recover()
+        admitted = self.counts.created[SessionMode.TRAIN] - self.grants.spent
+        self.admission.admitted = admitted + self.groups.reserved
         if self.live:
             log.info("recovered %d sessions from the journal", len(self.live))
 
@@ -121,6 +127,12 @@ class Sessions:
             if session.warm:
                 self.trees.keep(session)
             self.leasable.note(session)
+
+    @property
+    def reserved(self) -> int:
+        """Slots taken by train sessions that are not there yet."""
+        created = self.counts.created[SessionMode.TRAIN]
+        return self.admission.admitted + self.grants.spent - created
 
     def add(self, session: Session) -> None:
         """A new session that the journal has; its lane's newest one."""
@@ -151,7 +163,7 @@ class Sessions:
         if row is None:
             return None
         session = self._stored(row)
-        if session.state is SessionState.OPEN:
+        if session.state is SessionState.OPEN and session.id in self.live:
             # One that was recovered. While it is open, its lane gets no other one.
             self._lanes.setdefault(lane, session.id)
         return session

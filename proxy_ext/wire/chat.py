@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from typing import Any
 
 import orjson
@@ -73,22 +74,24 @@ async def _begin(
 ) -> Listener:
     """The call that the request repeats, or a new one."""
     content = await request.body()
-    tree, mark = None, None
-    if session is not None:
-        await service.sessions.load(session)
-        tree, mark = session.tree, mark_of(request, content)
-        if mark is not None and mark.retry_count > 0:
-            earlier = await take_up(service.calls, session, mark, stream=call.stream)
-            if earlier is not None:
-                return earlier
-    if len(content) > _LONG_BODY:
-        # Rendering a megabyte takes a second: not on the event loop.
-        prepared = await asyncio.to_thread(service.completer.prepare, call, tree)
-    else:
-        prepared = service.completer.prepare(call, tree)
-    return service.calls.start(
-        prepared, session, stream=call.stream, place=place, tenant=tenant, mark=mark
-    )
+    # What a retry or the prompt finds in the tree stays there until the call has begun.
+    with service.sessions.trees.pinned(session) if session is not None else nullcontext():
+        tree, mark = None, None
+        if session is not None:
+            await service.sessions.load(session)
+            tree, mark = session.tree, mark_of(request, content)
+            if mark is not None and mark.retry_count > 0:
+                earlier = await take_up(service.calls, session, mark, stream=call.stream)
+                if earlier is not None:
+                    return earlier
+        if len(content) > _LONG_BODY:
+            # Rendering a megabyte takes a second: not on the event loop.
+            prepared = await asyncio.to_thread(service.completer.prepare, call, tree)
+        else:
+            prepared = service.completer.prepare(call, tree)
+        return service.calls.start(
+            prepared, session, stream=call.stream, place=place, tenant=tenant, mark=mark
+        )
 
 
 async def _whole(
