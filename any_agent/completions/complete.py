@@ -15,7 +15,6 @@ from any_agent.errors import ContextLengthExceeded, EngineUnavailable, VersionGo
 from any_agent.record import InteractionTree
 from any_agent.types import (
     Continuation,
-    GenerationChunk,
     GenerationHyperparameters,
     Interaction,
     Message,
@@ -186,22 +185,18 @@ class Completer:
         versions: list[int] = []
         async with aclosing(self.engine.generate(request, stream=stream)) as chunks:
             async for chunk in chunks:
-                if pinned is not None and _other_version(chunk, pinned):
-                    if not ids and chunk.versions[0] != pinned:
-                        raise VersionGone.of(pinned, chunk.versions[0])
-                    ids += chunk.output_ids
-                    logprobs += chunk.logprobs
-                    versions += chunk.versions
-                    parser.feed(chunk.output_ids)
-                    parsed = parser.finish(matched_stop=None)[1]
-                    yield self._completion(
-                        prepared, parsed, "abort", session_id, ids, logprobs, versions, VERSION_GONE
-                    )
-                    return
                 ids += chunk.output_ids
                 logprobs += chunk.logprobs
                 versions += chunk.versions
                 deltas = parser.feed(chunk.output_ids)
+                if pinned is not None and any(v != pinned for v in chunk.versions):
+                    if versions[0] != pinned:
+                        raise VersionGone.of(pinned, versions[0])
+                    cut = parser.finish(matched_stop=None)[1]
+                    yield self._completion(
+                        prepared, cut, "abort", session_id, ids, logprobs, versions, VERSION_GONE
+                    )
+                    return
                 parsed = None
                 if chunk.stop_reason is not None:
                     matched = chunk.matched_stop if isinstance(chunk.matched_stop, str) else None
@@ -260,10 +255,6 @@ class Completer:
         )
         (key,) = chain_keys([message], call.tools, start=prepared.key)
         return Completion(prepared, parsed, interaction, key)
-
-
-def _other_version(chunk: GenerationChunk, pinned: int) -> bool:
-    return any(version != pinned for version in chunk.versions)
 
 
 def _untrainable(gconfig: GenerationHyperparameters, ids: list[int]) -> str | None:

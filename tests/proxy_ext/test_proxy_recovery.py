@@ -100,7 +100,7 @@ async def test_the_run_is_remembered(start: Start, proxy: Proxy) -> None:
 async def test_a_session_whose_time_passed_meanwhile(start: Start, proxy: Proxy) -> None:
     session = await proxy.open(ttl=0.05)
     again = await restart(start)
-    await again.service.sessions.expire()
+    await again.service.expiry.sweep()
     response = await again.call(session["api_key"])
     assert response.status_code == 410
 

@@ -244,19 +244,23 @@ async def test_bad_rewards(proxy: Proxy) -> None:
     }
 
 
-async def test_a_finalized_session_is_sealed(proxy: Proxy, engine: ScriptedEngine) -> None:
+async def test_a_finished_session_is_sealed(proxy: Proxy, engine: ScriptedEngine) -> None:
     for mode in ("train", "eval"):
         session = await proxy.finished_session(mode=mode)
         key, before = session["api_key"], len(engine.requests)
+        if mode == "train":
+            # Its rewards may be revised until a trainer has it.
+            assert len(await proxy.lease()) == 1
         for response in (
             await proxy.call(key),
             await proxy.call(key, stream=True),
             await proxy.post("/rl/v1/set_reward", {"reward": 5}, key),
+            await proxy.post("/rl/v1/set_reward", {"final_reward": 5}, key),
             await proxy.post("/rl/v1/finalize", {"final_reward": 5}, key),
             await proxy.post(f"/rl/v1/sessions/{session['session_id']}/abort", {}, key),
         ):
             error = refusal(response, 410, "session_closed", "start a new session")
-            assert error["state"] == ("finalized" if mode == "train" else "evaluated")
+            assert error["state"] == ("leased" if mode == "train" else "evaluated")
         assert len(engine.requests) == before
         (interaction,) = await proxy.recorded(session["session_id"])
         assert interaction.reward is None
