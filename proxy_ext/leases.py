@@ -80,7 +80,7 @@ class Leases:
         return Capacity(
             admitted=admission.admitted,
             # Also those of sessions that are being written: they are neither open nor free.
-            reserved=admission.admitted - counts.created[train],
+            reserved=self._sessions.reserved,
             waiting=admission.waiting,
             running=counts.now[train, SessionState.OPEN],
             buffered=sum(counts.now[train, state] for state in _BUFFERED),

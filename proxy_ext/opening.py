@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from any_agent.config import SessionConfig
 from any_agent.errors import (
@@ -30,6 +30,17 @@ from proxy_ext.quotas import Quotas
 from proxy_ext.run_state import RunState
 from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions
+from proxy_ext.task_names import TaskNumbers
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """An open under the names of the AReaL documents: its id is `<task>-<rank>-<n>`, and it takes a
+    granted slot, without a group, if there is one."""
+
+    task: str
+    grant_only: bool = False
+    """No other slot will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,8 @@ class _Place:
     lane: Lane
     key: str
     tenant: str | None
+    numbers: TaskNumbers | None = None
+    grant_only: bool = False
 
 
 class Opening:
@@ -77,16 +90,23 @@ class Opening:
         self._sessions.admission.close(draining())
 
     async def open(
-        self, body: StartSession, caller: Caller, keep: Keep = keep_nothing
+        self,
+        body: StartSession,
+        caller: Caller,
+        keep: Keep = keep_nothing,
+        *,
+        numbered: Numbered | None = None,
     ) -> SessionStarted:
         """Open a session: take a slot (train), write it, answer it with its key."""
         try:
-            return await self._checked(body, caller, keep)
+            return await self._checked(body, caller, keep, numbered)
         except AnyAgentError as error:
             self.refused[error.code] += 1
             raise
 
-    async def _checked(self, body: StartSession, caller: Caller, keep: Keep) -> SessionStarted:
+    async def _checked(
+        self, body: StartSession, caller: Caller, keep: Keep, numbered: Numbered | None
+    ) -> SessionStarted:
         if self._draining:
             raise draining()
         if body.mode == "train":
@@ -98,7 +118,10 @@ class Opening:
                 code="too_many_sessions",
                 retry_after=5,
             )
+        numbers = await self._sessions.task_names.of(numbered.task) if numbered else None
         place = await self._place(body.api_key, caller)
+        if numbered is not None:
+            place = replace(place, numbers=numbers, grant_only=numbered.grant_only)
         self._quotas.request(place.tenant)
         self._quotas.begin_open(place.tenant)
         self._opening.add(place.lane.id)
@@ -112,7 +135,11 @@ class Opening:
         mode = SessionMode(body.mode)
         pinned = self._pinned(body)
         group: Group | None = None
-        if mode is SessionMode.TRAIN:
+        grants = self._sessions.grants if place.numbers is not None else None
+        granted = grants is not None and mode is SessionMode.TRAIN and grants.take()
+        if mode is SessionMode.TRAIN and not granted:
+            if place.grant_only:
+                raise self._no_slot(place.tenant)
             group = await self._admit(body, place.tenant)
         session = self._session(body, place, group, pinned)
         row = session.row
@@ -127,7 +154,7 @@ class Opening:
             expires_in=row.expires_at - row.created_at,
         )
         # Shielded: a client that leaves now must not leave a row that memory lacks.
-        insert = asyncio.ensure_future(self._insert(session, group, answer, keep))
+        insert = asyncio.ensure_future(self._insert(session, group, granted, answer, keep))
         try:
             await asyncio.shield(insert)
         except asyncio.CancelledError:
@@ -141,10 +168,10 @@ class Opening:
     def _session(
         self, body: StartSession, place: _Place, group: Group | None, pinned: int | None
     ) -> Session:
-        names, wall = self._sessions.names, time.time()
+        wall = time.time()
         ttl = min(body.ttl or self._config.ttl, self._config.ttl)
         row = SessionRow(
-            id=self._sessions.groups.new_member(group) if group else names.single(),
+            id=self._name(place, group),
             lane=place.lane.id,
             mode=SessionMode(body.mode),
             state=SessionState.OPEN,
@@ -161,6 +188,11 @@ class Opening:
         )
         return Session(row, self._config.idle_timeout)
 
+    def _name(self, place: _Place, group: Group | None) -> str:
+        if place.numbers is not None:
+            return place.numbers.new()
+        return self._sessions.groups.new_member(group) if group else self._sessions.names.single()
+
     def _pinned(self, body: StartSession) -> int | None:
         """The weight version that all of its tokens must have; VersionGone for another one."""
         if body.version not in (None, "current", self._run.version):
@@ -168,12 +200,21 @@ class Opening:
         return None if body.version is None else self._run.version
 
     async def _insert(
-        self, session: Session, group: Group | None, answer: SessionStarted, keep: Keep
+        self,
+        session: Session,
+        group: Group | None,
+        granted: bool,
+        answer: SessionStarted,
+        keep: Keep,
     ) -> None:
+        grants = self._sessions.grants
+        spent = (grants.row(),) if granted else ()
         try:
-            await self._sessions.journal.commit(PutSession(session.row), *keep(answer))
+            await self._sessions.journal.commit(PutSession(session.row), *spent, *keep(answer))
         except BaseException:
-            if group is not None:
+            if granted:
+                grants.put_back()
+            elif group is not None:
                 self._not_opened(group)
             elif session.mode is SessionMode.TRAIN:
                 self._sessions.admission.release(1)

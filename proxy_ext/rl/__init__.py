@@ -2,8 +2,8 @@
 
 from fastapi import APIRouter
 
-from proxy_ext.rl import agents, operators, trainer
+from proxy_ext.rl import agents, areal, operators, trainer
 
 router = APIRouter()
-for part in (agents, operators, trainer):
+for part in (agents, operators, trainer, areal):
     router.include_router(part.router)

@@ -1,0 +1,66 @@
+"""Slots for train sessions that were granted one by one, beside those that the trainer admits.
+
+Who grants one wants a session of its own for it, without a group. Both counts are kept for good, so
+that as many sessions are opened on grants as there were grants, over restarts too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from pydantic import BaseModel
+
+from proxy_ext.journal import Journal, PutMeta
+from proxy_ext.keep import Keep
+
+_GRANTED = "grants"
+_SPENT = "grants_spent"
+
+
+class Granted(BaseModel):
+    capacity: int
+    """Grants that no session was opened on yet."""
+
+
+class Grants:
+    """The grants of one rank."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._lock = asyncio.Lock()
+        self.granted = 0
+        """Ever."""
+        self.spent = 0
+        """Sessions opened on one, ever; those that are being written are counted in."""
+
+    async def recover(self) -> None:
+        self.granted = await self._journal.meta(_GRANTED) or 0
+        self.spent = await self._journal.meta(_SPENT) or 0
+
+    @property
+    def left(self) -> int:
+        return self.granted - self.spent
+
+    async def add(self, keep: Keep) -> Granted:
+        """Grant one more."""
+        async with self._lock:
+            answer = Granted(capacity=self.left + 1)
+            await self._journal.commit(PutMeta(_GRANTED, self.granted + 1), *keep(answer))
+            self.granted += 1
+        return answer
+
+    def take(self) -> bool:
+        """Use one for a session whose row is written next, with `row` beside it; False if there
+        is none."""
+        if self.left <= 0:
+            return False
+        self.spent += 1
+        return True
+
+    def put_back(self) -> None:
+        """The session was not opened."""
+        self.spent -= 1
+
+    def row(self) -> PutMeta:
+        """What is written together with a session that took one."""
+        return PutMeta(_SPENT, self.spent)

@@ -1,0 +1,254 @@
+"""The routes that AReaL's documents name, with their bodies and answers, over our sessions.
+
+A client written for AReaL needs another URL and nothing else. What differs in meaning is in
+docs/from-areal.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Body
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.types import StringConstraints
+from starlette.requests import Request
+from starlette.responses import Response
+
+from any_agent.errors import AnyAgentError, TooManyRequests
+from any_agent.protocol import Ack, SessionInfo, SessionStarted, StartSession
+from any_agent.types import SessionMode, SessionState
+from proxy_ext.auth import Caller, Scope
+from proxy_ext.grants import Granted
+from proxy_ext.keep import Keep, keep_nothing
+from proxy_ext.leases import trajectory
+from proxy_ext.lifecycle import EXPORT_OWNER
+from proxy_ext.opening import Numbered
+from proxy_ext.rewards import parts_of
+from proxy_ext.rl.areal_export import ArealTrajectories, exported
+from proxy_ext.rl.common import Anyone, Once, Who
+from proxy_ext.rl.strict import StrictRoute
+from proxy_ext.service import Service
+from proxy_ext.session import Session
+from proxy_ext.wire.http import while_present
+
+router = APIRouter(route_class=StrictRoute)
+
+_REFRESH_WAIT = 115.0
+"""Seconds that the next session of a key may wait for a slot; AReaL's clients give up after 130."""
+_SLICE = 2.0
+"""Seconds of one wait for a slot that the trainer admits, before grants are looked at again."""
+_EXPORT_WAIT = 240.0
+"""Seconds that an export waits for its session to end; aiohttp's clients give up after 300."""
+_EMPTY = "ended without a model call"
+
+_TASK = "^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$"
+Task = Annotated[str, StringConstraints(pattern=_TASK)]
+"""Shorter than other names: the session's id is made of it."""
+
+
+class _ArealBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ArealStart(_ArealBody):
+    task_id: Task
+    api_key: str | None = None
+    """An earlier session's key: that session is ended, and the next one opens under the key."""
+    grant_only: bool = False
+    """Take a slot of `/grant_capacity` or none."""
+
+
+class ArealStarted(BaseModel):
+    session_id: str
+    api_key: str
+
+
+class ArealReward(_ArealBody):
+    reward: float = Field(ge=-1e6, le=1e6, strict=True)
+    interaction_id: str | None = None
+    """None: the last one."""
+
+
+class Done(BaseModel):
+    message: Literal["success"] = "success"
+
+
+class ArealEnd(_ArealBody):
+    """Nothing."""
+
+
+class ArealEnded(Done):
+    interaction_count: int
+
+
+class ArealExport(_ArealBody):
+    session_id: str
+    discount: float = Field(1.0, ge=0, le=1)
+    style: Literal["individual", "concat"] = "individual"
+    drop_retry_orphans: bool = False
+    """Has no effect: what a retry left behind is never trained on here."""
+
+
+class ArealHealth(BaseModel):
+    status: Literal["ok"] = "ok"
+    workers: int
+
+
+End = Annotated[ArealEnd, Body(default_factory=ArealEnd)]
+
+
+@router.get("/health")
+async def health(service: Anyone) -> ArealHealth:
+    """The process lives; behind the router, how many ranks serve."""
+    return ArealHealth(workers=1)
+
+
+@router.post("/grant_capacity", response_model=Granted)
+async def grant_capacity(service: Anyone, receipt: Once) -> Response:
+    """One more train session may be opened by `/rl/start_session`, without a group."""
+    return receipt.response(await service.sessions.grants.add(receipt.keep))
+
+
+@router.post("/rl/start_session", response_model=ArealStarted)
+async def start_session(
+    body: ArealStart, request: Request, service: Anyone, caller: Who, receipt: Once
+) -> Response:
+    """Open a session on a granted slot, else on one that the trainer admits, in its task's group.
+
+    With the key of an earlier session: end that one first.
+    """
+    keep = _shaped(receipt.keep, _started)
+    started = await while_present(request, _start(service, body, caller, keep))
+    return receipt.response(_started(started))
+
+
+async def _start(service: Service, body: ArealStart, caller: Caller, keep: Keep) -> SessionStarted:
+    ended = body.api_key is not None and await _end_earlier(service, body.api_key, caller)
+    deadline = time.monotonic() + (_REFRESH_WAIT if ended else 0.0)
+    numbered = Numbered(body.task_id, body.grant_only)
+    while True:
+        wait = min(_SLICE, max(0.0, deadline - time.monotonic()))
+        start = StartSession(
+            task_id=body.task_id, group_size=None, ttl=None, wait=wait, api_key=body.api_key
+        )
+        try:
+            return await service.opening.open(start, caller, keep, numbered=numbered)
+        except TooManyRequests:
+            if not wait or body.grant_only:
+                raise
+
+
+async def _end_earlier(service: Service, api_key: str, caller: Caller) -> bool:
+    """End the key's session if it is open, and the caller's; whatever else is said by the open."""
+    lane = service.auth.access.signer.verify(api_key)
+    session = await service.sessions.by_lane(lane.id) if lane is not None else None
+    if session is None or session.state is not SessionState.OPEN:
+        return False
+    if caller.scope is Scope.TENANT and session.row.tenant != caller.tenant:
+        return False
+    await _end(service, session, caller, keep_nothing)
+    return True
+
+
+def _started(started: BaseModel) -> ArealStarted:
+    assert isinstance(started, SessionStarted)
+    return ArealStarted(session_id=started.session_id, api_key=started.api_key)
+
+
+@router.post("/rl/set_reward", response_model=Done)
+async def set_reward(
+    body: ArealReward, request: Request, service: Anyone, caller: Who, receipt: Once
+) -> Response:
+    """Reward an interaction, by default the last one."""
+    session = await service.auth.session(request)
+    keep = _shaped(receipt.keep, lambda _: Done())
+    parts = parts_of(body.reward)
+    await service.rewards.give(session, parts, body.interaction_id, by=caller.name, keep=keep)
+    return receipt.response(Done())
+
+
+@router.post("/rl/end_session", response_model=ArealEnded)
+async def end_session(
+    _: End, request: Request, service: Anyone, caller: Who, receipt: Once
+) -> Response:
+    """End a session; its trajectory is handed to training. A second time it says the same."""
+    session = await service.auth.session(request)
+    over = await _over(service, session)
+    if over is None:
+        over = await _end(service, session, caller, receipt.keep)
+    else:
+        await receipt.store(over)
+    return receipt.response(over)
+
+
+async def _over(service: Service, session: Session) -> ArealEnded | None:
+    """What its first end was answered, if it has ended so."""
+    if session.state in (SessionState.OPEN, SessionState.AWAITING_REWARD, SessionState.EXPIRED):
+        return None
+    if session.state is SessionState.ABORTED and session.row.reason != _EMPTY:
+        return None
+    await service.sessions.load(session)
+    return ArealEnded(interaction_count=len(session.tree))
+
+
+async def _end(service: Service, session: Session, caller: Caller, keep: Keep) -> ArealEnded:
+    """Finalize it; one without a model call is aborted, as there is nothing to train on."""
+    shaped = _shaped(keep, _ended)
+    await service.sessions.load(session)
+    if session.state is SessionState.OPEN and not len(session.tree) and not session.calls:
+        info = await service.endings.abort(session, _EMPTY, keep=shaped)
+    else:
+        info = await service.endings.finalize(session, by=caller.name, keep=shaped)
+    return _ended(info)
+
+
+def _ended(info: BaseModel) -> ArealEnded:
+    assert isinstance(info, SessionInfo)
+    return ArealEnded(interaction_count=info.interactions)
+
+
+@router.post("/export_trajectories", response_model=ArealTrajectories)
+async def export_trajectories(body: ArealExport, request: Request, service: Anyone) -> Response:
+    """One session's interactions as tensors, once it has ended; it is trained on by the caller."""
+    session = await service.sessions.by_id(body.session_id)
+    await while_present(request, _until_ended(service, session))
+    return await _export(service, session, body)
+
+
+async def _export(service: Service, session: Session, body: ArealExport) -> Response:
+    row = session.row
+    if row.state is SessionState.ABORTED and row.reason == _EMPTY:
+        return exported([], body.discount, body.style)
+    if row.state is SessionState.TRAINED and row.owner == EXPORT_OWNER:
+        # Its first answer may have been lost.
+        await service.sessions.load(session)
+        return exported([trajectory(session)], body.discount, body.style)
+    trajectories = await service.leases.lease_sessions([session.id], EXPORT_OWNER)
+    try:
+        response = exported(trajectories, body.discount, body.style)
+    except AnyAgentError:
+        await service.leases.give_back([session.id], EXPORT_OWNER)
+        raise
+    await service.leases.ack(Ack(owner=EXPORT_OWNER, trained=[session.id]))
+    return response
+
+
+async def _until_ended(service: Service, session: Session) -> None:
+    """Wait, for so long as clients do. What does not end then, the lease refuses with its state."""
+    if session.mode is not SessionMode.TRAIN:
+        return
+    ready = service.sessions.ready
+    going_on = (SessionState.OPEN, SessionState.AWAITING_REWARD)
+    try:
+        async with asyncio.timeout(_EXPORT_WAIT), ready:
+            await ready.wait_for(lambda: session.state not in going_on)
+    except TimeoutError:
+        pass
+
+
+def _shaped(keep: Keep, shape: Callable[[BaseModel], BaseModel]) -> Keep:
+    """Keeps an answer in AReaL's shape. Nothing stays nothing, which those who commit look at."""
+    return keep if keep is keep_nothing else lambda answer: keep(shape(answer))
