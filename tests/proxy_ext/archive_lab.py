@@ -1,0 +1,66 @@
+"""A rank's sessions and archives over a journal on disk, without HTTP."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from any_agent.config import load_config
+from any_agent.types import SessionState
+from proxy_ext.archive.sweep import Archive
+from proxy_ext.journal import PutInteraction, PutSession, SetReward, SQLiteJournal
+from proxy_ext.names import Names
+from proxy_ext.sessions import Sessions
+from tests.proxy_ext.journal_lab import make_interaction, make_row
+
+CALLS = 3
+
+
+@dataclass(eq=False)
+class Rank:
+    """One start of a rank."""
+
+    folder: Path
+    oldest_step: int | None = None
+    keep_seconds: float = 0.0
+
+    async def start(self) -> Rank:
+        self.journal = SQLiteJournal(self.folder / "journal" / "rank-0.sqlite")
+        self.sessions = Sessions(self.journal, load_config(None, [], {}).sessions, Names(0), rank=0)
+        await self.sessions.recover(lease_ttl=60)
+        self.archive = Archive(
+            self.sessions,
+            self.folder / "archive",
+            about={"experiment": "e", "trial": "t"},
+            keep_seconds=self.keep_seconds,
+            oldest_step=lambda: self.oldest_step,
+        )
+        await self.archive.recover()
+        return self
+
+    async def stop(self) -> None:
+        await self.journal.close()
+
+    async def add(
+        self, id: str, state: SessionState = SessionState.ABORTED, *, step: int | None = None
+    ) -> None:
+        """An ended session of some calls, each of them rewarded."""
+        row = make_row(id, state=state, step=step, ended_at=time.time() - 10, final_reward=2.0)
+        calls = [
+            replace(make_interaction(f"{id}-{k}", id, f"{id}-{k - 1}" if k else None), reward=k / 8)
+            for k in range(CALLS)
+        ]
+        await self.journal.commit(
+            PutSession(row),
+            *(PutInteraction(call) for call in calls),
+            *(
+                SetReward(id, call.id, None, k / 8, "me", 5.0, k / 8)
+                for k, call in enumerate(calls)
+            ),
+        )
+
+    @property
+    def files(self) -> list[str]:
+        folder = self.folder / "archive"
+        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
