@@ -1,0 +1,54 @@
+"""A client written for AReaL, over a router and two real proxies."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from any_agent.chat import ChatFormat
+from any_agent.keys import rank_of_session
+from tests.proxy_ext.areal_client import ArealClient, Episode
+from tests.router.test_two_ranks import Pair, running_pair
+
+ADMIN = "operator-secret"
+
+
+@pytest.fixture
+async def pair(tmp_path: Path, chat: ChatFormat) -> AsyncIterator[Pair]:
+    async with running_pair(tmp_path, chat, f"server.admin_key={ADMIN}") as pair:
+        yield pair
+
+
+async def played(episode: Episode, reward: float) -> None:
+    await episode.chat("x")
+    await episode.set_last_reward(reward)
+    assert await episode.end() == {"message": "success", "interaction_count": 1}
+
+
+async def test_episodes_go_where_slots_were_granted(pair: Pair) -> None:
+    async with ArealClient(pair.url, ADMIN) as client:
+        assert await client.health() == {"status": "ok", "workers": 2}
+        for _ in range(4):
+            await client.grant_capacity()
+        episodes = [await client.start_when_there_is_room("task") for _ in range(4)]
+        ids = sorted(episode.session_id for episode in episodes)
+        assert ids == ["task-0-0", "task-0-1", "task-1-0", "task-1-1"]
+        for k, episode in enumerate(episodes):
+            await played(episode, float(k))
+        for k, episode in enumerate(episodes):
+            rows = await client.export(episode.session_id)
+            assert [row["reward"] for row in rows.values()] == [float(k)]
+
+
+async def test_a_key_stays_where_it_was_issued(pair: Pair) -> None:
+    async with ArealClient(pair.url, ADMIN) as client:
+        for _ in range(4):
+            await client.grant_capacity()
+        first = await client.start("task")
+        await played(first, 1.0)
+        following = await client.start("task", api_key=first.api_key)
+        assert following.api_key == first.api_key
+        ranks = {rank_of_session(e.session_id) for e in (first, following)}
+        assert len(ranks) == 1
