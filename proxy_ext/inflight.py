@@ -40,10 +40,13 @@ class InFlight:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.taken = 0
+        self.refused = 0
+        """Calls that there was no place for."""
 
     def enter(self) -> Place:
         """Take a place; TooManyRequests if there is none."""
         if self.taken >= self.limit:
+            self.refused += 1
             raise TooManyRequests(
                 f"{self.limit} model calls are under way here, as many as the engine keeps up "
                 "with; try again",

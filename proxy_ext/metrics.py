@@ -11,6 +11,7 @@ from any_agent.registry import rank_name
 from any_agent.types import Continuation, SessionMode, SessionState
 from proxy_ext import late
 from proxy_ext.call_stats import FIRST, NO_SESSION, Outcome
+from proxy_ext.quotas import QUOTAS
 from proxy_ext.service import Service
 
 S = TypeVar("S", bound=str)
@@ -41,8 +42,28 @@ SLOTS_LIMIT = Metric(
 SLOTS_RESERVED = Metric(
     "any_agent_slots_reserved", "gauge", "Slots taken by sessions that are not open yet."
 )
+GROUPS_TOO_SMALL = Metric(
+    "any_agent_groups_too_small_total",
+    "counter",
+    "Groups whose sessions were rejected because fewer of them were finalized than "
+    "sessions.min_group_size asks for.",
+)
+QUOTAS_EXCEEDED = Metric(
+    "any_agent_quotas_exceeded_total",
+    "counter",
+    "Requests that a tenant's quota refused (429 quota_exceeded), by the quota.",
+    ("quota",),
+)
 SLOTS_WAITING = Metric("any_agent_slots_waiting", "gauge", "Slots that opens wait for.")
 CALLS_RUNNING = Metric("any_agent_calls_running", "gauge", "Model calls under way.")
+CALLS_LIMIT = Metric(
+    "any_agent_calls_limit", "gauge", "Model calls that are taken at once; others get 429."
+)
+CALLS_REFUSED = Metric(
+    "any_agent_calls_refused_total",
+    "counter",
+    "Model calls that were refused because as many as the limit were under way (429).",
+)
 CALLS = Metric(
     "any_agent_calls_total",
     "counter",
@@ -182,6 +203,8 @@ def _sessions(service: Service) -> Iterable[Reading]:
     yield SLOTS_LIMIT, slots.limit
     yield SLOTS_RESERVED, slots.reserved
     yield SLOTS_WAITING, slots.waiting
+    yield GROUPS_TOO_SMALL, service.sessions.groups.too_small
+    yield QUOTAS_EXCEEDED, _by_one(service.quotas.refused, QUOTAS)
     yield UNDELIVERED, service.sessions.undelivered
     yield REWARDS, _by_one(service.rewards.given, ("completion", "final"))
     yield LATE_REWARDS, _by_one(service.late.outcomes, get_args(late.Outcome))
@@ -191,6 +214,8 @@ def _sessions(service: Service) -> Iterable[Reading]:
 def _calls(service: Service) -> Iterable[Reading]:
     stats = service.calls.stats
     yield CALLS_RUNNING, len(service.calls)
+    yield CALLS_LIMIT, service.calls.places.limit
+    yield CALLS_REFUSED, service.calls.places.refused
     yield CALLS, _by_two(stats.ended, MODES, get_args(Outcome))
     yield CALL_SECONDS, stats.seconds
     yield FIRST_TOKEN_SECONDS, stats.first_token_seconds

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from any_agent.config import ServerConfig
 from any_agent.errors import TooManyRequests
 
+QUOTAS = ("open_sessions", "requests_per_second", "tokens_per_second")
 _BURST_SECONDS = 5.0
 """Seconds of its rate that a tenant may use at once after a rest."""
 _MOST_WAIT = 60.0
