@@ -2,7 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from any_agent.keys import KeySigner, Lane, SecretHash, rank_of_session, session_prefix
+from any_agent.keys import (
+    KEPT_SCOPES,
+    KEY_PREFIXES,
+    KeySigner,
+    Lane,
+    SecretHash,
+    key_id,
+    new_key,
+    rank_of_session,
+    session_prefix,
+)
 
 SECRET = bytes(range(32))
 
@@ -92,3 +102,40 @@ def test_a_session_in_front_of_a_path(path: str, prefix: str | None) -> None:
 )
 def test_an_id_names_its_rank(session_id: str, rank: int | None) -> None:
     assert rank_of_session(session_id) == rank
+
+
+def test_of_several_secrets_the_first_signs_and_all_verify() -> None:
+    secrets = [b"n" * 32, SECRET]
+    signer = KeySigner(lambda _: secrets)
+    old = KeySigner(SECRET)
+    lane, key = old.mint(3)
+    assert signer.verify(key) == lane
+    assert signer.key_of(lane) == KeySigner(b"n" * 32).key_of(lane) != key
+    assert list(signer.keys_of(lane)) == [signer.key_of(lane), key]
+    assert signer.is_run_key(old.run_key) and signer.is_run_key(signer.run_key)
+    assert signer.run_key != old.run_key
+    assert not old.is_run_key(signer.run_key)
+
+
+def test_a_key_of_a_newer_secret_is_looked_up_before_it_is_refused() -> None:
+    looks: list[float | None] = []
+
+    def secrets(within: float | None) -> list[bytes]:
+        looks.append(within)
+        return [SECRET] if within is None else [b"n" * 32, SECRET]
+
+    signer, newer = KeySigner(secrets), KeySigner(b"n" * 32)
+    lane, key = newer.mint(0)
+    assert signer.verify(key) == lane and signer.is_run_key(newer.run_key)
+    assert signer.verify(KeySigner(b"x" * 32).mint(0)[1]) is None
+    assert {within for within in looks if within is not None} == {0.1}, "a bounded number of looks"
+
+
+@pytest.mark.parametrize("scope", KEPT_SCOPES)
+def test_kept_keys_have_their_form(scope: str) -> None:
+    text, id = new_key(scope)
+    assert text.startswith(f"sk-{scope}.{id}.") and text.startswith(KEY_PREFIXES)
+    assert len(text.rpartition(".")[2]) * 4 >= 128, "bits"
+    assert key_id(text) == id != key_id(new_key(scope)[0])
+    for other in (text[:-1], text + "0", text.upper(), f" {text}", f"{text}\n", "sk-v1.0.a.b", ""):
+        assert key_id(other) is None

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import pytest
 
-from any_agent.keys import KeySigner
+from any_agent.keys import KEPT_SCOPES, KeySigner, new_key
 from any_agent.logs import LogFormat, Redactor, set_up_logging
 
 ADMIN = r'p@ss\w"ord/%20+'
@@ -32,9 +32,12 @@ def restored() -> Iterator[None]:
     logging.captureWarnings(False)
 
 
-@pytest.fixture
-def key() -> str:
-    return KeySigner(bytes(32)).mint(0)[1]
+@pytest.fixture(params=["session", "run", *KEPT_SCOPES])
+def key(request: pytest.FixtureRequest) -> str:
+    """A key of each form."""
+    signer = KeySigner(bytes(32))
+    others = {"session": signer.mint(0)[1], "run": signer.run_key}
+    return others.get(request.param) or new_key(request.param)[0]
 
 
 def written(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -58,7 +61,7 @@ def test_keys_are_cut_wherever_they_come_from(
     text = capsys.readouterr().err
     assert text.count("sk-***") >= 7
     assert key not in text
-    assert key.split(".")[3] not in text
+    assert key.rpartition(".")[2] not in text
     assert "1234567890abcdef" not in text
     assert "ValueError: what about sk-***" in text
     assert "not shown" not in text

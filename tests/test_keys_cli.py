@@ -1,0 +1,135 @@
+"""``any-agent keys``, as people call it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from any_agent.cli import main
+from any_agent.keys import key_id
+from any_agent.keystore import read_keys
+from any_agent.rundir import RunDir
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "u" / "e" / "t")
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        where = [f"root={tmp_path}", "user=u", "experiment=e", "trial=t"]
+        try:
+            code = main(["keys", *arguments, *where])
+        except SystemExit as error:
+            code = int(error.code or 0)
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call
+
+
+def test_a_key_is_shown_once(run: Run, trial: RunDir) -> None:
+    """Before the trial's first start, too; the key alone on standard output."""
+    code, out, err = run("create", "--scope", "tenant", "--tenant", "alice")
+    assert code == 0
+    key = out.strip()
+    found = read_keys(trial.keys).find(key)
+    assert found is not None and found.tenant == "alice"
+    assert found.id in err and key not in err
+    for path in trial.path.rglob("*"):
+        assert path.is_dir() or key.rpartition(".")[2] not in path.read_text()
+    _, out, err = run("list")
+    assert found.id in out and "alice" in out and "live" in out
+    assert key not in out + err and found.hash not in out + err
+    assert (trial.path / "audit").stat().st_mode & 0o777 == 0o700
+
+
+def test_json(run: Run, trial: RunDir) -> None:
+    limits = ["--open-sessions", "4", "--requests-per-second", "2.5"]
+    code, out, _ = run(
+        "create", "--scope", "tenant", "--tenant", "a", *limits, "--expires-in", "2h", "--json"
+    )
+    made = json.loads(out)
+    assert code == 0 and key_id(made["key"]) == made["id"]
+    assert made["limits"] == {"open_sessions": 4, "requests_per_second": 2.5}
+    assert 7190 < made["expires_at"] - made["created_at"] < 7210
+    code, out, _ = run("list", "--json")
+    assert json.loads(out) == [{k: v for k, v in made.items() if k != "key"}]
+    code, out, _ = run("revoke", "--json", made["id"])
+    assert json.loads(out)["state"] == "revoked"
+    assert read_keys(trial.keys).find(made["key"]) is None
+
+
+def test_revoking(run: Run) -> None:
+    _, key, _ = run("create", "--scope", "admin")
+    id = key_id(key.strip())
+    assert id is not None
+    code, out, err = run("revoke", id)
+    assert code == 0 and "is revoked" in out
+    assert "no admin key is left" in err, "what that means is said"
+    assert run("revoke", id)[1].endswith("was revoked already\n")
+    code, _, err = run("revoke", "0badcafe")
+    assert code == 1 and "0badcafe" in err and "any-agent keys list" in err
+
+
+@pytest.mark.parametrize("command", [("list",), ("revoke", "00000000"), ("rotate",)])
+def test_no_such_trial(run: Run, trial: RunDir, command: tuple[str, ...]) -> None:
+    code, _, err = run(*command)
+    assert code == 1 and f"there is no trial at {trial.path}" in err
+    assert not trial.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "COMMAND"),
+        (("create",), "--scope"),
+        (("create", "--scope", "session"), "invalid choice"),
+        (("create", "--scope", "tenant"), "--tenant"),
+        (("create", "--scope", "tenant", "--tenant", "../up"), "--tenant"),
+        (("create", "--scope", "admin", "--tenant", "alice"), "scope tenant"),
+        (("create", "--scope", "trainer", "--open-sessions", "3"), "scope tenant"),
+        (("create", "--scope", "tenant", "--open-sessions", "0"), "whole number"),
+        (("create", "--scope", "tenant", "--tokens-per-second", "nan"), "above 0"),
+        (("create", "--scope", "admin", "--expires-in", "soon"), "like 90s"),
+        (("create", "--scope", "admin", "server.prot=1"), "server.port"),
+    ],
+)
+def test_wrong_input(run: Run, trial: RunDir, arguments: tuple[str, ...], says: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "") and says in err
+    assert not trial.keys.exists()
+
+
+def test_everything_is_audited(run: Run, trial: RunDir) -> None:
+    _, key, _ = run("create", "--scope", "tenant", "--tenant", "alice")
+    id = key_id(key.strip())
+    run("revoke", str(id))
+    run("rotate", "--drop-old")
+    text = (trial.audit / "keys.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [(line["event"], line.get("id")) for line in lines] == [
+        ("keys create", id),
+        ("keys revoke", id),
+        ("keys rotate", None),
+    ]
+    assert all(line["who"] and line["at"] for line in lines)
+    assert lines[2]["dropped_old"] is True
+    assert "sk-" not in text
+
+
+def test_a_file_that_cannot_be_written(run: Run, trial: RunDir) -> None:
+    trial.path.mkdir(parents=True)
+    (trial.path / "audit").write_text("in the way")
+    code, out, err = run("create", "--scope", "admin")
+    assert (code, out) == (1, "") and "cannot write" in err
+    assert not trial.keys.exists()

@@ -1,0 +1,165 @@
+"""keys.json: what is kept of keys, by whom it may be read, and several writers at once."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+
+from any_agent.errors import ConfigError, NotFound, StartupError
+from any_agent.keys import KEPT_PREFIXES, key_id
+from any_agent.keystore import (
+    Keys,
+    TenantLimits,
+    create_key,
+    parse_keys,
+    read_keys,
+    revoke_key,
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "trial" / "keys.json"
+
+
+def test_a_key_is_kept_as_its_hash(path: Path) -> None:
+    text, key = create_key(path, "tenant", tenant="alice", limits=TenantLimits(open_sessions=3))
+    assert text.startswith("sk-tenant.") and key_id(text) == key.id
+    assert text not in path.read_text() and text.rpartition(".")[2] not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    found = read_keys(path).find(text)
+    assert found == key and found.tenant == "alice" and found.limits.open_sessions == 3
+
+
+@pytest.mark.parametrize("scope", ["admin", "trainer"])
+def test_other_scopes_have_no_tenant(path: Path, scope: str) -> None:
+    text, _ = create_key(path, scope)  # type: ignore[arg-type]
+    assert text.startswith(KEPT_PREFIXES)
+    assert read_keys(path).has_admin == (scope == "admin")
+    with pytest.raises(ConfigError):
+        create_key(path, scope, tenant="alice")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        create_key(path, scope, limits=TenantLimits(open_sessions=1))  # type: ignore[arg-type]
+    assert len(read_keys(path).keys) == 1
+
+
+@pytest.mark.parametrize("tenant", [None, "", "a b", "../x", "a" * 65, "x\n", "-x"])
+def test_a_tenant_needs_a_name(path: Path, tenant: str | None) -> None:
+    with pytest.raises(ConfigError):
+        create_key(path, "tenant", tenant=tenant)
+    assert not path.exists()
+
+
+def test_what_is_not_the_key_is_not_found(path: Path) -> None:
+    text, key = create_key(path, "admin")
+    keys = read_keys(path)
+    other, _ = create_key(path, "admin")
+    prefix, id, secret = text.split(".")
+    for wrong in (
+        "",
+        text[:-1],
+        text + "0",
+        text.upper(),
+        f"{prefix}.{id}.{other.rpartition('.')[2]}",
+        f"sk-trainer.{id}.{secret}",
+        key.hash,
+        other,
+        "sk-admin.\ud800",
+    ):
+        assert keys.find(wrong) is None, wrong
+    assert keys.find(text) == key
+
+
+def test_revoked_and_expired_keys_are_void(path: Path) -> None:
+    text, key = create_key(path, "admin")
+    assert revoke_key(path, key.id)[1]
+    assert not revoke_key(path, key.id)[1], "once"
+    keys = read_keys(path)
+    assert keys.find(text) is None and not keys.has_admin
+    with pytest.raises(NotFound, match="00000000"):
+        revoke_key(path, "00000000")
+    late, old = create_key(path, "admin", expires_in=3600)
+    gone, _ = create_key(path, "admin", expires_in=1e-6)
+    keys = read_keys(path)
+    assert keys.find(late) == old and keys.has_admin
+    while time.time() < keys.keys[-1].expires_at:  # type: ignore[operator]
+        pass
+    assert keys.find(gone) is None
+
+
+def test_limits_of_a_tenant_are_of_its_newest_keys(path: Path) -> None:
+    _, first = create_key(path, "tenant", tenant="a", limits=TenantLimits(open_sessions=1))
+    create_key(path, "tenant", tenant="a", limits=TenantLimits(requests_per_second=2.5))
+    create_key(path, "tenant", tenant="b")
+    limits = read_keys(path).limits
+    assert limits["a"] == TenantLimits(open_sessions=1, requests_per_second=2.5)
+    assert limits["b"] == TenantLimits() and "c" not in limits
+    revoke_key(path, first.id)
+    assert read_keys(path).limits["a"] == TenantLimits(requests_per_second=2.5)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": 2, "keys": []}',
+        '{"format": 1, "keys": [{"id": "secret-looking"}]}',
+        '{"format": 1, "keys": [], "more": 1}',
+    ],
+)
+def test_a_broken_file_is_said(path: Path, content: str) -> None:
+    path.parent.mkdir()
+    path.write_text(content)
+    with pytest.raises(StartupError, match=r"keys\.json holds no keys") as error:
+        read_keys(path)
+    assert "secret-looking" not in error.value.message
+    with pytest.raises(StartupError):
+        create_key(path, "admin")
+    assert path.read_text() == content, "and it is left as it is"
+
+
+def test_nothing_is_kept_of_a_key_that_cannot_be_told_of(path: Path) -> None:
+    create_key(path, "admin")
+    before = path.read_bytes()
+
+    def full(_: object) -> None:
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        create_key(path, "admin", told=full)
+    with pytest.raises(OSError, match="no space"):
+        revoke_key(path, read_keys(path).keys[0].id, told=full)
+    assert path.read_bytes() == before
+
+
+def make(path: Path, count: int) -> None:
+    for _ in range(count):
+        create_key(path, "trainer")
+
+
+def test_writers_lose_nothing(path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=make, args=(path, 20)) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    # Whatever is there at any moment is whole.
+    seen = 0
+    while any(writer.is_alive() for writer in writers):
+        keys = read_keys(path)
+        assert len(keys.keys) >= seen
+        seen = len(keys.keys)
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert len(read_keys(path).by_id) == 60
+
+
+def test_no_keys() -> None:
+    assert not Keys().has_admin and Keys().find("sk-admin.0.0") is None
+    assert json.loads('{"format": 1}') and parse_keys(b'{"format": 1}') == Keys()

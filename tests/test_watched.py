@@ -1,0 +1,66 @@
+"""A file that changes while a service runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from any_agent.watched import Watched
+
+
+def number(content: bytes) -> int:
+    return int(content)
+
+
+def test_a_change_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "n"
+    watched = Watched(path, number, 0, every=0.0)
+    assert watched.get() == 0, "there was none"
+    path.write_text("1")
+    assert watched.get() == 1
+    path.with_name("m").write_text("2")
+    os.replace(path.with_name("m"), path)
+    assert watched.get() == 2
+
+
+def test_it_is_looked_at_no_more_often_than_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "n"
+    path.write_text("1")
+    watched = Watched(path, number, 0, every=3600.0)
+    looks = []
+    monkeypatch.setattr(watched, "_look", lambda: looks.append(1))
+    for _ in range(100):
+        watched.get()
+    assert not looks
+    watched.get(within=0.0)
+    assert looks
+
+
+@pytest.mark.parametrize("broken", ["x", None])
+def test_what_is_broken_or_gone_goes_on_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str | None
+) -> None:
+    path = tmp_path / "n"
+    path.write_text("1")
+    watched = Watched(path, number, 0, every=0.0)
+    if broken is None:
+        path.unlink()
+    else:
+        path.write_text(broken)
+    with caplog.at_level(logging.ERROR):
+        assert [watched.get() for _ in range(3)] == [1, 1, 1]
+    assert len(caplog.records) == 1, "said once"
+    path.write_text("22")
+    assert watched.get() == 22
+
+
+def test_broken_from_the_start_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "n"
+    path.write_text("x")
+    with pytest.raises(ValueError, match="invalid literal"):
+        Watched(path, number, 0)
