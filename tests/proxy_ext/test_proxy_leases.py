@@ -9,9 +9,11 @@ import httpx
 import pytest
 
 from any_agent.errors import Conflict, NotFound
-from any_agent.protocol import Rejection
+from any_agent.protocol import MAX_NAMED, Rejection
 from any_agent.record import unpack_trajectories
+from proxy_ext import leases
 from proxy_ext.journal import Statement
+from proxy_ext.leases import _UNHEARD_OF
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
@@ -144,6 +146,80 @@ async def test_a_new_trainer_takes_back_what_the_last_one_had(proxy: Proxy) -> N
         await proxy.client.ack(owner="old", trained=[session["session_id"]], rejected=[])
     assert await state(proxy, exported["session_id"]) == "leased"
     assert await proxy.client.ack(owner="new", trained=[session["session_id"]], rejected=[]) == 1
+
+
+async def test_a_lease_whose_answer_was_lost_is_handed_out_again(proxy: Proxy) -> None:
+    lost, fresh = [(await proxy.finished_session())["session_id"] for _ in range(2)]
+    for _ in range(2):
+        await proxy.lease()
+    live = proxy.service.sessions.live
+    # Long enough ago for its holder to have said that it has it.
+    live[lost].lease_began -= _UNHEARD_OF + 1
+    await proxy.admit(9, number=1)
+    assert [await state(proxy, id) for id in (lost, fresh)] == ["finalized", "leased"]
+    (again,) = await proxy.lease()
+    assert again.session_id == lost
+
+
+async def test_a_restart_takes_no_lease_back_at_once(start: Start, proxy: Proxy) -> None:
+    """What its holder says that it has may be from before the answer arrived."""
+    id = (await proxy.finished_session())["session_id"]
+    await proxy.lease()
+    again = await start()
+    await again.admit(9, held=[])
+    assert await state(again, id) == "leased"
+    again.service.sessions.live[id].lease_began -= _UNHEARD_OF + 1
+    await again.admit(9, held=[], number=1)
+    assert await state(again, id) == "finalized"
+
+
+async def test_an_answer_has_a_bound(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    for k in range(3):
+        for _ in range(2):
+            await proxy.finished_session(group_id=f"g{k}", group_size=2)
+    one = proxy.service.sessions.leasable.first(1)[0]
+    size = sum(leases._bytes(i) for session in one for i in session.tree)
+    body = {"owner": "trainer", "wait": 0, "max_groups": 9}
+
+    async def groups() -> list[str]:
+        packed = (await proxy.http.post("/rl/v1/lease", json=body)).content
+        return [t.group_id for t in unpack_trajectories(packed)]
+
+    # A group is never divided; one alone may be too large.
+    monkeypatch.setattr(leases, "_ANSWER_BYTES", 1)
+    assert await groups() == ["g0", "g0"]
+    monkeypatch.setattr(leases, "_ANSWER_BYTES", 2 * size + 1)
+    assert await groups() == ["g1", "g1", "g2", "g2"]
+
+
+async def test_messages_are_bounded(proxy: Proxy) -> None:
+    ids = ["x"] * (MAX_NAMED + 1)
+    for method, path, body in (
+        ("PUT", "capacity", {"limit": 1, "ttl": 1, "owner": "t", "held": ids}),
+        ("POST", "ack", {"owner": "t", "trained": ids}),
+        ("POST", "lease", {"owner": "t", "wait": 0, "session_ids": ids[:1025]}),
+    ):
+        response = await proxy.http.request(method, f"/rl/v1/{path}", json=body)
+        assert response.status_code == 400, response.text
+
+
+async def test_an_ack_says_which_step_it_was(proxy: Proxy) -> None:
+    one, two, three = [(await proxy.finished_session())["session_id"] for _ in range(3)]
+    for _ in range(3):
+        await proxy.lease()
+    client = proxy.client
+    stale = Rejection(session_id=two, reason="stale")
+    await client.ack(owner="trainer", trained=[one], rejected=[stale], step=7)
+    await client.ack(owner="trainer", trained=[three], rejected=[])
+    rows = [await proxy.service.journal.session(id) for id in (one, two, three)]
+    assert [row.step for row in rows if row] == [7, 7, None]
+    assert all(row is not None and row.ended_at is not None for row in rows)
+    # The first word is the last one.
+    await client.ack(owner="trainer", trained=[one], rejected=[], step=9)
+    again = await proxy.service.journal.session(one)
+    assert again is not None and again.step == 7
+    await client.set_run("training", step=8, checkpoint="/c/8", oldest_step=5)
+    assert proxy.service.run.oldest_step == 5
 
 
 async def test_a_slow_message_does_not_undo_a_later_one(

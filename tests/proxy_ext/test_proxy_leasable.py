@@ -1,0 +1,49 @@
+"""A poll costs what has changed since the last one, however many sessions there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from any_agent.types import SessionState
+from proxy_ext.groups import Groups
+from proxy_ext.leasable import Leasable
+from proxy_ext.names import Names
+from proxy_ext.session import Session
+from tests.proxy_ext.journal_lab import make_row
+
+
+def test_polls_among_ten_thousand_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = {
+        f"s{k}": Session(make_row(f"s{k}", created_at=float(k), state=SessionState.OPEN))
+        for k in range(10_000)
+    }
+    leasable = Leasable(live, Groups(Names(0), timeout=60, least=1))
+    looked: list[object] = []
+    members = leasable._members
+    monkeypatch.setattr(leasable, "_members", lambda key: (looked.append(key), members(key))[1])
+
+    def move(k: int, state: SessionState) -> None:
+        session = live[f"s{k}"]
+        session.row = replace(session.row, state=state)
+        leasable.note(session)
+
+    for k in range(0, 10_000, 2):
+        move(k, SessionState.FINALIZED)
+    assert [s.id for (s,) in leasable.first(2)] == ["s0", "s2"]
+    looked.clear()
+    for _ in range(100):
+        leasable.first(1)
+    assert len(looked) == 100
+    # The oldest first, whenever it became ready.
+    move(0, SessionState.LEASED)
+    move(1, SessionState.FINALIZED)
+    assert [s.id for (s,) in leasable.first(2)] == ["s1", "s2"]
+    assert [s.id for s in leasable.leased] == ["s0"]
+    move(0, SessionState.FINALIZED)
+    move(1, SessionState.REJECTED)
+    del live["s1"]
+    assert [s.id for (s,) in leasable.first(2)] == ["s0", "s2"]
+    assert list(leasable.leased) == []
+    assert len(looked) < 120
