@@ -101,7 +101,7 @@ class Auth:
             session = await self._by_key(name)
             if own is not None and session.row.lane != own.row.lane:
                 raise SessionMismatch(_DIFFERENT)
-            if not _is_tenants(session, caller):
+            if not is_callers(session, caller):
                 raise Unauthenticated(_NOT_VALID)
             return session
         if name.startswith("sk-"):
@@ -109,7 +109,7 @@ class Auth:
             raise NotFound("there is no session of that name", code="session_not_found")
         try:
             session = await self._sessions.by_id(name)
-            if own is None and _is_tenants(session, caller):
+            if own is None and is_callers(session, caller):
                 return session
             if own is not None and session.row.lane == own.row.lane:
                 return session
@@ -132,7 +132,8 @@ def no_session(id: str) -> NotFound:
     return NotFound(f"there is no session {id[:80]!r}", code="session_not_found")
 
 
-def _is_tenants(session: Session, caller: Caller) -> bool:
+def is_callers(session: Session, caller: Caller) -> bool:
+    """Whether a session may be shown to a caller that has no session's key."""
     return caller.scope is not Scope.TENANT or session.row.tenant == caller.tenant
 
 

@@ -23,7 +23,6 @@ def caller_of(request: Request) -> Caller:
 
 
 Anyone = Annotated[Service, Depends(service_of)]
-Admin = Anyone
 Who = Annotated[Caller, Depends(caller_of)]
 
 

@@ -21,7 +21,7 @@ from any_agent.protocol import (
     SetRun,
 )
 from any_agent.record import pack_trajectories
-from proxy_ext.rl.common import Admin, Anyone, Once, service_of
+from proxy_ext.rl.common import Anyone, Once, service_of
 from proxy_ext.rl.strict import StrictRoute
 from proxy_ext.wire.http import while_present
 
@@ -41,18 +41,18 @@ Start = Annotated[int | None, Depends(fenced)]
 
 
 @router.get("/capacity")
-async def get_capacity(service: Admin) -> Capacity:
+async def get_capacity(service: Anyone) -> Capacity:
     return service.leases.capacity()
 
 
 @router.put("/capacity")
-async def set_capacity(body: SetCapacity, service: Admin, _: Start) -> Capacity:
+async def set_capacity(body: SetCapacity, service: Anyone, _: Start) -> Capacity:
     """Cap the train sessions ever admitted here; renews the owner's leases."""
     return await service.leases.set_capacity(body)
 
 
 @router.post("/lease", response_class=Response)
-async def lease(body: Lease, request: Request, service: Admin, start: Start) -> Response:
+async def lease(body: Lease, request: Request, service: Anyone, start: Start) -> Response:
     """Closed groups as msgpack (`any_agent.record.codec`); 204 when none came in time."""
     trajectories = await while_present(request, service.leases.lease(body, epoch=start))
     if not trajectories:
@@ -61,13 +61,13 @@ async def lease(body: Lease, request: Request, service: Admin, start: Start) -> 
 
 
 @router.post("/ack", response_model=Acked)
-async def ack(body: Ack, service: Admin, _: Start, receipt: Once) -> Response:
+async def ack(body: Ack, service: Anyone, _: Start, receipt: Once) -> Response:
     """Sessions trained on, or rejected with a reason."""
     return await receipt.store(Acked(acked=await service.leases.ack(body)))
 
 
 @router.post("/pause", response_model=RunInfo)
-async def pause(body: Pause, service: Admin, _: Start, receipt: Once) -> Response:
+async def pause(body: Pause, service: Anyone, _: Start, receipt: Once) -> Response:
     """Stop sampling for a weight update; calls wait."""
     await service.run.pause(body.ttl)
     return await receipt.store(service.run.info)
@@ -75,7 +75,7 @@ async def pause(body: Pause, service: Admin, _: Start, receipt: Once) -> Respons
 
 @router.post("/version", response_model=RunInfo)
 async def publish_version(
-    body: PublishedVersion, service: Admin, _: Start, receipt: Once
+    body: PublishedVersion, service: Anyone, _: Start, receipt: Once
 ) -> Response:
     """The engine holds these weights now."""
     await service.run.publish(body)
@@ -89,14 +89,14 @@ async def get_version(request: Request, service: Anyone) -> dict[str, int]:
 
 
 @router.post("/resume", response_model=RunInfo)
-async def resume(service: Admin, _: Start, receipt: Once) -> Response:
+async def resume(service: Anyone, _: Start, receipt: Once) -> Response:
     """Go on sampling."""
     await service.run.resume()
     return await receipt.store(service.run.info)
 
 
 @router.put("/run")
-async def set_run(body: SetRun, service: Admin, _: Start) -> RunInfo:
+async def set_run(body: SetRun, service: Anyone, _: Start) -> RunInfo:
     """The run's state and newest checkpoint, told by the trainer."""
     await service.run.set_run(body)
     if service.run.state == "training":
