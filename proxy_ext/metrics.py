@@ -146,6 +146,18 @@ RESUBMISSIONS = Metric(
     "engine's death.",
     ("reason",),
 )
+KEYS_REFUSED = Metric(
+    "any_agent_keys_refused_total",
+    "counter",
+    "Requests refused before their route: invalid_api_key (none, or not valid), forbidden (a key "
+    "of another scope).",
+    ("code",),
+)
+AUDIT_LOST = Metric(
+    "any_agent_audit_lines_lost_total",
+    "counter",
+    "Lines that the audit log did not take: its disk failed, or was too slow.",
+)
 JOURNAL_WRITES = Metric(
     "any_agent_journal_writes_total",
     "counter",
@@ -186,6 +198,8 @@ def _read(service: Service) -> Iterable[Reading]:
     yield PAUSE_SECONDS, service.run.pauses.seconds
     yield ENGINE_UP, not service.engine.away
     yield RESUBMISSIONS, _by_one(service.engine.resubmitted, ("update", "death"))
+    yield KEYS_REFUSED, _by_one(service.audit.refused)
+    yield AUDIT_LOST, service.audit.dropped
     yield JOURNAL_WRITES, service.journal.stats.writes
     yield JOURNAL_COMMIT_SECONDS, service.journal.stats.commit_seconds
     yield JOURNAL_FULL, int(service.journal.stats.full)

@@ -445,7 +445,6 @@ async def test_allowlist(proxy: Proxy) -> None:
         "/key/generate",
         "/ui",
         "/config/yaml",
-        "/health",
         "//settings",
         "/v1/settings",
         "/health/liveliness/../../settings",
