@@ -14,6 +14,7 @@ AnyAgentError                      500 internal_error
 │   └── VersionGone                409 version_gone
 ├── StaleOwner                     409 stale_owner
 ├── SessionClosed                  410 session_closed
+│   └── SessionDamaged             410 session_damaged
 ├── PayloadTooLarge                413 payload_too_large
 ├── Unprocessable                  422 unprocessable
 ├── TooManyRequests                429 no_capacity
@@ -34,6 +35,11 @@ from __future__ import annotations
 import json
 import math
 from typing import Any, ClassVar
+
+
+_TURNED_AWAY = (429, 503, 507)
+_COME_AGAIN = 2.0
+"""Seconds, where nothing better is known."""
 
 
 class AnyAgentError(Exception):
@@ -71,9 +77,15 @@ class AnyAgentError(Exception):
         return {"error": error | self.details}
 
     def headers(self) -> dict[str, str]:
-        """``Retry-After`` where a later try may succeed, ``x-should-retry: false`` elsewhere."""
-        if self.retry_after is not None:
-            return {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
+        """``Retry-After`` where a later try may succeed, ``x-should-retry: false`` elsewhere.
+
+        Whoever is turned away for want of anything (429, 503, 507) is told when to come again.
+        """
+        wait = self.retry_after
+        if wait is None and self.status in _TURNED_AWAY:
+            wait = _COME_AGAIN
+        if wait is not None:
+            return {"Retry-After": str(max(1, math.ceil(wait)))}
         return {} if self.retryable else {"x-should-retry": "false"}
 
 
@@ -161,6 +173,12 @@ class VersionGone(Conflict):
 class SessionClosed(AnyAgentError):
     status = 410
     default_code = "session_closed"
+
+
+class SessionDamaged(SessionClosed):
+    """What is stored of the session cannot be read whole."""
+
+    default_code = "session_damaged"
 
 
 class PayloadTooLarge(AnyAgentError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
 from pathlib import Path
 
@@ -58,8 +59,14 @@ def _checked(path: Path) -> salvage.Damage | None:
     """Leave a sound journal at the path; what was lost if it was not."""
     if path.stat().st_size == 0:
         raise salvage.unusable(path, "it is empty")
+    damage = None
     # Before SQLite sees the log, which it cuts off where it cannot read on.
     commits_lost = has_lost_commits(path.with_name(f"{path.name}-wal"))
+    size = path.stat().st_size
+    cut_off = _whole_size(path) > size
+    if cut_off:
+        # SQLite reads nothing at all of such a file.
+        os.truncate(path, _whole_size(path))
     connection = _connect(path)
     try:
         problem = _problem(connection, path)
@@ -70,6 +77,9 @@ def _checked(path: Path) -> salvage.Damage | None:
         damage = salvage.salvage(connection, path, commits_lost=commits_lost)
     finally:
         connection.close()
+        if cut_off:
+            kept = path if damage is None else damage.quarantine / path.name
+            os.truncate(kept, size)
     rows = ", ".join(f"{number} of {table}" for table, number in damage.rows.items())
     log.error(
         "the journal %s was damaged (%s); rows that could not be read: %s; sessions ended for it: "
@@ -82,6 +92,20 @@ def _checked(path: Path) -> salvage.Damage | None:
         damage.quarantine,
     )
     return damage
+
+
+def _whole_size(path: Path) -> int:
+    """The bytes that the file is to have, by its own header; 0 if the log tells instead."""
+    log_file = path.with_name(f"{path.name}-wal")
+    if log_file.exists() and log_file.stat().st_size > 0:
+        return 0
+    with path.open("rb") as file:
+        head = file.read(32)
+    if not head.startswith(b"SQLite format 3\0") or len(head) < 32:
+        return 0
+    page_size = int.from_bytes(head[16:18], "big")
+    # 65,536 does not fit in there.
+    return (65_536 if page_size == 1 else page_size) * int.from_bytes(head[28:32], "big")
 
 
 def _problem(connection: sqlite3.Connection, path: Path) -> str | None:

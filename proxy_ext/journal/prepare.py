@@ -35,6 +35,10 @@ _PUT_SESSION = (
     f"INSERT INTO sessions ({', '.join(SESSION_FIELDS)}) "
     f"VALUES ({', '.join('?' * len(SESSION_FIELDS))})"
 )
+_SEAL = (
+    "recorded = COALESCE(recorded, "
+    "(SELECT COUNT(*) FROM interactions WHERE session_id = sessions.id))"
+)
 _AMONG = "IN (SELECT value FROM json_each(?))"
 
 
@@ -57,7 +61,7 @@ def _(statement: SetState) -> Prepared:
     s = statement
     sql = (
         "UPDATE sessions SET state = ?, reason = ?, owner = ?, step = ?, ended_at = ?, "
-        f"awaits_until = NULL WHERE id {_AMONG}"
+        f"awaits_until = NULL, {_SEAL} WHERE id {_AMONG}"
     )
     return ((sql, (str(s.state), s.reason, s.owner, s.step, s.at, _ids(s.session_ids))),)
 
@@ -66,15 +70,15 @@ def _(statement: SetState) -> Prepared:
 def _(statement: SetFinal) -> Prepared:
     s = statement
     sql = (
-        "UPDATE sessions SET state = ?, final_reward = ?, ended_at = ?, awaits_until = NULL "
-        "WHERE id = ?"
+        "UPDATE sessions SET state = ?, final_reward = ?, ended_at = ?, awaits_until = NULL, "
+        f"{_SEAL} WHERE id = ?"
     )
     return ((sql, (str(s.state), s.final_reward, s.at, s.session_id)),)
 
 
 @prepare.register
 def _(statement: SetAwaiting) -> Prepared:
-    sql = "UPDATE sessions SET state = 'awaiting_reward', awaits_until = ? WHERE id = ?"
+    sql = f"UPDATE sessions SET state = 'awaiting_reward', awaits_until = ?, {_SEAL} WHERE id = ?"
     return ((sql, (statement.until, statement.session_id)),)
 
 

@@ -30,7 +30,12 @@ UPDATE sessions SET
     {also} reason = 'damaged', owner = NULL
 WHERE id IN (SELECT id FROM damaged)
 """
+_OPEN = "state IN ('open', 'awaiting_reward')"
 _LIVE = "state IN ('open', 'awaiting_reward', 'finalized', 'leased')"
+_INCOMPLETE = """
+recorded <> (SELECT COUNT(*) FROM interactions WHERE session_id = sessions.id)
+AND content = 'stored'
+"""
 
 
 @dataclass(slots=True)
@@ -139,7 +144,7 @@ def salvage(source: sqlite3.Connection, path: Path, *, commits_lost: bool) -> Da
         target.execute("BEGIN")
         for sql in (*tables.values(), *indexes):
             target.execute(sql)
-        lost = _Lost(perhaps=commits_lost)
+        lost = _Lost(commits=commits_lost)
         _copy(source, target, list(tables), damage, lost)
         damage.sessions = _end(target, lost)
         target.execute(f"PRAGMA user_version = {version}")
@@ -171,7 +176,7 @@ def unusable(path: Path, error: object) -> StartupError:
     """A journal of which nothing can be saved."""
     return StartupError(
         f"the journal {path} is damaged and nothing can be read of it ({error}): put a copy of it "
-        "in its place, or move it away, without which its sessions are lost, and start again"
+        "in its place, or move it away and start again without its sessions"
     )
 
 
@@ -221,7 +226,9 @@ class _Lost:
     history: set[str] = field(default_factory=set)
     """Only rewards as they were given; what they added up to is still there."""
     perhaps: bool = False
-    """Others may have, too."""
+    """Others may have lost some of what came last, too."""
+    commits: bool = False
+    """The newest state of some of them is lost, nobody knows of which."""
 
 
 def _copy(
@@ -296,13 +303,18 @@ def _end(target: sqlite3.Connection, lost: _Lost) -> int:
     add = "INSERT OR IGNORE INTO damaged "
     target.executemany(f"{add} VALUES (?)", [(id,) for id in lost.content])
     target.executemany(
-        f"{add} SELECT id FROM sessions WHERE id = ? AND {_LIVE}", [(id,) for id in lost.history]
+        f"{add} SELECT id FROM sessions WHERE id = ? AND {_OPEN}", [(id,) for id in lost.history]
     )
-    if lost.perhaps:
-        target.execute(f"{add} SELECT id FROM sessions WHERE {_LIVE}")
-    target.execute("DELETE FROM interactions WHERE session_id IN (SELECT id FROM damaged)")
     columns = {row[1] for row in target.execute("PRAGMA table_info(sessions)")}
+    counted = "recorded" in columns
+    if counted:
+        target.execute(f"{add} SELECT id FROM sessions WHERE {_INCOMPLETE}")
+    if lost.commits or (lost.perhaps and not counted):
+        target.execute(f"{add} SELECT id FROM sessions WHERE {_LIVE}")
+    elif lost.perhaps:
+        target.execute(f"{add} SELECT id FROM sessions WHERE {_OPEN}")
+    target.execute("DELETE FROM interactions WHERE session_id IN (SELECT id FROM damaged)")
     also = ""
-    if "content" in columns:
+    if counted:
         also = f"content = 'deleted', ended_at = COALESCE(ended_at, {time.time()}), "
     return target.execute(_END.format(also=also)).rowcount

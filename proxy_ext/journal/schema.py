@@ -17,7 +17,7 @@ CREATE TABLE sessions (
     metadata BLOB NOT NULL, created_at REAL NOT NULL, expires_at REAL NOT NULL,
     final_reward REAL, reason TEXT, owner TEXT, tenant TEXT, opened_by TEXT,
     pinned_version INTEGER, clock TEXT, awaits_until REAL, step INTEGER, ended_at REAL,
-    content TEXT NOT NULL DEFAULT 'stored'
+    content TEXT NOT NULL DEFAULT 'stored', recorded INTEGER
 ) STRICT;
 CREATE INDEX sessions_by_state ON sessions (state, mode);
 CREATE INDEX sessions_by_group ON sessions (group_id);
@@ -41,6 +41,8 @@ CREATE TABLE answers (
 CREATE INDEX answers_by_time ON answers (created_at);
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
 """
+"""``recorded``: how many interactions a session had when its calls ended, so that none of them can
+be missing unnoticed; ``checksum``: the CRC-32 of ``data``."""
 _FROM_1 = f"""
 BEGIN IMMEDIATE;
 DROP INDEX sessions_by_state;
@@ -53,12 +55,14 @@ ALTER TABLE meta RENAME TO meta_1;
 {TABLES}
 INSERT INTO sessions (
     id, lane, mode, state, task_id, group_id, group_size, metadata, created_at, expires_at,
-    final_reward, reason, owner, ended_at
+    final_reward, reason, owner, ended_at, recorded
 ) SELECT
     id, lane, mode, state, task_id, group_id, group_size, metadata, created_at, expires_at,
     final_reward, reason, owner,
     CASE WHEN state IN ('trained', 'rejected', 'evaluated', 'expired', 'aborted')
-    THEN expires_at END
+    THEN expires_at END,
+    CASE WHEN state <> 'open'
+    THEN (SELECT COUNT(*) FROM interactions_1 WHERE session_id = sessions_1.id) END
 FROM sessions_1 ORDER BY created_at, rowid;
 INSERT INTO interactions (number, id, session_id, data, checksum, reward)
 SELECT number, id, session_id, data, checksum_of(data), reward FROM interactions_1;

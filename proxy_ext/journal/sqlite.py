@@ -5,13 +5,16 @@ WAL with `synchronous=FULL`. The connection belongs to one thread, of `writer.py
 
 from __future__ import annotations
 
+import logging
 import sqlite3
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
 
+from any_agent.errors import SessionDamaged
 from any_agent.record import unpack_interaction
 from any_agent.types import SessionState
 from proxy_ext.journal import listing
@@ -31,8 +34,9 @@ from proxy_ext.journal.rows import (
     StoredRequest,
 )
 from proxy_ext.journal.statements import EraseContent, Statement
-from proxy_ext.journal.writer import Job, Writer
+from proxy_ext.journal.writer import Job, Writer, is_damage
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -129,14 +133,45 @@ class SQLiteJournal:
         return None if row is None else row[0]
 
     async def interactions(self, session_id: str) -> list[StoredInteraction]:
-        sql = "SELECT data, reward, key FROM interactions WHERE session_id = ? ORDER BY number"
-        rows = await self._read(lambda c: c.execute(sql, (session_id,)).fetchall())
+        sql = (
+            "SELECT id, data, checksum, reward, key FROM interactions WHERE session_id = ? "
+            "ORDER BY number"
+        )
+
+        sealed = "SELECT recorded FROM sessions WHERE id = ? AND content = 'stored'"
+
+        def read(connection: sqlite3.Connection) -> list[sqlite3.Row]:
+            try:
+                rows = connection.execute(sql, (session_id,)).fetchall()
+                ended = connection.execute(sealed, (session_id,)).fetchone()
+                if ended is not None and ended[0] not in (None, len(rows)):
+                    what = f"{len(rows)} of {ended[0]} interactions are there"
+                    raise self._damaged(session_id, what)
+                return rows
+            except sqlite3.DatabaseError as error:
+                if is_damage(error):
+                    raise self._damaged(session_id, str(error)) from error
+                raise
+
         out = []
-        for data, reward, key in rows:
+        for id, data, checksum, reward, key in await self._read(read):
+            if zlib.crc32(data) != checksum:
+                raise self._damaged(session_id, f"interaction {id} is not what was written")
             interaction = unpack_interaction(data)
             interaction.reward = reward
             out.append(StoredInteraction(interaction, key))
         return out
+
+    def _damaged(self, session_id: str, what: str) -> SessionDamaged:
+        log.error(
+            "the journal %s is damaged: %s; session %s is ended, never trained on; check the disk",
+            self._path,
+            what,
+            session_id,
+        )
+        return SessionDamaged(
+            f"what is stored of session {session_id} is damaged; start a new session"
+        )
 
     async def requests(self, session_id: str) -> list[StoredRequest]:
         sql = (

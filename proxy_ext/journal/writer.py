@@ -238,12 +238,16 @@ def _code_of(cause: Exception) -> int | None:
     return None if extended is None else extended & 0xFF
 
 
+def is_damage(cause: Exception) -> bool:
+    """Whether the file is not what was written."""
+    return _code_of(cause) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
 def _advice(cause: Exception) -> str:
-    match _code_of(cause):
-        case sqlite3.SQLITE_FULL:
-            return ": calls are answered with 507 until there is space on its disk"
-        case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
-            return ": restart the proxy, which sets the file aside and saves what can be read"
+    if _code_of(cause) == sqlite3.SQLITE_FULL:
+        return ": calls are answered with 507 until there is space on its disk"
+    if is_damage(cause):
+        return ": restart the proxy, which sets the file aside and saves what can be read"
     return ""
 
 

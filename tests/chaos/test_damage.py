@@ -1,0 +1,350 @@
+"""A damaged journal: it is set aside, what can be read of it is served, and a session that lost
+something is ended and never trained on. Whatever is damaged, nothing is served that was not
+written."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import shutil
+import sqlite3
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from any_agent.errors import SessionDamaged, StartupError
+from any_agent.record import pack_interaction
+from any_agent.types import TERMINAL_STATES, SessionState
+from proxy_ext.journal import (
+    PutAnswer,
+    PutInteraction,
+    PutMeta,
+    PutSession,
+    SetReward,
+    SetState,
+    SQLiteJournal,
+    Statement,
+)
+from tests.chaos.conftest import Figure
+from tests.proxy_ext.journal_lab import make_interaction, make_row
+
+SESSIONS = 60
+TURNS = 4
+PAGE = 4096
+STATES = (
+    SessionState.OPEN,
+    SessionState.FINALIZED,
+    SessionState.LEASED,
+    SessionState.TRAINED,
+    SessionState.EVALUATED,
+)
+DAMAGED = {
+    SessionState.OPEN: SessionState.ABORTED,
+    SessionState.FINALIZED: SessionState.REJECTED,
+    SessionState.LEASED: SessionState.REJECTED,
+}
+
+
+@dataclass
+class Written:
+    """What a journal was given: all of it acknowledged."""
+
+    folder: Path
+    states: dict[str, SessionState]
+    content: dict[str, list[bytes]]
+
+    def copy(self, to: Path) -> Path:
+        shutil.copytree(self.folder, to)
+        return to / "rank-0.sqlite"
+
+
+def statements(number: int) -> list[Statement]:
+    """A session of some turns."""
+    chance = random.Random(number)
+    id = f"ses-0-{number:04d}"
+    row = make_row(id, group_id=f"group-{number // 2}", group_size=2)
+    out: list[Statement] = [PutSession(row)]
+    parent = None
+    for turn in range(TURNS):
+        interaction = make_interaction(f"chatcmpl-{number:04d}-{turn}", id, parent)
+        text = "".join(chance.choices("abcdefgh ", k=chance.choice((100, 3000, 9000))))
+        interaction.message_delta = [{"role": "user", "content": text}]
+        parent = interaction.id
+        out.append(PutInteraction(interaction, key=text[:16].encode()))
+    assert parent is not None
+    out.append(SetReward(id, parent, None, 1.0, "session", 1.0, combined=1.0))
+    state = STATES[number % len(STATES)]
+    if state is not SessionState.OPEN:
+        out.append(SetState((id,), state))
+    return out
+
+
+async def write(folder: Path) -> Written:
+    journal = SQLiteJournal(folder / "rank-0.sqlite")
+    written = Written(folder, {}, {})
+    for number in range(SESSIONS):
+        made = statements(number)
+        await journal.commit(*made, PutMeta(f"k{number}", number))
+        await journal.commit(PutAnswer("admin", f"k{number}", b"h", 200, b"{}", 1.0))
+        id = f"ses-0-{number:04d}"
+        written.states[id] = STATES[number % len(STATES)]
+        written.content[id] = await stored(journal, id)
+    await journal.close()
+    return written
+
+
+@pytest.fixture
+async def written(tmp_path: Path) -> Written:
+    return await write(tmp_path / "whole")
+
+
+async def stored(journal: SQLiteJournal, session_id: str) -> list[bytes]:
+    return [pack_interaction(one.interaction) for one in await journal.interactions(session_id)]
+
+
+async def check(path: Path, written: Written) -> Counter[str]:
+    """Open a damaged journal, and hold what it serves against what was written."""
+    seen: Counter[str] = Counter()
+    before = {file.name: file.read_bytes() for file in path.parent.iterdir() if file.is_file()}
+    journal = SQLiteJournal(path)
+    rows = {row.id: row for row in await journal.sessions(list(SessionState))}
+    assert rows.keys() <= written.states.keys()
+    for id, was in written.states.items():
+        row = rows.get(id)
+        if row is None:
+            seen["unknown"] += 1
+            continue
+        if row.reason == "damaged":
+            # Ended if it had not; in no case to be trained on (again).
+            assert row.state is DAMAGED.get(was, was)
+            assert row.state in TERMINAL_STATES
+            assert (row.content, row.ended_at is not None) == ("deleted", True)
+            assert await journal.interactions(id) == []
+            seen["damaged"] += 1
+            continue
+        assert row.state is was
+        try:
+            assert await stored(journal, id) == written.content[id]
+            seen["whole"] += 1
+        except SessionDamaged:
+            seen["found later"] += 1
+    # It goes on.
+    await journal.commit(*statements(SESSIONS))
+    problems = journal._writer.connection.execute("PRAGMA integrity_check").fetchall()
+    if journal.stats.damaged or (path.parent / "quarantine").exists():
+        assert [tuple(problem) for problem in problems] == [("ok",)]
+        check_quarantine(path, before)
+    await journal.close()
+    return seen
+
+
+def check_quarantine(path: Path, before: dict[str, bytes]) -> None:
+    """The damaged files are kept as they were."""
+    (kept,) = (path.parent / "quarantine").iterdir()
+    for name, content in before.items():
+        if not name.endswith("-shm"):
+            assert (kept / name).read_bytes() == content
+
+
+def one_error(caplog: pytest.LogCaptureFixture) -> str:
+    """The only line that the log has of it."""
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    return line
+
+
+def overwrite(path: Path, page: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(page * PAGE, os.SEEK_SET if page >= 0 else os.SEEK_END)
+        file.write(data)
+
+
+def page_of(path: Path, name: str) -> int:
+    """The last leaf page of a table or an index, counted from 0."""
+    with sqlite3.connect(path) as connection:
+        sql = "SELECT rootpage FROM sqlite_master WHERE name = ?"
+        (page,) = connection.execute(sql, (name,)).fetchone()
+    content = path.read_bytes()
+    # Interior pages have these kinds, and the number of their last child at their 8th byte.
+    while content[(at := (page - 1) * PAGE)] in (2, 5):
+        page = int.from_bytes(content[at + 8 : at + 12], "big")
+    return int(page) - 1
+
+
+async def test_a_damaged_last_page(
+    written: Written, tmp_path: Path, caplog: pytest.LogCaptureFixture, figure: Figure
+) -> None:
+    path = written.copy(tmp_path / "damaged")
+    overwrite(path, -1, os.urandom(PAGE))
+    seen = await check(path, written)
+    assert 1 <= seen["damaged"] <= 3
+    assert seen["whole"] + seen["damaged"] == SESSIONS
+    line = one_error(caplog)
+    for part in (str(path), str(path.parent / "quarantine"), "check the disk", "never trained on"):
+        assert part in line
+    figure(f"damaged last page: of {SESSIONS} sessions {dict(seen)}")
+    # The salvaged journal is sound: nothing is found, nothing is said at the next start.
+    caplog.clear()
+    journal = SQLiteJournal(path)
+    assert journal.stats.damaged == 0
+    assert caplog.records == []
+    await journal.close()
+
+
+@pytest.mark.parametrize(
+    ("of", "most"),
+    [
+        ("interactions", 40),
+        ("sessions", 30),
+        ("rewards", 12),
+        ("interactions_by_session", 0),
+        ("sqlite_autoindex_interactions_1", 0),
+        ("sessions_by_state", 0),
+    ],
+)
+async def test_a_damaged_middle_page(
+    written: Written, tmp_path: Path, figure: Figure, of: str, most: int
+) -> None:
+    path = written.copy(tmp_path / "damaged")
+    overwrite(path, page_of(path, of), os.urandom(PAGE))
+    seen = await check(path, written)
+    # Every session's name is still known, by the indexes.
+    assert seen["whole"] + seen["damaged"] == SESSIONS
+    assert (seen["damaged"] > 0) is (most > 0)
+    assert seen["damaged"] <= most
+    figure(f"damaged page of {of}: of {SESSIONS} sessions {dict(seen)}")
+
+
+async def test_any_damaged_page(
+    written: Written, tmp_path: Path, long: bool, figure: Figure
+) -> None:
+    """Zeros, noise and another page's content, on any page but the first, never serve anything
+    wrong."""
+    pages = written.copy(tmp_path / "count").stat().st_size // PAGE
+    chance, total = random.Random(1), Counter[str]()
+    tries = 200 if long else 25
+    for number in range(tries):
+        path = written.copy(tmp_path / f"damaged-{number}")
+        other = chance.randrange(1, pages) * PAGE
+        content = path.read_bytes()[other : other + PAGE]
+        what = chance.choice([bytes(PAGE), chance.randbytes(PAGE), content])
+        overwrite(path, chance.randrange(1, pages), what)
+        total += await check(path, written)
+        shutil.rmtree(path.parent)
+    figure(f"{tries} journals with a damaged page: of {tries * SESSIONS} sessions {dict(total)}")
+    assert total["whole"] > tries * SESSIONS / 2
+
+
+async def test_a_flipped_bit_in_a_blob(
+    written: Written, tmp_path: Path, figure: Figure, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SQLite sees nothing of it; the row's checksum does, when it is read."""
+    path = written.copy(tmp_path / "damaged")
+    content = bytearray(path.read_bytes())
+    victim = "ses-0-0004"
+    text = written.content[victim][0][400:460]
+    content[content.index(text) + 30] ^= 1
+    path.write_bytes(content)
+    seen = await check(path, written)
+    assert seen == {"whole": SESSIONS - 1, "found later": 1}
+    assert "chatcmpl-0004-0" in one_error(caplog)
+    figure(f"a flipped bit: of {SESSIONS} sessions {dict(seen)}")
+
+
+@pytest.mark.parametrize("left", [0.9, 0.5, 0.2])
+async def test_a_truncated_file(
+    written: Written, tmp_path: Path, figure: Figure, left: float
+) -> None:
+    path = written.copy(tmp_path / "damaged")
+    os.truncate(path, int(path.stat().st_size * left))
+    seen = await check(path, written)
+    assert seen["whole"] + seen["damaged"] + seen["unknown"] == SESSIONS
+    assert seen["damaged"] >= 1
+    figure(f"truncated to {left:.0%}: of {SESSIONS} sessions {dict(seen)}")
+
+
+@pytest.mark.parametrize("how", ["a frame", "its header", "noise"])
+async def test_a_garbage_log(
+    tmp_path: Path, figure: Figure, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """What was committed behind the damage is lost: whatever was live may be, and is ended."""
+    folder = tmp_path / "live"
+    journal = SQLiteJournal(folder / "rank-0.sqlite")
+    for number in range(SESSIONS // 2):
+        await journal.commit(*statements(number))
+    journal._writer.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    for number in range(SESSIONS // 2, SESSIONS):
+        await journal.commit(*statements(number))
+    # As a kill -9 leaves it.
+    shutil.copytree(folder, tmp_path / "damaged")
+    await journal.close()
+    path = tmp_path / "damaged" / "rank-0.sqlite"
+    log = path.with_name("rank-0.sqlite-wal")
+    content = bytearray(log.read_bytes())
+    if how == "a frame":
+        content[32 + 24 + 100] ^= 1
+    elif how == "its header":
+        content[:32] = bytes(32)
+    else:
+        content[:] = os.urandom(len(content))
+    log.write_bytes(content)
+    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    journal = SQLiteJournal(path)
+    rows = await journal.sessions(list(SessionState))
+    assert len(rows) == SESSIONS // 2
+    for row in rows:
+        was = STATES[int(row.id[-4:]) % len(STATES)]
+        assert row.state is DAMAGED.get(was, was)
+        assert (row.reason == "damaged") is (was in DAMAGED)
+    assert "newest commits are lost" in one_error(caplog)
+    assert journal.stats.damaged == sum(row.reason == "damaged" for row in rows)
+    check_quarantine(path, before)
+    await journal.close()
+    figure(f"damaged log ({how}): {SESSIONS // 2} sessions lost and said so, the live ones ended")
+
+
+def dying_at(number: int) -> Callable[[Path, Path], Path]:
+    """A rename that is not reached any more, after so many that were."""
+    rename, done = Path.rename, []
+
+    def killed(file: Path, to: Path) -> Path:
+        if len(done) == number:
+            raise KeyboardInterrupt
+        done.append(to)
+        return rename(file, to)
+
+    return killed
+
+
+async def test_a_kill_amid_the_salvage(
+    written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whatever rename: the next start goes on with it."""
+    for stop_at in range(4):
+        path = written.copy(tmp_path / f"damaged-{stop_at}")
+        overwrite(path, page_of(path, "interactions"), os.urandom(PAGE))
+        with monkeypatch.context() as dying, contextlib.suppress(KeyboardInterrupt):
+            dying.setattr(Path, "rename", dying_at(stop_at))
+            await SQLiteJournal(path).close()
+        journal = SQLiteJournal(path)
+        rows = await journal.sessions(list(SessionState))
+        assert len(rows) == SESSIONS
+        assert any(row.reason == "damaged" for row in rows)
+        await journal.close()
+        assert list((path.parent / "quarantine").rglob("rank-0.sqlite")) != []
+
+
+async def test_nothing_can_be_read(written: Written, tmp_path: Path) -> None:
+    path = written.copy(tmp_path / "damaged")
+    first_page = os.urandom(PAGE) + path.read_bytes()[PAGE:]
+    for content in (b"", b"no database" * 1000, first_page):
+        path.write_bytes(content)
+        with pytest.raises(StartupError, match=r"nothing can be read of it .* put a copy") as error:
+            SQLiteJournal(path)
+        assert str(path) in error.value.message
+        # It is left where it is, as it is.
+        assert path.read_bytes() == content
