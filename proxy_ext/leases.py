@@ -16,7 +16,7 @@ from any_agent.protocol import Ack, Capacity, Lease, SetCapacity
 from any_agent.types import Interaction, SessionMode, SessionState, Trajectory
 from proxy_ext.fence import Fence
 from proxy_ext.leasable import Leasable
-from proxy_ext.lifecycle import EXPORT_OWNER, Event, allowed, refusal
+from proxy_ext.lifecycle import EXPORT_OWNER, Event, allowed, refusal, target
 from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions
 
@@ -156,8 +156,8 @@ class Leases:
         """End leases for good. Sessions already in the wanted state are left so."""
         reasons = {r.session_id: r.reason for r in body.rejected}
         async with self._lock:
-            trained = await self._leased_by(body.owner, body.trained, SessionState.TRAINED)
-            rejected = await self._leased_by(body.owner, list(reasons), SessionState.REJECTED)
+            trained = await self._leased_by(body.owner, body.trained, Event.TRAIN)
+            rejected = await self._leased_by(body.owner, list(reasons), Event.REJECT)
             move, by, step = self._sessions.move, body.owner, body.step
             await move(trained, Event.TRAIN, owner=by, step=step)
             await move(rejected, Event.REJECT, reasons=reasons, owner=by, step=step)
@@ -239,19 +239,19 @@ class Leases:
         await self._sessions.move(sessions, event, owner=owner)
         await self._sessions.revive(ended)
 
-    async def _leased_by(
-        self, owner: str, session_ids: list[str], state: SessionState
-    ) -> list[Session]:
+    async def _leased_by(self, owner: str, session_ids: list[str], event: Event) -> list[Session]:
+        """Those of them that the event still changes; Conflict for one that he does not hold."""
         found = []
         for session_id in dict.fromkeys(session_ids):
             session = await self._sessions.by_id(session_id)
-            if session.state is state:
+            if target(session.row, event) is session.state:
                 continue
-            if session.state is not SessionState.LEASED or session.row.owner != owner:
+            if session.row.owner != owner:
                 raise Conflict(
-                    f"session {session_id} is {session.state} and not leased by {owner}; "
-                    "its lease ran out or was taken back",
+                    f"session {session_id} is not leased by {owner}; its lease ran out or was "
+                    "taken back",
                     code="lease_lost",
+                    details={"state": str(session.state)},
                 )
             found.append(session)
         return found
