@@ -252,6 +252,9 @@ class RLClient:
                     headers=headers,
                     timeout=self._timeout + slack,
                 )
+                if (wait := _quota_wait(response)) and time.monotonic() + wait < deadline:
+                    await asyncio.sleep(wait * random.uniform(1.0, 1.2))
+                    continue
                 if response.status_code not in _LOST_OR_AWAY or not (once or repeatable) or late:
                     break
             except httpx.TransportError as error:
@@ -268,3 +271,11 @@ class RLClient:
                 response.status_code, response.content, response.headers.get("retry-after")
             )
         return response
+
+
+def _quota_wait(response: httpx.Response) -> float | None:
+    """Seconds until the tenant's quota lets the same request in; None of any other answer."""
+    if response.status_code != 429:
+        return None
+    error = errors.from_response(429, response.content, response.headers.get("retry-after"))
+    return error.retry_after if error.code == "quota_exceeded" else None

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -91,7 +91,8 @@ class ServerConfig(_Section):
     number. This and the next two are for the whole service: each rank enforces its share, rounded
     up. Beyond them 429 `quota_exceeded`."""
     tenant_requests_per_second: float | None = Field(None, gt=0)
-    """Model calls and opened sessions of one tenant; up to five seconds' worth may come at once."""
+    """Requests with one tenant's keys or its sessions' keys; up to five seconds' worth may come at
+    once."""
     tenant_tokens_per_second: float | None = Field(None, gt=0)
     """Prompt and output tokens of one tenant's calls, charged when a call has ended."""
     rank_wait: float = Field(45.0, ge=0)
@@ -231,7 +232,6 @@ class SessionConfig(_Section):
             raise ValueError("sessions.late_reward=grade needs sessions.grader=module.function")
         return self
 
-
     keep_hours: float = Field(24.0, ge=0)
     """Hours after its end that a session's content stays in the journal; what no checkpoint needs
     then goes into a compressed file of the run's `archive` folder. `any-agent export` reads both.
@@ -368,7 +368,7 @@ def _text_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _text_keys(kind, f"{prefix}{name}.")
-        elif {kind, *get_args(kind)} & {str, Path, SecretStr}:
+        elif get_origin(kind) is not dict and {kind, *get_args(kind)} & {str, Path, SecretStr}:
             yield prefix + name
 
 

@@ -36,7 +36,6 @@ import json
 import math
 from typing import Any, ClassVar
 
-
 _TURNED_AWAY = (429, 503, 507)
 _COME_AGAIN = 2.0
 """Seconds, where nothing better is known."""

@@ -8,6 +8,7 @@ from any_agent import keys
 from any_agent.access import ANYONE, NOBODY, Access, Caller, Scope
 from any_agent.errors import NotFound, SessionMismatch, Unauthenticated
 from any_agent.keys import SESSION_KEY_PREFIX, Lane
+from proxy_ext.quotas import Quotas
 from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions
 
@@ -28,8 +29,9 @@ _NO_SESSION = (
 class Auth:
     """The keys of one rank. `proxy_ext.scopes` says what each is good for."""
 
-    def __init__(self, sessions: Sessions, access: Access) -> None:
+    def __init__(self, sessions: Sessions, access: Access, quotas: Quotas) -> None:
         self._sessions = sessions
+        self._quotas = quotas
         self.access = access
 
     @property
@@ -38,10 +40,14 @@ class Auth:
         return self.access.open_mode
 
     def caller(self, request: Request) -> Caller:
-        """Who sends this; Unauthenticated for a key that is not valid here."""
+        """Who sends this; Unauthenticated for a key that is not valid here.
+
+        Asked the first time it counts the request: TooManyRequests beyond the tenant's quota.
+        """
         known: Caller | None = request.scope.get(_CALLER_SCOPE_KEY)
         if known is None:
             known = request.scope[_CALLER_SCOPE_KEY] = self._caller(request)
+            self._quotas.request(known.tenant)
         return known
 
     def _caller(self, request: Request) -> Caller:
@@ -75,7 +81,11 @@ class Auth:
         caller = self.caller(request)
         if caller is NOBODY:
             raise Unauthenticated(_NO_SESSION, code="no_session")
-        own = await self._own(request) if caller.scope is Scope.SESSION else None
+        own = None
+        if caller.scope is Scope.SESSION:
+            own = await self._own(request)
+            # Only now is it known whose request it is.
+            self._quotas.request(own.row.tenant)
         found = [await self._named(request, caller, name, own) for name in names]
         if len({session.id for session in found}) > 1:
             raise SessionMismatch(_DIFFERENT)

@@ -122,7 +122,6 @@ class Opening:
         place = await self._place(body.api_key, caller)
         if numbered is not None:
             place = replace(place, numbers=numbers, grant_only=numbered.grant_only)
-        self._quotas.request(place.tenant)
         self._quotas.begin_open(place.tenant)
         self._opening.add(place.lane.id)
         try:

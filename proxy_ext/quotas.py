@@ -121,18 +121,16 @@ class Quotas:
             raise self._exceeded("requests_per_second", tenant, limits.requests_per_second, wait)
         bucket.take(1.0, now)
 
-    def model_call(self, tenant: str | None) -> None:
-        """As `request`, for one that will cost tokens."""
+    def require_tokens(self, tenant: str | None) -> None:
+        """A call may cost tokens; TooManyRequests while the tenant owes some."""
         if tenant is None:
             return
-        limits = self._limits(tenant).share(self._ranks)
+        limit = self._limits(tenant).share(self._ranks).tokens_per_second
         now = self._clock()
-        bucket = self._bucket("tokens_per_second", tenant, limits.tokens_per_second, now)
+        bucket = self._bucket("tokens_per_second", tenant, limit, now)
         if bucket is not None and bucket.level(now) <= 0:
             # A token of its own is what lets the next call in.
-            wait = bucket.wait(1.0, now)
-            raise self._exceeded("tokens_per_second", tenant, limits.tokens_per_second, wait)
-        self.request(tenant)
+            raise self._exceeded("tokens_per_second", tenant, limit, bucket.wait(1.0, now))
 
     def tokens(self, tenant: str | None, number: int) -> None:
         """Charge the tokens of a call that has ended, prompt and output."""

@@ -190,7 +190,7 @@ async def open_service(
                 quotas=quotas,
             ),
             run=run,
-            auth=Auth(sessions, access),
+            auth=Auth(sessions, access, quotas),
             audit=audit,
             answers=Answers(journal, signer),
         )

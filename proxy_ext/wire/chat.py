@@ -31,7 +31,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
     place = service.calls.enter()
     try:
         session, tenant = await _whose(service, request)
-        service.quotas.model_call(tenant)
+        service.quotas.require_tokens(tenant)
         mode = session.mode if session is not None else SessionMode.EVAL
         body = await read_json(request)
         call = parse_chat(

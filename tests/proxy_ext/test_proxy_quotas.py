@@ -24,7 +24,8 @@ class Lab:
         """Requests until one is refused."""
         for number in range(most):
             try:
-                self.quotas.model_call("alice")
+                self.quotas.require_tokens("alice")
+                self.quotas.request("alice")
             except TooManyRequests:
                 return number
         return most
@@ -56,22 +57,22 @@ def test_the_wait_is_what_the_bucket_needs() -> None:
 
 def test_tokens_are_charged_afterwards_and_may_overdraw() -> None:
     lab = Lab(tokens_per_second=100)
-    lab.quotas.model_call("alice")
+    lab.quotas.require_tokens("alice")
     lab.quotas.tokens("alice", 2500)
     with pytest.raises(TooManyRequests) as refused:
-        lab.quotas.model_call("alice")
+        lab.quotas.require_tokens("alice")
     # 500 were there, 2,000 are owed: 20 seconds, and one token for the next call.
     assert refused.value.details == {"quota": "tokens_per_second"}
     assert refused.value.headers()["Retry-After"] == "21"
     lab.now += 21
-    lab.quotas.model_call("alice")
+    lab.quotas.require_tokens("alice")
 
 
 def test_waits_are_bounded_and_never_zero() -> None:
     lab = Lab(tokens_per_second=1, requests_per_second=1000)
     lab.quotas.tokens("alice", 10**9)
     with pytest.raises(TooManyRequests) as owing:
-        lab.quotas.model_call("alice")
+        lab.quotas.require_tokens("alice")
     assert owing.value.headers()["Retry-After"] == "60"
     for _ in range(5000):
         lab.quotas.request("alice")
@@ -80,7 +81,7 @@ def test_waits_are_bounded_and_never_zero() -> None:
     assert brief.value.headers()["Retry-After"] == "1"
 
 
-def test_a_call_refused_for_its_tokens_costs_no_request() -> None:
+def test_a_call_that_is_refused_for_its_tokens_costs_no_request() -> None:
     lab = Lab(tokens_per_second=1, requests_per_second=1)
     lab.quotas.tokens("alice", 6)
     assert lab.allowed() == 0
@@ -115,10 +116,10 @@ def test_nobody_else_is_held_up() -> None:
     lab.quotas.tokens("alice", 10**6)
     assert lab.allowed() == 0
     lab.quotas.begin_open("bob")
-    lab.quotas.model_call("bob")
+    lab.quotas.require_tokens("bob")
     lab.quotas.tokens(None, 10**6)
     for _ in range(100):
-        lab.quotas.model_call(None)
+        lab.quotas.require_tokens(None)
         lab.quotas.begin_open(None)
 
 
