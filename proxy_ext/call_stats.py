@@ -11,6 +11,7 @@ from any_agent.metrics import Histogram
 from any_agent.types import Continuation
 
 Outcome: TypeAlias = Literal["completed", "aborted", "failed"]
+Retried: TypeAlias = Literal["joined", "replayed", "recovered", "new"]
 
 NO_SESSION = "none"
 """The mode of calls without a session: inference, once training is over."""
@@ -37,6 +38,8 @@ class CallStats:
         self.output_tokens: Counter[str] = Counter()
         self.overrides: Counter[str] = Counter()
         """Calls in which the run's sampling replaced the agent's, by parameter."""
+        self.retries: Counter[Retried] = Counter()
+        """Marked retries, by what they got."""
 
     def begin(self, prepared: Prepared, mode: str | None) -> CallTimer:
         return CallTimer(self, prepared, mode or NO_SESSION)

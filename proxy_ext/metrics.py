@@ -10,7 +10,7 @@ from any_agent.metrics import Exposition, Metric, Reading, Values
 from any_agent.registry import rank_name
 from any_agent.types import Continuation, SessionMode, SessionState
 from proxy_ext import late
-from proxy_ext.call_stats import FIRST, NO_SESSION, Outcome
+from proxy_ext.call_stats import FIRST, NO_SESSION, Outcome, Retried
 from proxy_ext.quotas import QUOTAS
 from proxy_ext.service import Service
 
@@ -111,6 +111,19 @@ UNDELIVERED = Metric(
     "any_agent_undelivered_answers_total",
     "counter",
     "Recorded answers that reached nobody and are never trained on.",
+)
+RETRIES = Metric(
+    "any_agent_retries_total",
+    "counter",
+    "Model calls that their SDK marked as retries, by what they got: joined (the call under way), "
+    "replayed (its recorded answer), recovered (one of before a restart) or new (a call of their "
+    "own: there was none to take up).",
+    ("got",),
+)
+REPLAYS = Metric(
+    "any_agent_idempotent_replays_total",
+    "counter",
+    "Requests with an Idempotency-Key that were answered as their first ones had been.",
 )
 REWARDS = Metric(
     "any_agent_rewards_total",
@@ -220,6 +233,7 @@ def _sessions(service: Service) -> Iterable[Reading]:
     yield GROUPS_TOO_SMALL, service.sessions.groups.too_small
     yield QUOTAS_EXCEEDED, _by_one(service.quotas.refused, QUOTAS)
     yield UNDELIVERED, service.sessions.undelivered
+    yield REPLAYS, service.answers.replayed
     yield REWARDS, _by_one(service.rewards.given, ("completion", "final"))
     yield LATE_REWARDS, _by_one(service.late.outcomes, get_args(late.Outcome))
     yield GRADING, service.late.grading
@@ -238,6 +252,7 @@ def _calls(service: Service) -> Iterable[Reading]:
     yield INTERACTIONS, _by_two(stats.interactions, tuple(SessionMode), CONTINUATIONS)
     yield BRANCHES, _by_one(stats.branches)
     yield OVERRIDES, _by_one(stats.overrides)
+    yield RETRIES, {(got,): stats.retries[got] for got in get_args(Retried)}
 
 
 def _by_one(counts: Counter[str], always: Iterable[str] = ()) -> Values:

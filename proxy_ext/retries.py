@@ -43,14 +43,17 @@ async def take_up(
     while True:
         session.require_open()
         if (before := _before_the_restart(calls, session, mark, stream=stream)) is not None:
+            calls.stats.retries["recovered"] += 1
             return before
         earlier = sorted((c for c in session.calls if _repeats(mark, c)), key=lambda c: c.number)
         for call in earlier:
             if call.vacant:
                 call.mark = mark
+                calls.stats.retries["joined" if call.interaction is None else "replayed"] += 1
                 return call.listen()
         remaining = deadline - time.monotonic()
         if not earlier or remaining <= 0:
+            calls.stats.retries["new"] += 1
             return None
         await _told(news, earlier, remaining)
 

@@ -1,0 +1,564 @@
+"""Doing it again changes nothing: equal POSTs under one key, and model calls that an SDK repeats,
+in equal moments and while proxies are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from any_agent.chat import load_chat_format
+from any_agent.client import RLClient
+from any_agent.launcher.trial import trial_dir
+from any_agent.registry import Entry, publish, rank_name
+from any_agent.types import Interaction, SessionState
+from proxy_ext.journal import SetFinal, SetState, SQLiteJournal, Statement
+from proxy_ext.run_state import RunState
+from proxy_ext.scopes import RULES
+from proxy_ext.session import Session
+from tests.chaos.conftest import Figure
+from tests.chaos.killable import KillableProxy, engine_in_thread
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.proxy_ext.proxy_lab import Proxy, config_for, running_proxy
+from tests.router.router_lab import serving
+
+EQUAL = 100
+LIMIT = 120.0
+
+
+# -- one proxy, each route ---------------------------------------------------------------------
+
+
+@dataclass
+class Post:
+    """A request, and what counts its effects."""
+
+    path: str
+    body: dict[str, Any]
+    key: str | None
+    effects: Callable[[], Awaitable[int]]
+    other: dict[str, Any] | None = None
+    """A body that asks for something else, where there is one."""
+
+
+@dataclass
+class Lab:
+    """A proxy, and how often some of its methods were called."""
+
+    proxy: Proxy
+    called: Counter[str] = field(default_factory=Counter)
+
+    async def session(self, *, calls: int = 1, finalized: bool = False) -> dict[str, Any]:
+        session = await self.proxy.open()
+        for _ in range(calls):
+            await self.proxy.complete(session["api_key"])
+        if finalized:
+            body = {"final_reward": 1}
+            done = await self.proxy.post("/rl/v1/finalize", body, session["api_key"])
+            assert done.status_code == 200, done.text
+        return session
+
+    async def rewards(self, session: dict[str, Any]) -> int:
+        return len(await self.proxy.service.journal.rewards(session["session_id"]))
+
+    async def ended(self, session: dict[str, Any], state: SessionState) -> int:
+        row = await self.proxy.service.journal.session(session["session_id"])
+        return int(row is not None and row.state is state)
+
+    async def opened(self) -> int:
+        return sum((await self.proxy.service.journal.counts()).values())
+
+    def calls(self, name: str) -> Callable[[], Awaitable[int]]:
+        async def count() -> int:
+            return self.called[name]
+
+        return count
+
+
+async def _start(lab: Lab, path: str) -> Post:
+    before = await lab.opened()
+
+    async def effects() -> int:
+        return await lab.opened() - before
+
+    return Post(path, {"task_id": "t"}, None, effects, other={"task_id": "u"})
+
+
+async def start_session(lab: Lab) -> Post:
+    return await _start(lab, "/rl/v1/start_session")
+
+
+async def areal_start(lab: Lab) -> Post:
+    return await _start(lab, "/rl/start_session")
+
+
+async def set_reward(lab: Lab) -> Post:
+    s = await lab.session()
+    return Post(
+        "/rl/v1/set_reward", {"reward": 1}, s["api_key"], lambda: lab.rewards(s), {"reward": 2}
+    )
+
+
+async def areal_reward(lab: Lab) -> Post:
+    s = await lab.session()
+    return Post(
+        "/rl/set_reward", {"reward": 1}, s["api_key"], lambda: lab.rewards(s), {"reward": 2}
+    )
+
+
+async def finalize(lab: Lab) -> Post:
+    s = await lab.session()
+
+    async def effects() -> int:
+        return min(await lab.rewards(s), await lab.ended(s, SessionState.FINALIZED))
+
+    return Post("/rl/v1/finalize", {"final_reward": 1}, s["api_key"], effects, {"final_reward": 2})
+
+
+async def areal_end(lab: Lab) -> Post:
+    s = await lab.session()
+    await lab.proxy.post("/rl/set_reward", {"reward": 1}, s["api_key"])
+    return Post("/rl/end_session", {}, s["api_key"], lambda: lab.ended(s, SessionState.FINALIZED))
+
+
+async def abort(lab: Lab) -> Post:
+    s = await lab.session()
+    path = f"/rl/v1/sessions/{s['session_id']}/abort"
+    effects = lambda: lab.ended(s, SessionState.ABORTED)  # noqa: E731
+    return Post(path, {"reason": "a"}, s["api_key"], effects, {"reason": "b"})
+
+
+async def veto(lab: Lab) -> Post:
+    s = await lab.session(finalized=True)
+    path = f"/rl/v1/sessions/{s['session_id']}/veto"
+    effects = lambda: lab.ended(s, SessionState.REJECTED)  # noqa: E731
+    return Post(path, {"reason": "a"}, None, effects, {"reason": "b"})
+
+
+async def delete(lab: Lab) -> Post:
+    s = await lab.session()
+    effects = lambda: lab.ended(s, SessionState.ABORTED)  # noqa: E731
+    return Post(f"/rl/v1/sessions/{s['session_id']}", {}, s["api_key"], effects)
+
+
+async def heartbeat(lab: Lab) -> Post:
+    s = await lab.session(calls=0)
+    path = f"/rl/v1/sessions/{s['session_id']}/heartbeat"
+    return Post(path, {}, s["api_key"], lab.calls("heartbeat"))
+
+
+async def ack(lab: Lab) -> Post:
+    s = await lab.session(finalized=True)
+    await lab.proxy.client.replay(owner="trainer", session_ids=[s["session_id"]])
+    body = {"owner": "trainer", "trained": [s["session_id"]], "rejected": []}
+    other = body | {"trained": []}
+    return Post("/rl/v1/ack", body, None, lambda: lab.ended(s, SessionState.TRAINED), other)
+
+
+async def pause(lab: Lab) -> Post:
+    return Post("/rl/v1/pause", {"ttl": 60}, None, lab.calls("pause"), {"ttl": 61})
+
+
+async def version(lab: Lab) -> Post:
+    body = {"version": 7, "path": "p", "step": 1}
+    return Post("/rl/v1/version", body, None, lab.calls("publish"), body | {"version": 8})
+
+
+async def resume(lab: Lab) -> Post:
+    return Post("/rl/v1/resume", {}, None, lab.calls("resume"))
+
+
+async def grant(lab: Lab) -> Post:
+    before = lab.proxy.service.sessions.grants.left
+
+    async def effects() -> int:
+        return lab.proxy.service.sessions.grants.left - before
+
+    return Post("/grant_capacity", {}, None, effects)
+
+
+ROUTES: dict[str, Callable[[Lab], Awaitable[Post]]] = {
+    "POST /rl/v1/start_session": start_session,
+    "POST /rl/v1/set_reward": set_reward,
+    "POST /rl/v1/finalize": finalize,
+    "POST /rl/v1/sessions/{session_id}/abort": abort,
+    "POST /rl/v1/sessions/{session_id}/veto": veto,
+    "POST /rl/v1/sessions/{session_id}/heartbeat": heartbeat,
+    "DELETE /rl/v1/sessions/{session_id}": delete,
+    "POST /rl/v1/ack": ack,
+    "POST /rl/v1/pause": pause,
+    "POST /rl/v1/version": version,
+    "POST /rl/v1/resume": resume,
+    "POST /rl/start_session": areal_start,
+    "POST /rl/set_reward": areal_reward,
+    "POST /rl/end_session": areal_end,
+    "POST /grant_capacity": grant,
+}
+EXEMPT = {
+    "POST /rl/v1/lease": "a long poll",
+    "POST /rl/v1/export_trajectories": "the same sessions again are leased to the same owner",
+    "POST /export_trajectories": "a second one answers the same",
+    "POST /v1/chat/completions": "its retries are marked",
+    "POST /chat/completions": "its retries are marked",
+}
+
+
+def test_every_route_that_changes_something_is_here() -> None:
+    known = {f"{m} {path}" for m, path in RULES if m in ("POST", "DELETE")}
+    assert known == ROUTES.keys() | EXEMPT.keys()
+
+
+@pytest.fixture
+async def lab(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Lab]:
+    chat = load_chat_format(str(tiny_model_dir), enable_thinking=False)
+    engine = ScriptedEngine(decode=chat.decode)
+    called: Counter[str] = Counter()
+    _count(monkeypatch, called, RunState, "pause", "publish", "resume")
+    _count(monkeypatch, called, Session, "heartbeat")
+    async with engine.serve():
+        config = config_for(tmp_path, "sessions.group_size=1")
+        async with running_proxy(config, chat, engine_url=engine.url) as proxy:
+            await proxy.admit(1000)
+            yield Lab(proxy, called)
+
+
+def _count(patch: pytest.MonkeyPatch, called: Counter[str], owner: type, *names: str) -> None:
+    def counting(name: str) -> Callable[..., Any]:
+        real = getattr(owner, name)
+
+        def counted(*args: Any) -> Any:
+            called[name] += 1
+            return real(*args)
+
+        return counted
+
+    for name in names:
+        patch.setattr(owner, name, counting(name))
+
+
+async def send(http: httpx.AsyncClient, method: str, post: Post, **headers: str) -> httpx.Response:
+    if post.key is not None:
+        headers["authorization"] = f"Bearer {post.key}"
+    return await http.request(method, post.path, json=post.body, headers=headers)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_equal_posts_have_one_effect(lab: Lab, route: str, figure: Figure) -> None:
+    method = route.partition(" ")[0]
+    post = await ROUTES[route](lab)
+    asked = [send(lab.proxy.http, method, post, **{"idempotency-key": "key"}) for _ in range(EQUAL)]
+    answers = await asyncio.gather(*asked)
+    first = answers[0]
+    assert first.status_code == 200, first.text
+    distinct = {(a.status_code, a.content, a.headers["content-type"]) for a in answers}
+    assert len(distinct) == 1
+    effects = await post.effects()
+    assert effects == 1
+    refused = ""
+    if post.other is not None:
+        post.body = post.other
+        other = await send(lab.proxy.http, method, post, **{"idempotency-key": "key"})
+        assert other.status_code == 422
+        assert other.json()["error"]["code"] == "idempotency_mismatch"
+        assert await post.effects() == 1
+        refused = ", another body: 422"
+    figure(f"{EQUAL} equal ones: {effects} effect, {len(distinct)} answer{refused}")
+
+
+@pytest.mark.parametrize("keys", ["none", "one", "each its own"])
+async def test_fifty_finalizes_are_one_transition(
+    lab: Lab, keys: str, monkeypatch: pytest.MonkeyPatch, figure: Figure
+) -> None:
+    session = await lab.session()
+    journal = lab.proxy.service.journal
+    commit = journal.commit
+    written: list[SetState | SetFinal] = []
+
+    async def watched(*statements: Statement) -> None:
+        written.extend(s for s in statements if isinstance(s, SetState | SetFinal))
+        await commit(*statements)
+
+    monkeypatch.setattr(journal, "commit", watched)
+
+    async def finalize(number: int) -> httpx.Response:
+        headers = {"none": {}, "one": {"idempotency-key": "k"}}.get(
+            keys, {"idempotency-key": f"k{number}"}
+        )
+        body = {"final_reward": 1}
+        return await lab.proxy.post("/rl/v1/finalize", body, session["api_key"], **headers)
+
+    answers = await asyncio.gather(*(finalize(k) for k in range(50)))
+    by_status = Counter(a.status_code for a in answers)
+    assert by_status == ({200: 50} if keys == "one" else {200: 1, 410: 49})
+    assert len({a.content for a in answers if a.status_code == 200}) == 1
+    finalized = len(written)
+    assert [s.state for s in written] == [SessionState.FINALIZED]
+    assert await lab.rewards(session) == 1
+    (trajectory,) = await lab.proxy.lease()
+    assert trajectory.final_reward == 1
+    assert await lab.proxy.lease() == []
+    figure(f"50 at once: {finalized} transition, answers {dict(by_status)}")
+
+
+# -- two ranks behind a router, killed ---------------------------------------------------------
+
+
+@dataclass
+class Cluster:
+    """Two ranks that can be killed, and a router before them."""
+
+    url: str
+    ranks: list[KillableProxy]
+    root: Path
+    engine: ScriptedEngine
+    kills: int = 0
+
+    async def killing(self, every: float, seed: int) -> None:
+        """Kill a rank again and again, and start it at once."""
+        rng = random.Random(seed)
+        while True:
+            await asyncio.sleep(rng.uniform(0.5, 1.5) * every)
+            await self.kill(rng.choice(self.ranks))
+
+    async def kill(self, rank: KillableProxy) -> None:
+        await asyncio.to_thread(rank.kill)
+        self.kills += 1
+        await asyncio.to_thread(rank.start)
+
+    def beat(self) -> None:
+        """What the ranks would write to the registry."""
+        for number, rank in enumerate(self.ranks):
+            entry = Entry(name=rank_name(number), boot_id=f"life-{rank.lives}", url=rank.url, pid=1)
+            publish(self.registry, entry)
+
+    @property
+    def registry(self) -> Path:
+        return trial_dir(config_for(self.root)).registry
+
+    async def beats(self) -> None:
+        while True:
+            self.beat()
+            await asyncio.sleep(0.2)
+
+    @asynccontextmanager
+    async def journals(self) -> AsyncIterator[list[SQLiteJournal]]:
+        """The ranks' stores, once they are dead."""
+        run_dir = trial_dir(config_for(self.root))
+        journals = [SQLiteJournal(run_dir.journal(rank)) for rank in range(len(self.ranks))]
+        try:
+            yield journals
+        finally:
+            for journal in journals:
+                await journal.close()
+
+
+@pytest.fixture
+def engine(tiny_model_dir: Path) -> Iterator[ScriptedEngine]:
+    with engine_in_thread(tiny_model_dir) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def running_cluster(
+    root: Path, model: Path, engine: ScriptedEngine, *settings: str
+) -> AsyncIterator[Cluster]:
+    config = config_for(root, "server.ranks=2", *settings)
+    trial_dir(config).create()
+    trial_dir(config).signing_secret()
+    base = ("sessions.group_size=2", "rollout.batch_size=8", "server.ranks=2", *settings)
+    async with AsyncExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            proxy = KillableProxy(root, model, engine.url, *base, rank=rank)
+            stack.callback(proxy.close)
+            ranks.append(proxy)
+            await asyncio.to_thread(proxy.start)
+        cluster = Cluster("", ranks, root, engine)
+        cluster.beat()
+        _, port = await stack.enter_async_context(serving(config))
+        cluster.url = f"http://127.0.0.1:{port}"
+        stack.callback(asyncio.create_task(cluster.beats()).cancel)
+        yield cluster
+
+
+async def insist(http: httpx.AsyncClient, path: str, body: Any, key: str) -> httpx.Response:
+    """Ask until there is an answer, as a client does that has a key for it."""
+    deadline = time.monotonic() + LIMIT
+    while True:
+        assert time.monotonic() < deadline, "no answer came"
+        try:
+            answer = await http.post(path, json=body, headers={"idempotency-key": key})
+        except httpx.TransportError:
+            await asyncio.sleep(0.02)
+            continue
+        if answer.status_code not in (502, 503):
+            return answer
+        if answer.status_code == 502:
+            assert answer.headers["x-should-retry"] == "true", answer.text
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.timeout(900)
+async def test_an_open_is_done_once_over_both_ranks_while_they_are_killed(
+    tmp_path: Path, tiny_model_dir: Path, engine: ScriptedEngine, long: bool, figure: Figure
+) -> None:
+    keys = 60 if long else 4
+    async with running_cluster(tmp_path, tiny_model_dir, engine) as cluster:
+        limits = httpx.Limits(max_connections=None)
+        http = httpx.AsyncClient(
+            base_url=cluster.url, timeout=LIMIT, limits=limits, trust_env=False
+        )
+        killing = asyncio.create_task(cluster.killing(0.3, seed=7))
+        answers: list[list[httpx.Response]] = []
+        async with http:
+            for k in range(keys):
+                body = {"mode": "eval", "metadata": {"k": k}}
+                asked = [
+                    insist(http, "/rl/v1/start_session", body, f"key-{k}") for _ in range(EQUAL)
+                ]
+                answers.append(await asyncio.gather(*asked))
+            killing.cancel()
+            await asyncio.gather(killing, return_exceptions=True)
+            # What was answered before all this is still what is answered.
+            last = await insist(
+                http, "/rl/v1/start_session", {"mode": "eval", "metadata": {"k": 0}}, "key-0"
+            )
+        for rank in cluster.ranks:
+            rank.close()
+        assert last.content == answers[0][0].content
+        for same in answers:
+            assert {a.status_code for a in same} == {200}
+            assert len({a.content for a in same}) == 1
+        opened = {same[0].json()["session_id"] for same in answers}
+        async with cluster.journals() as journals:
+            rows = [await journal.sessions(list(SessionState)) for journal in journals]
+        stored = [row.id for each in rows for row in each]
+        assert sorted(stored) == sorted(opened)
+        assert cluster.kills > 0
+        figure(
+            f"{keys} keys x {EQUAL} equal opens, {cluster.kills} kills: {len(stored)} sessions "
+            f"({' + '.join(str(len(each)) for each in rows)} on the ranks), "
+            f"{sum(len({a.content for a in same}) for same in answers)} different answers"
+        )
+
+
+# -- model calls that an SDK repeats -----------------------------------------------------------
+
+
+@dataclass
+class Talks:
+    """What agents asked, and what they got: each question is asked by one call of the SDK."""
+
+    cluster: Cluster
+    answered: dict[str, str] = field(default_factory=dict)
+    """Question to the answer's id."""
+    sessions: list[str] = field(default_factory=list)
+    repeated: int = 0
+    """Requests that the SDK marked as retries."""
+
+    async def agent(self, number: int, turns: int, seconds: float) -> None:
+        async with RLClient(self.cluster.url, retry_for=LIMIT) as service:
+            started = await service.start_session(mode="eval")
+            self.sessions.append(started.session_id)
+            transport = httpx.AsyncClient(
+                trust_env=False, event_hooks={"request": [self._watch]}, timeout=seconds
+            )
+            sdk = openai.AsyncOpenAI(
+                api_key=started.api_key,
+                base_url=f"{self.cluster.url}/v1",
+                http_client=transport,
+                timeout=seconds,
+                max_retries=40,
+            )
+            async with sdk:
+                await self._talk(sdk, number, turns)
+            await service.finalize(started.api_key)
+
+    async def _talk(self, sdk: openai.AsyncOpenAI, number: int, turns: int) -> None:
+        talk: list[Any] = []
+        for turn in range(turns):
+            question = f"agent {number} turn {turn}"
+            talk.append({"role": "user", "content": question})
+            done = await sdk.chat.completions.create(model="any", messages=talk, max_tokens=12)
+            self.answered[question] = done.id
+            talk.append({"role": "assistant", "content": done.choices[0].message.content})
+
+    async def _watch(self, request: httpx.Request) -> None:
+        self.repeated += request.headers["x-stainless-retry-count"] != "0"
+
+    async def recorded(self) -> dict[str, list[Interaction]]:
+        """What the journals hold of each question."""
+        found: dict[str, list[Interaction]] = {question: [] for question in self.answered}
+        async with self.cluster.journals() as journals:
+            for journal in journals:
+                for session in self.sessions:
+                    for stored in await journal.interactions(session):
+                        question = stored.interaction.message_delta[-1]["content"]
+                        found[question].append(stored.interaction)
+        return found
+
+
+@pytest.mark.timeout(900)
+async def test_a_call_that_its_client_repeats_is_sampled_once(
+    tmp_path: Path, tiny_model_dir: Path, engine: ScriptedEngine, long: bool, figure: Figure
+) -> None:
+    """Every first try times out: the SDK comes again while the call is under way, or after it."""
+    agents, turns = (32, 10) if long else (16, 2)
+    engine.pace = 0.05
+    async with running_cluster(tmp_path, tiny_model_dir, engine) as cluster:
+        talks = Talks(cluster)
+        await asyncio.gather(*(talks.agent(k, turns, seconds=0.4) for k in range(agents)))
+        for rank in cluster.ranks:
+            rank.close()
+        recorded = await talks.recorded()
+    assert len(talks.answered) == agents * turns
+    assert {q: [i.id for i in found] for q, found in recorded.items()} == {
+        question: [id] for question, id in talks.answered.items()
+    }
+    assert len(engine.requests) == agents * turns
+    assert talks.repeated >= agents * turns / 2
+    figure(
+        f"{agents * turns} calls, {talks.repeated} repeated by the SDK after time-outs: "
+        f"{len(engine.requests)} sampled"
+    )
+
+
+@pytest.mark.timeout(900)
+async def test_a_call_that_is_repeated_over_kills_is_recorded_once(
+    tmp_path: Path, tiny_model_dir: Path, engine: ScriptedEngine, long: bool, figure: Figure
+) -> None:
+    agents, turns = (32, 25) if long else (16, 4)
+    engine.pace = 0.03
+    async with running_cluster(tmp_path, tiny_model_dir, engine) as cluster:
+        talks = Talks(cluster)
+        killing = asyncio.create_task(cluster.killing(0.3, seed=11))
+        await asyncio.gather(*(talks.agent(k, turns, seconds=30) for k in range(agents)))
+        killing.cancel()
+        await asyncio.gather(killing, return_exceptions=True)
+        for rank in cluster.ranks:
+            rank.close()
+        recorded = await talks.recorded()
+    assert len(talks.answered) == agents * turns
+    twice = {question: found for question, found in recorded.items() if len(found) != 1}
+    assert not twice
+    assert {q: found[0].id for q, found in recorded.items()} == talks.answered
+    untrained = sum(not found[0].trainable for found in recorded.values())
+    assert cluster.kills > 0
+    assert talks.repeated > 0
+    figure(
+        f"{agents * turns} calls, {cluster.kills} kills, {talks.repeated} repeated by the SDK: "
+        f"recorded twice {len(twice)}, begun anew because a kill cut them "
+        f"{len(engine.requests) - agents * turns}, received but not trained on {untrained}"
+    )
