@@ -1,0 +1,185 @@
+"""What the `/rl` API is to do, as plain Python: no queue, no disk, no time.
+
+Each method answers what a request must be answered, a status and an error's code, and changes the
+model as the request must change the service. Hypothesis holds the service against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+OK = (200, "")
+CLOSED = (410, "session_closed")
+MIN_GROUP = 2
+Verdict = tuple[int, str]
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One session as its agent knows it."""
+
+    id: str
+    key: str
+    mode: str
+    group: str | None
+    state: str = "open"
+    calls: list[str] = field(default_factory=list)
+    rewards: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By completion id, then by name; "" for the unnamed one."""
+    final: dict[str, float] = field(default_factory=dict)
+    owner: str = ""
+
+    @property
+    def train(self) -> bool:
+        return self.mode == "train"
+
+    @property
+    def working(self) -> bool:
+        """Whether its group waits for it."""
+        return self.state in ("open", "awaiting_reward")
+
+    @property
+    def revisable(self) -> bool:
+        return self.state in ("open", "awaiting_reward", "finalized")
+
+    def own_rewards(self) -> dict[str, float]:
+        return {id: sum(named.values()) for id, named in self.rewards.items()}
+
+    @property
+    def final_reward(self) -> float | None:
+        return sum(self.final.values()) if self.final else None
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    size: int
+    members: list[Session] = field(default_factory=list)
+
+
+class Model:
+    """One rank."""
+
+    def __init__(self) -> None:
+        self.limit = 0
+        self.admitted = 0
+        self.sessions: list[Session] = []
+        self.groups: dict[str, Group] = {}
+
+    # -- opening -------------------------------------------------------------------------------
+
+    def may_open(self, mode: str, group: str | None, size: int) -> Verdict:
+        if mode == "eval":
+            return OK
+        if group is None:
+            return OK if self.admitted < self.limit else (429, "no_capacity")
+        known = self.groups.get(group)
+        if known is None:
+            return OK if size <= self.limit - self.admitted else (429, "no_capacity")
+        return OK if len(known.members) < known.size else (409, "group_closed")
+
+    def opened(self, session: Session, size: int) -> None:
+        self.sessions.append(session)
+        if not session.train:
+            return
+        if session.group is None:
+            self.admitted += 1
+            return
+        if session.group not in self.groups:
+            self.groups[session.group] = Group(size)
+            self.admitted += size
+        self.groups[session.group].members.append(session)
+
+    # -- a session's life ----------------------------------------------------------------------
+
+    def call(self, session: Session) -> Verdict:
+        return OK if session.state == "open" else CLOSED
+
+    def reward(
+        self, session: Session, completion: str | None, rewards: dict[str, float]
+    ) -> Verdict:
+        if not session.revisable:
+            return CLOSED
+        if completion is not None and completion not in session.calls:
+            return 404, "completion_not_found"
+        if not session.calls:
+            return 422, "no_interactions"
+        session.rewards.setdefault(completion or session.calls[-1], {}).update(rewards)
+        return OK
+
+    def reward_final(self, session: Session, rewards: dict[str, float]) -> Verdict:
+        if not session.revisable:
+            return CLOSED
+        session.final.update(rewards)
+        return OK
+
+    def finalize(self, session: Session, rewards: dict[str, float]) -> Verdict:
+        if not session.working:
+            return CLOSED
+        if session.train:
+            if not session.calls:
+                return 422, "no_interactions"
+            if not (rewards or session.final or session.rewards):
+                return 422, "no_reward"
+        session.final.update(rewards)
+        session.state = "finalized" if session.train else "evaluated"
+        self._settle(session)
+        return OK
+
+    def await_reward(self, session: Session) -> Verdict:
+        if session.state != "open":
+            return CLOSED
+        if not session.calls:
+            return 422, "no_interactions"
+        session.state = "awaiting_reward"
+        return OK
+
+    def abort(self, session: Session) -> Verdict:
+        if not session.working:
+            return CLOSED
+        session.state = "aborted"
+        self._settle(session)
+        return OK
+
+    def _settle(self, session: Session) -> None:
+        """A member's end may close its group, which may be too small then."""
+        group = self.groups.get(session.group or "")
+        if group is None or not self.closed(group):
+            return
+        finalized = [member for member in group.members if member.state == "finalized"]
+        if len(finalized) < min(MIN_GROUP, group.size):
+            for member in finalized:
+                member.state = "rejected"
+
+    @staticmethod
+    def closed(group: Group) -> bool:
+        return len(group.members) == group.size and not any(m.working for m in group.members)
+
+    # -- training ------------------------------------------------------------------------------
+
+    def ready(self) -> list[list[Session]]:
+        """What can be leased: whole groups."""
+        out = [[s] for s in self.sessions if s.state == "finalized" and s.group is None]
+        for group in self.groups.values():
+            members = [member for member in group.members if member.state == "finalized"]
+            leased = any(member.state == "leased" for member in group.members)
+            if members and self.closed(group) and not leased:
+                out.append(members)
+        return out
+
+    def leased(self, owner: str) -> list[Session]:
+        return [s for s in self.sessions if s.state == "leased" and s.owner == owner]
+
+    def taken_over(self, owner: str) -> None:
+        """Another trainer has appeared: what the earlier one held waits again."""
+        for session in self.sessions:
+            if session.state == "leased" and session.owner != owner:
+                session.state = "finalized"
+
+    def counts(self) -> dict[str, int]:
+        train = [s for s in self.sessions if s.train]
+        return {
+            "admitted": self.admitted,
+            "reserved": self.admitted - len(train),
+            "running": sum(s.working for s in train),
+            "buffered": sum(s.state in ("finalized", "leased") for s in train),
+        }
