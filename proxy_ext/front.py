@@ -21,6 +21,7 @@ from any_agent.logs import Redactor
 from any_agent.loopback import require_local
 from proxy_ext.audit import AuditLog
 from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Auth
+from proxy_ext.bounds import Bounds, Held
 from proxy_ext.scopes import LITELLM, RULES, Rule, template_of
 
 _redact = Redactor().text
@@ -46,6 +47,7 @@ class Front:
         self._audit = audit
         self._max_body_bytes = max_body_bytes
         self._body_timeout = body_timeout
+        self.bounds = Bounds()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -55,13 +57,24 @@ class Front:
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
+            held = self.bounds.enter()
+        except AnyAgentError as error:
+            await send_error(send, error)
+            return
+        try:
+            await self._answer(scope, self._limited(receive, held), send)
+        finally:
+            held.leave()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
             self._check(scope)
         except AnyAgentError as error:
             await send_error(send, error)
             return
         scope = _as_json(_without_prefix(scope))
         if (scope["method"], scope["path"]) in LITELLM:
-            await self._litellm(scope, self._limited(receive), send)
+            await self._litellm(scope, receive, send)
             return
         template = template_of(scope["path"])
         if template is None:
@@ -71,7 +84,7 @@ class Front:
         rule = RULES.get((scope["method"], template))
         if rule is None:
             # Another method of a path that there is: the app says which.
-            await self._ours(scope, self._limited(receive), send)
+            await self._ours(scope, receive, send)
             return
         request = Request(scope)
         try:
@@ -83,7 +96,7 @@ class Front:
             return
         if rule.audited:
             send = self._audited(request, template, send)
-        await self._ours(scope, self._limited(receive), send)
+        await self._ours(scope, receive, send)
 
     def _authorize(self, request: Request, rule: Rule) -> None:
         # What everybody may have, a wrong key does not hinder.
@@ -129,7 +142,7 @@ class Front:
                 fetch_sites=_texts(headers, b"sec-fetch-site"),
             )
 
-    def _limited(self, receive: Receive) -> Receive:
+    def _limited(self, receive: Receive, held: Held) -> Receive:
         """Count the body's bytes and bound the wait for each part of it."""
         size = 0
         complete = False
@@ -143,9 +156,11 @@ class Front:
                     message = await receive()
             except TimeoutError:
                 return {"type": "http.disconnect"}
-            size += len(message.get("body", b""))
+            part = len(message.get("body", b""))
+            size += part
             if size > self._max_body_bytes:
                 raise self._too_large()
+            held.add(part)
             complete = not message.get("more_body", False)
             return message
 
