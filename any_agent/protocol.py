@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -13,16 +14,22 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    field_validator,
     model_validator,
 )
 from pydantic.types import StringConstraints
 
 from any_agent.config import NAME_PATTERN
+from any_agent.types import SessionState
 
 MAX_METADATA_BYTES = 65_536
 MAX_METADATA_DEPTH = 32
 MAX_NAMED = 131_072
 """Sessions that one message of the trainer may name: many times what can be buffered."""
+AFTER_HEADER = "x-any-agent-after"
+"""Where the next page of a list begins; not there on the last one."""
+MAX_COUNT = 2**31 - 1
+"""Of versions, which every token carries in 32 bits, of steps and of slots."""
 EPOCH_HEADER = "x-any-agent-epoch"
 """The number of the trainer's start. A rank that has heard of a later start refuses earlier ones;
 requests without it are people's."""
@@ -143,7 +150,7 @@ class SetReward(_Body):
     interaction_id: str | None = None
     """The same, under our own name for it."""
     name: Name | None = None
-    """The name of a `reward` that is a number."""
+    """The name of a reward that is a number."""
     session_id: str | None = None
 
     @model_validator(mode="after")
@@ -154,7 +161,8 @@ class SetReward(_Body):
             raise ValueError("final_reward is of the session: give no completion_id with it")
         if self.completion_id and self.interaction_id not in (None, self.completion_id):
             raise ValueError("completion_id and interaction_id name different completions")
-        if self.name is not None and not isinstance(self.reward, float):
+        named = self.reward if self.final_reward is None else self.final_reward
+        if self.name is not None and not isinstance(named, float):
             raise ValueError("name is for a reward that is a number")
         return self
 
@@ -254,8 +262,70 @@ class SessionDetails(SessionInfo):
     """How many there were in all."""
 
 
+def read_places(text: str) -> dict[int, int]:
+    """Where a list of sessions goes on: each rank's lowest number so far; ValueError."""
+    found = {}
+    for part in filter(None, text.split(",")):
+        rank, colon, number = part.partition(":")
+        # No store counts further than 64 bits.
+        if not (colon and rank.isdecimal() and number.isdecimal() and len(part) < 20):
+            raise ValueError("pass what the header x-any-agent-after of the page before said")
+        found[int(rank)] = int(number)
+    return found
+
+
+def write_places(places: Mapping[int, int]) -> str:
+    """The inverse of :func:`read_places`."""
+    return ",".join(f"{rank}:{number}" for rank, number in sorted(places.items()))
+
+
+class ListSessions(_Body):
+    """Which sessions; without a filter all of them."""
+
+    state: SessionState | None = None
+    task_id: str | None = Field(default=None, max_length=64)
+    group_id: str | None = Field(default=None, max_length=64)
+    tenant: str | None = Field(default=None, max_length=64)
+    limit: int = Field(default=100, ge=1, le=1000)
+    after: str = Field(default="", max_length=16_384)
+    """Where the page before ended: its header `x-any-agent-after`."""
+
+    @field_validator("after")
+    @classmethod
+    def _readable(cls, after: str) -> str:
+        read_places(after)
+        return after
+
+    @property
+    def places(self) -> dict[int, int]:
+        return read_places(self.after)
+
+
+class SessionLine(BaseModel):
+    """One session in a list."""
+
+    session_id: str
+    number: int
+    """Its place in the order of creation on its rank."""
+    state: str
+    mode: Literal["train", "eval"]
+    task_id: str | None
+    group_id: str | None
+    tenant: str | None
+    interactions: int
+    """Those that the journal holds."""
+    final_reward: float | None
+    reason: str | None
+    step: int | None
+    """The optimizer step that consumed it."""
+    content: str
+    """Where its interactions are: stored, archived or deleted."""
+    created_at: float
+    ended_at: float | None
+
+
 class SetCapacity(_Body):
-    limit: int = Field(ge=0)
+    limit: int = Field(ge=0, le=MAX_COUNT)
     """Train sessions ever admitted on this rank."""
     ttl: float = Field(gt=0, le=3600)
     """Seconds after which the limit lapses unless it is set again."""
@@ -303,7 +373,7 @@ class Ack(_Body):
     owner: str = Field(max_length=64)
     trained: list[str] = Field(default_factory=list, max_length=MAX_NAMED)
     rejected: list[Rejection] = Field(default_factory=list, max_length=MAX_NAMED)
-    step: int | None = Field(default=None, ge=0)
+    step: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     """The optimizer step that consumed them. What was trained without one is kept for good: no rank
     can know whether a resume will want it."""
 
@@ -324,17 +394,22 @@ class Pause(_Body):
 
 
 class PublishedVersion(_Body):
-    version: int = Field(ge=0)
+    version: int = Field(ge=0, le=MAX_COUNT)
     path: str
-    step: int = Field(ge=0)
+    step: int = Field(ge=0, le=MAX_COUNT)
     """Optimizer steps behind these weights."""
+
+
+class VersionInfo(BaseModel):
+    version: int
+    step: int
 
 
 class SetRun(_Body):
     state: Literal["training", "finished", "serving"]
-    step: int = Field(0, ge=0)
+    step: int = Field(0, ge=0, le=MAX_COUNT)
     checkpoint: str | None = None
-    oldest_step: int | None = Field(default=None, ge=0)
+    oldest_step: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     """The step of the oldest retained checkpoint: sessions of later steps are kept for a resume.
     None: all of them are."""
 

@@ -68,7 +68,7 @@ async def set_reward(
     session = await service.auth.session(request, _one(body.session_id, query))
     by, keep = caller.name, receipt.keep
     if body.reward is None:
-        final = parts_of(body.final_reward)
+        final = parts_of(body.final_reward, body.name)
         return receipt.response(await service.rewards.give_final(session, final, by=by, keep=keep))
     wanted = body.interaction_id or body.completion_id
     parts = parts_of(body.reward, body.name)
