@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from pydantic import BaseModel
 
 from any_agent.config import SessionConfig
-from any_agent.errors import NotFound
+from any_agent.errors import NotFound, SessionDamaged, StoreUnavailable
 from any_agent.record import InteractionTree
 from any_agent.types import TERMINAL_STATES, Interaction, SessionMode, SessionState
 from proxy_ext import clock
@@ -29,6 +29,7 @@ from proxy_ext.delivery import UNDELIVERED, UNMARKED, Deliveries, undelivered, w
 from proxy_ext.grants import Grants
 from proxy_ext.groups import Group, Groups
 from proxy_ext.journal import (
+    EraseContent,
     Journal,
     PutInteraction,
     RequestMark,
@@ -78,6 +79,7 @@ class Sessions:
         """Ended ones that somebody is at work with: whoever asks next shares them, and the lock."""
         self._lanes: dict[str, str] = {}
         self.leasable = Leasable(self.live, self.groups)
+        self._ending: set[asyncio.Task[None]] = set()
         self.ready = asyncio.Condition()
         """Notified whenever a group may have closed."""
 
@@ -190,7 +192,31 @@ class Sessions:
 
         And as long as its lock is held, or one of its calls is under way.
         """
-        await self.trees.load(session)
+        try:
+            await self.trees.load(session)
+        except SessionDamaged:
+            # Not here: whoever wants the tree may hold the session's lock.
+            task = asyncio.create_task(self._end_damaged(session))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+            raise
+
+    async def _end_damaged(self, session: Session) -> None:
+        """End a session of which something cannot be read, so that it is never trained on."""
+        async with session.lock:
+            row = session.row
+            if row.content == "deleted":
+                return
+            if (state := target(row, Event.DAMAGE)) is not row.state:
+                row = ended(replace(row, owner=None), state)
+            row = replace(row, reason="damaged", content="deleted", metadata={})
+            try:
+                await self.write(session, row, set_state(row), EraseContent((row.id,)))
+            except StoreUnavailable as error:
+                log.warning("could not end session %s, damaged: %s", row.id, error.message)
+                return
+            session.tree = InteractionTree()
+            self.journal.stats.damaged += 1
 
     # -- record --------------------------------------------------------------------------------
 
@@ -274,7 +300,6 @@ class Sessions:
                 group.note(session.row)
                 if group.done:
                     self.groups.discard(group)
-            self.leasable.note(session)
             if session.state in TERMINAL_STATES:
                 self.live.pop(session.id, None)
                 self.trees.forget(session)
@@ -287,7 +312,6 @@ class Sessions:
 
     async def group_changed(self, group: Group) -> None:
         """A group takes no more members."""
-        self.leasable.note_group(group.id)
         if group.done:
             self.groups.discard(group)
         self.leasable.note_group(group.id)
@@ -299,6 +323,7 @@ class Sessions:
             session = self._held.get(session_id)
             if session is not None:
                 session.row = replace(session.row, content="archived")
+                session.cool()
 
     async def wake(self) -> None:
         """Long polls look again."""

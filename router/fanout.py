@@ -11,6 +11,7 @@ import orjson
 from aiohttp import web
 
 from any_agent.errors import AnyAgentError, ServiceUnavailable
+from any_agent.protocol import AFTER_HEADER, read_places, write_places
 from router import merge
 from router.body import Body
 from router.forward import Forwarder
@@ -72,8 +73,15 @@ class FanOut:
         query = dict(parse_qsl(request.raw_path.partition("?")[2]))
         missing = self._missing(said)
         headers = {_UNREACHABLE: ",".join(map(str, missing))} if missing else {}
-        # The ranks took it for a whole number, and 5.0 is one.
-        found = merge.newest(said, int(float(query.get("limit", 100))))
+        found, places = merge.newest(
+            said,
+            {rank: _end(answers[rank]) for rank in said},
+            read_places(query.get("after", "")),
+            # The ranks took it for a whole number, and 5.0 is one.
+            int(float(query.get("limit", 100))),
+        )
+        if places is not None:
+            headers[AFTER_HEADER] = write_places(places)
         return await self._replies.json(request, found, headers=headers)
 
     async def _all(self, request: web.BaseRequest, content: bytes) -> dict[int, Answer]:
@@ -110,6 +118,11 @@ def _parsed(answer: Answer) -> Any:
         return orjson.loads(answer.body)
     except orjson.JSONDecodeError:
         return answer.body.decode(errors="replace")
+
+
+def _end(answer: Answer) -> int | None:
+    """Where a rank's list goes on; None if it does not."""
+    return read_places(answer.headers.get(AFTER_HEADER, "")).get(answer.rank)
 
 
 def _refusal(answers: dict[int, Answer]) -> Answer | None:

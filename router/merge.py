@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Answers = dict[int, Any]
 """Each rank's JSON."""
+_NOTHING = 1
 
 
 def sums(answers: Answers) -> dict[str, int]:
@@ -24,11 +27,31 @@ def lowest_version(answers: Answers) -> dict[str, Any]:
     return dict(min(answers.values(), key=lambda answer: answer["version"]))
 
 
-def newest(answers: Answers, limit: int) -> list[Any]:
-    """Sessions of all ranks, newest first."""
-    found = [session for answer in answers.values() for session in answer]
-    found.sort(key=lambda session: session["created_at"], reverse=True)
-    return found[:limit]
+def newest(
+    answers: Answers, ends: Mapping[int, int | None], given: Mapping[int, int], limit: int
+) -> tuple[list[Any], dict[int, int] | None]:
+    """Sessions of all ranks, newest first, and where the next page begins; None on the last one.
+
+    ``ends`` is where each rank's own next page begins, ``given`` where this one did. A rank that
+    did not answer is asked for the same again.
+    """
+    lists = [[(rank, session) for session in answer] for rank, answer in answers.items()]
+    in_order = heapq.merge(*lists, key=lambda item: item[1]["created_at"], reverse=True)
+    shown = list(itertools.islice(in_order, limit))
+    places = dict(given)
+    more = False
+    for rank, answer in answers.items():
+        of_rank = [session for owner, session in shown if owner == rank]
+        if len(of_rank) < len(answer):
+            more = True
+            if of_rank:
+                places[rank] = of_rank[-1]["number"]
+        else:
+            end = ends.get(rank)
+            more = more or end is not None
+            # Below the first number there is none.
+            places[rank] = _NOTHING if end is None else end
+    return [session for _, session in shown], places if more else None
 
 
 def split(items: Any, rank_of: Callable[[Any], int | None]) -> dict[int, list[Any]] | None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.errors import AnyAgentError
-from any_agent.protocol import ExportTrajectories, SessionInfo
+from any_agent.errors import AnyAgentError, Forbidden
+from any_agent.protocol import (
+    AFTER_HEADER,
+    ExportTrajectories,
+    ListSessions,
+    SessionLine,
+    write_places,
+)
 from any_agent.record import InteractionTree, export_rows, propagate_rewards
 from any_agent.record import to_json as row_to_json
 from any_agent.types import Trajectory
-from proxy_ext.auth import SESSIONS_SCOPE_KEY, is_callers
+from proxy_ext.auth import SESSIONS_SCOPE_KEY
+from proxy_ext.groups import group_key, public_id
+from proxy_ext.journal import NumberedRow, SessionFilter
 from proxy_ext.lifecycle import EXPORT_OWNER
 from proxy_ext.rl.common import Anyone, Who
 from proxy_ext.rl.strict import StrictRoute
@@ -23,17 +31,60 @@ from proxy_ext.wire.http import JSONResponse
 router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)
 
 
-@router.get("/sessions")
+@router.get("/sessions", response_model=list[SessionLine])
 async def list_sessions(
-    service: Anyone, caller: Who, limit: Annotated[int, Query(ge=1, le=1000)] = 100
-) -> list[SessionInfo]:
-    """Live sessions (open, finalized, leased), newest first; a tenant's own for its keys."""
-    newest = reversed(service.sessions.live.values())
-    shown = (s for s in newest if is_callers(s, caller))
-    return [session.info() for session in islice(shown, limit)]
+    service: Anyone, caller: Who, query: Annotated[ListSessions, Query()]
+) -> Response:
+    """Sessions, ended ones too, newest first; for a tenant's key its own.
+
+    While there are more, the header `x-any-agent-after` says what to pass as `after` for the next
+    page; a page may be short, or empty, and not be the last one.
+    """
+    if caller.tenant is not None and query.tenant not in (None, caller.tenant):
+        raise Forbidden(f"this key shows the sessions of tenant {caller.tenant} only")
+    tenant = caller.tenant or query.tenant
+    group = query.group_id and group_key(query.group_id, None, tenant).name
+    page = await service.journal.page(
+        SessionFilter(query.state, query.task_id, group, tenant),
+        before=query.places.get(service.rank),
+        limit=query.limit,
+    )
+    headers = {}
+    if page.before is not None:
+        headers[AFTER_HEADER] = write_places({service.rank: page.before})
+    lines = [_line(each).model_dump(mode="json") for each in page.rows]
+    return JSONResponse(lines, headers=headers)
 
 
-@router.post("/export_trajectories")
+def _line(each: NumberedRow) -> SessionLine:
+    row = each.row
+    return SessionLine(
+        session_id=row.id,
+        number=each.number,
+        state=row.state,
+        mode="train" if row.mode == "train" else "eval",
+        task_id=row.task_id,
+        group_id=public_id(row.group_id) if row.group_id else None,
+        tenant=row.tenant,
+        interactions=each.interactions,
+        final_reward=row.final_reward,
+        reason=row.reason,
+        step=row.step,
+        content=row.content,
+        created_at=row.created_at,
+        ended_at=row.ended_at,
+    )
+
+
+class Exported(BaseModel):
+    """Of each session, by interaction: one row of `any_agent.record`, as lists."""
+
+    style: Literal["individual", "concat"]
+    discount: float
+    trajectories: dict[str, dict[str, dict[str, Any]]]
+
+
+@router.post("/export_trajectories", response_model=Exported)
 async def export(body: ExportTrajectories, request: Request, service: Anyone) -> Response:
     """Finalized sessions as tensors (JSON lists), rewards run back through the tree.
 

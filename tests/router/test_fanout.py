@@ -15,9 +15,9 @@ from tests.router.test_affinity import IDS
 CAPACITY = {"admitted": 3, "reserved": 1, "waiting": 2, "running": 4, "buffered": 5, "limit": 9}
 
 
-def says(rank: FakeRank, data: Any, status: int = 200) -> None:
+def says(rank: FakeRank, data: Any, status: int = 200, **options: Any) -> None:
     async def handler(received: Received) -> None:
-        await received.answer(data, status=status)
+        await received.answer(data, status=status, **options)
 
     rank.handler = handler
 
@@ -130,19 +130,38 @@ async def test_errors_of_all_ranks_are_passed_on(pair: Lab) -> None:
     assert response.json() == {"error": {"code": "store_unavailable"}}
 
 
+def line(number: int) -> dict[str, Any]:
+    return {"number": number, "created_at": float(number)}
+
+
 async def test_sessions_are_one_list(pair: Lab) -> None:
-    says(pair.ranks[0], [{"n": k, "created_at": float(k)} for k in (9, 5, 1)])
-    says(pair.ranks[1], [{"n": k, "created_at": float(k)} for k in (8, 6, 0)])
+    says(pair.ranks[0], [line(k) for k in (9, 5, 1)])
+    says(pair.ranks[1], [line(k) for k in (8, 6, 0)])
     response = await pair.get("/rl/v1/sessions?limit=4")
-    assert [session["n"] for session in response.json()] == [9, 8, 6, 5]
+    assert [session["number"] for session in response.json()] == [9, 8, 6, 5]
+    assert response.headers["x-any-agent-after"] == "0:5,1:6"
     assert "x-any-agent-unreachable" not in response.headers
     assert [r.target for r in pair.ranks[0].received] == ["/rl/v1/sessions?limit=4"]
     assert len((await pair.get("/rl/v1/sessions")).json()) == 6
     assert len((await pair.get("/rl/v1/sessions?limit=4.0")).json()) == 4
     await away(pair, 1)
     response = await pair.get("/rl/v1/sessions")
-    assert [session["n"] for session in response.json()] == [9, 5, 1]
+    assert [session["number"] for session in response.json()] == [9, 5, 1]
     assert response.headers["x-any-agent-unreachable"] == "1"
+    assert "x-any-agent-after" not in response.headers
+
+
+async def test_what_a_rank_has_left_is_on_the_next_page(pair: Lab) -> None:
+    says(pair.ranks[0], [line(9), line(5)], headers={"x-any-agent-after": "0:5"})
+    says(pair.ranks[1], [line(8)])
+    response = await pair.get("/rl/v1/sessions?limit=3")
+    assert response.headers["x-any-agent-after"] == "0:5,1:1"
+    target = "/rl/v1/sessions?limit=3&after=0:5,1:1"
+    says(pair.ranks[0], [])
+    says(pair.ranks[1], [])
+    response = await pair.get(target)
+    assert pair.ranks[1].received[-1].target == target
+    assert "x-any-agent-after" not in response.headers
 
 
 async def test_a_session_key_asks_its_own_rank_alone(pair: Lab) -> None:
