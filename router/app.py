@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 _FETCH_SITE = istr("Sec-Fetch-Site")
 _MAX_HEADER_BYTES = 32_768
 _MAX_HEADERS = 128
+MAX_REQUESTS = 8192
+"""Requests under way at once. The ranks bound what they take; this holds while they are away."""
 _LIMITS = f"{_MAX_HEADERS} headers of {_MAX_HEADER_BYTES // 1024} KB together"
 _KEEPALIVE = 75.0
 """Seconds until a connection is closed that sends no request, or does not finish its headers."""
@@ -126,6 +128,12 @@ class Router:
             return await self.replies.error(request, error)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if self.stats.running > MAX_REQUESTS:
+            raise ServiceUnavailable(
+                f"{MAX_REQUESTS} requests are under way; try again",
+                code="too_many_requests",
+                retry_after=2,
+            )
         self._check(request)
         if self.draining and not request.path.startswith(_LOOKED_AT):
             raise Draining(
