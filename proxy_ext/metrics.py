@@ -191,6 +191,17 @@ JOURNAL_DAMAGED = Metric(
     "counter",
     "Sessions ended because what was stored of them was damaged, this start's included.",
 )
+JOURNAL_BYTES = Metric(
+    "any_agent_journal_bytes", "gauge", "Bytes that the rank's journal takes on disk."
+)
+ARCHIVED = Metric(
+    "any_agent_archived_sessions",
+    "gauge",
+    "Sessions of this trial whose content was moved from the journal to an archive.",
+)
+ARCHIVE_BYTES = Metric(
+    "any_agent_archive_bytes", "gauge", "Bytes that the rank's archives take on disk."
+)
 
 MODES = (*SessionMode, NO_SESSION)
 CONTINUATIONS = (FIRST, *Continuation)
@@ -215,6 +226,9 @@ def _read(service: Service) -> Iterable[Reading]:
     yield AUDIT_LOST, service.audit.dropped
     yield JOURNAL_WRITES, service.journal.stats.writes
     yield JOURNAL_COMMIT_SECONDS, service.journal.stats.commit_seconds
+    yield JOURNAL_BYTES, service.journal.size()
+    yield ARCHIVED, service.archive.sessions
+    yield ARCHIVE_BYTES, service.archive.bytes
     yield JOURNAL_FULL, int(service.journal.stats.full)
     yield JOURNAL_DAMAGED, service.journal.stats.damaged
 

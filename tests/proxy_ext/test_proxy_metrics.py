@@ -273,3 +273,17 @@ async def test_two_ranks_in_a_process_share_nothing(start: Start) -> None:
     assert first("any_agent_sessions_created_total", rank="0") == 1
     assert second("any_agent_sessions_created_total", rank="1") == 0
     assert first.labels("any_agent_sessions", "rank") == {"0"}
+
+
+async def test_where_the_bytes_are(start: Start) -> None:
+    proxy = await start("sessions.keep_hours=0")
+    session = await proxy.open(mode="eval")
+    await proxy.complete(session["api_key"])
+    await proxy.post("/rl/v1/finalize", {}, session["api_key"])
+    before = await scrape(proxy)
+    assert before("any_agent_journal_bytes") > 4096
+    assert before("any_agent_archived_sessions") == before("any_agent_archive_bytes") == 0
+    await proxy.service.archive.sweep()
+    now = await scrape(proxy)
+    assert now("any_agent_archived_sessions") == 1
+    assert now("any_agent_archive_bytes") > 100
