@@ -6,10 +6,11 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +24,7 @@ from proxy_ext import litellm_shim, rl, scopes
 from proxy_ext.front import Front
 from proxy_ext.idempotency import Replayed
 from proxy_ext.metrics import exposition
+from proxy_ext.openapi import describe
 from proxy_ext.rl.common import service_of
 from proxy_ext.service import Service, open_service
 from proxy_ext.wire.chat import chat_completions
@@ -30,6 +32,24 @@ from proxy_ext.wire.http import JSONResponse
 from proxy_ext.wire.models import list_models
 
 log = logging.getLogger(__name__)
+
+
+class Health(BaseModel):
+    """One rank's; the router answers with its ranks'."""
+
+    status: Literal["ok"] = "ok"
+    open: int
+    """Sessions."""
+    open_train: int
+    buffered: int
+    """Live sessions that are not open: most wait for the trainer, or are with it."""
+    calls: int
+    """Under way."""
+
+
+class Readiness(BaseModel):
+    status: Literal["ready"] = "ready"
+    version: int
 
 
 def create_app(
@@ -85,6 +105,7 @@ def create_app(
     _add_health_routes(app)
     _add_error_handlers(app)
     scopes.check_routes(app.routes)
+    describe(app)
     return Front(
         app,
         litellm_app,
@@ -113,16 +134,16 @@ def _add_model_routes(app: FastAPI) -> None:
 
 def _add_health_routes(app: FastAPI) -> None:
     @app.get("/healthz")
-    async def healthz(request: Request) -> dict[str, Any]:
+    async def healthz(request: Request) -> Health:
         """The process lives; what it is doing."""
-        return {"status": "ok", **_stats(service_of(request))}
+        return _health(service_of(request))
 
     @app.get("/readyz")
-    async def readyz(request: Request) -> dict[str, Any]:
+    async def readyz(request: Request) -> Readiness:
         """The engine answers too; 503 otherwise."""
         service = service_of(request)
         await service.engine.info()
-        return {"status": "ready", "version": service.run.version}
+        return Readiness(version=service.run.version)
 
     @app.get("/metrics", response_class=Response)
     async def show_metrics(request: Request) -> Response:
@@ -152,7 +173,10 @@ def _add_error_handlers(app: FastAPI) -> None:
             return _error_response(
                 InvalidRequest("the body is not valid JSON", code="invalid_json")
             )
-        return _error_response(InvalidRequest(str(error.detail)), error.status_code)
+        response = _error_response(InvalidRequest(str(error.detail)), error.status_code)
+        # Of another method: which there are.
+        response.headers.update(error.headers or {})
+        return response
 
     async def replayed(_: Request, error: Exception) -> Response:
         assert isinstance(error, Replayed)
@@ -186,14 +210,11 @@ def _error_response(error: AnyAgentError, status: int | None = None) -> Response
     return JSONResponse(error.body(), status_code=status or error.status, headers=error.headers())
 
 
-def _stats(service: Service) -> dict[str, Any]:
-    """Counts for `/healthz`."""
+def _health(service: Service) -> Health:
     live = service.sessions.live.values()
-    return {
-        "open": sum(s.state is SessionState.OPEN for s in live),
-        "open_train": sum(
-            s.state is SessionState.OPEN and s.mode is SessionMode.TRAIN for s in live
-        ),
-        "buffered": sum(s.state is not SessionState.OPEN for s in live),
-        "calls": len(service.calls),
-    }
+    return Health(
+        open=sum(s.state is SessionState.OPEN for s in live),
+        open_train=sum(s.state is SessionState.OPEN and s.mode is SessionMode.TRAIN for s in live),
+        buffered=sum(s.state is not SessionState.OPEN for s in live),
+        calls=len(service.calls),
+    )

@@ -14,14 +14,25 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
+from any_agent.errors import InvalidRequest
 from proxy_ext.wire.http import read_json
 
 
 class _StrictRequest(Request):
     async def json(self) -> Any:
         await read_json(self)
-        # Which makes integers of more than 64 bits floats: whoever must not take them shall know.
-        return json.loads(await self.body())
+        # Which makes integers of more than 64 bits floats: no store and no wire of ours holds them.
+        return json.loads(await self.body(), parse_int=_integer)
+
+
+def _integer(digits: str) -> int:
+    # Longer ones are not even read: that takes time.
+    if len(digits) > 20 or not -(2**63) <= (number := int(digits)) < 2**63:
+        raise InvalidRequest(
+            "the body holds an integer of more than 64 bits; write it as text",
+            code="integer_too_large",
+        )
+    return number
 
 
 class StrictRoute(APIRoute):

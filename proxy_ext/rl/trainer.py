@@ -19,6 +19,7 @@ from any_agent.protocol import (
     RunInfo,
     SetCapacity,
     SetRun,
+    VersionInfo,
 )
 from any_agent.record import pack_trajectories
 from proxy_ext.rl.common import Anyone, Once, service_of
@@ -42,6 +43,7 @@ Start = Annotated[int | None, Depends(fenced)]
 
 @router.get("/capacity")
 async def get_capacity(service: Anyone) -> Capacity:
+    """Slots taken, and asked for."""
     return service.leases.capacity()
 
 
@@ -83,9 +85,10 @@ async def publish_version(
 
 
 @router.get("/version")
-async def get_version(request: Request, service: Anyone) -> dict[str, int]:
+async def get_version(request: Request, service: Anyone) -> VersionInfo:
+    """What the engine samples with, and how many steps made it."""
     await service.auth.session_or_none(request)
-    return {"version": service.run.version, "step": service.run.step}
+    return VersionInfo(version=service.run.version, step=service.run.step)
 
 
 @router.post("/resume", response_model=RunInfo)

@@ -21,9 +21,9 @@ async def test_nesting_is_bounded(proxy: Proxy, container: str) -> None:
     key = (await proxy.open())["api_key"]
     for levels, status in ((60, 200), (65, 400), (200, 400)):
         deep: Any = "x"
-        for _ in range(levels - 1):  # the body itself is the first
+        for _ in range(levels - 2):  # the body itself is the first, metadata the second
             deep = [deep] if container == "list" else {"a": deep}
-        body = {"messages": HELLO, "max_tokens": 2, "metadata": deep}
+        body = {"messages": HELLO, "max_tokens": 2, "metadata": {"a": deep}}
         response = await proxy.post(CHAT, body, key)
         assert response.status_code == status, (levels, response.text)
         if status == 400:

@@ -1,0 +1,172 @@
+"""What no model of ours describes in `/openapi.json`: errors, OpenAI's bodies, examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TEXT = {"type": "string"}
+_NUMBER_OR_NULL = {"type": ["number", "null"]}
+_LIST_OF_OBJECTS = {"type": "array", "items": {"type": "object"}}
+
+SCHEMAS: dict[str, Any] = {
+    "Error": {
+        "title": "Error",
+        "description": "In OpenAI's shape, so that its SDKs show the message. An error may carry "
+        "more fields beside these.",
+        "type": "object",
+        "required": ["error"],
+        "additionalProperties": False,
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": {**_TEXT, "description": "What is wrong and what to do about it."},
+                    "type": {
+                        "enum": [
+                            "invalid_request_error",
+                            "authentication_error",
+                            "permission_error",
+                            "rate_limit_error",
+                            "server_error",
+                        ]
+                    },
+                    "param": {"type": ["string", "null"], "description": "The field it is about."},
+                    "code": {**_TEXT, "description": "For programs; the message may change."},
+                },
+            }
+        },
+        "examples": [
+            {
+                "error": {
+                    "message": "the session has no completion to reward yet",
+                    "type": "invalid_request_error",
+                    "param": None,
+                    "code": "no_interactions",
+                }
+            }
+        ],
+    },
+    "ChatRequest": {
+        "title": "ChatRequest",
+        "description": "OpenAI's body. Parameters are honoured, recorded without effect, or "
+        "refused by name; in train sessions the run's sampling replaces the agent's.",
+        "type": "object",
+        "required": ["messages"],
+        "properties": {
+            "model": {**_TEXT, "description": "Any name is the policy."},
+            "messages": {**_LIST_OF_OBJECTS, "minItems": 1},
+            "tools": {**_LIST_OF_OBJECTS, "type": ["array", "null"]},
+            "tool_choice": {"enum": ["auto", "none", None]},
+            "stream": {"type": ["boolean", "null"]},
+            "stream_options": {"type": ["object", "null"]},
+            "max_tokens": {"type": ["integer", "null"], "minimum": 1},
+            "max_completion_tokens": {"type": ["integer", "null"], "minimum": 1},
+            "temperature": {**_NUMBER_OR_NULL, "minimum": 0, "maximum": 2},
+            "top_p": {**_NUMBER_OR_NULL, "exclusiveMinimum": 0, "maximum": 1},
+            "top_k": {"type": ["integer", "null"], "minimum": -1},
+            "stop": {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, {"type": "null"}]},
+            "logprobs": {"type": ["boolean", "null"]},
+            "n": {"enum": [1, None]},
+            "seed": {"type": ["integer", "null"]},
+            "user": {"type": ["string", "null"]},
+            "metadata": {"type": ["object", "null"]},
+        },
+        "examples": [
+            {"model": "policy", "messages": [{"role": "user", "content": "Say a number."}]}
+        ],
+    },
+    "ChatCompletion": {
+        "title": "ChatCompletion",
+        "description": "OpenAI's answer. Its id names the interaction, to reward it by.",
+        "type": "object",
+        "required": ["id", "object", "created", "model", "choices", "usage"],
+        "properties": {
+            "id": _TEXT,
+            "object": {"const": "chat.completion"},
+            "created": {"type": "integer"},
+            "model": _TEXT,
+            "choices": {**_LIST_OF_OBJECTS, "minItems": 1},
+            "usage": {"type": "object"},
+        },
+    },
+    "ModelList": {
+        "title": "ModelList",
+        "type": "object",
+        "required": ["object", "data"],
+        "properties": {"object": {"const": "list"}, "data": _LIST_OF_OBJECTS},
+    },
+}
+
+
+def _json(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+
+
+_INTERACTION_HEADERS = {
+    "x-any-agent-interaction": {"description": "The interaction.", "schema": _TEXT},
+    "x-any-agent-session": {"description": "Its session.", "schema": _TEXT},
+    "x-any-agent-version": {"description": "The newest weights of its tokens.", "schema": _TEXT},
+    "x-any-agent-overrides": {"description": "What the run replaced, as JSON.", "schema": _TEXT},
+}
+
+BODIES: dict[str, dict[str, Any]] = {
+    "POST /v1/chat/completions": {
+        "summary": "Chat Completions",
+        "description": "One model call, recorded token by token. Also at `/chat/completions`, and "
+        "behind `/{session key}`.",
+        "requestBody": {"required": True, "content": _json("ChatRequest")},
+        "responses": {
+            "200": {
+                "description": "The completion; with `stream` as OpenAI's events.",
+                "headers": _INTERACTION_HEADERS,
+                "content": _json("ChatCompletion")
+                | {"text/event-stream": {"schema": {**_TEXT, "description": "Chunks of it."}}},
+            }
+        },
+    },
+    "GET /v1/models": {
+        "summary": "Models",
+        "description": "The policy. Also at `/models`.",
+        "responses": {"200": {"description": "The policy.", "content": _json("ModelList")}},
+    },
+    "GET /metrics": {
+        "responses": {
+            "200": {
+                "description": "Prometheus' text format.",
+                "content": {"text/plain": {"schema": _TEXT}},
+            }
+        }
+    },
+    "POST /rl/v1/lease": {
+        "responses": {
+            "200": {
+                "description": "Trajectories as msgpack, see `any_agent.record.codec`.",
+                "content": {
+                    "application/x-msgpack": {"schema": {"type": "string", "format": "binary"}}
+                },
+            },
+            "204": {"description": "None came in time."},
+        }
+    },
+}
+"""By route: what replaces parts of FastAPI's description of it."""
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "StartSession": {"task_id": "task-17", "group_size": 8, "metadata": {"split": "train"}},
+    "SetReward": {"reward": {"correct": 1, "format": 0.2}},
+    "Finalize": {"final_reward": 1.0},
+    "Abort": {"reason": "the sandbox died"},
+    "Veto": {"reason": "it holds personal data"},
+    "SetCapacity": {"limit": 64, "ttl": 15, "owner": "me"},
+    "Lease": {"owner": "me", "wait": 0.1},
+    "Ack": {"owner": "me", "trained": ["ses-0-0123456789abcdef"]},
+    "ExportTrajectories": {"session_ids": ["ses-0-0123456789abcdef"], "discount": 0.9},
+    "Pause": {"ttl": 30},
+    "PublishedVersion": {"version": 3, "path": "weights/v00000003", "step": 2},
+    "SetRun": {"state": "training", "step": 2},
+    "ArealStart": {"task_id": "task-0"},
+    "ArealReward": {"reward": 1.0},
+    "ArealExport": {"session_id": "task-0-0", "discount": 0.9, "style": "individual"},
+}
+"""By model; those of bodies are valid ones."""
