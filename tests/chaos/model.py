@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 
 OK = (200, "")
 CLOSED = (410, "session_closed")
+IN_TRAINING = (409, "in_training")
 MIN_GROUP = 2
+BUFFERED = ("awaiting_reward", "finalized", "leased")
+TAKEN = ("trained", "rejected")
 Verdict = tuple[int, str]
 
 
@@ -28,6 +31,9 @@ class Session:
     """By completion id, then by name; "" for the unnamed one."""
     final: dict[str, float] = field(default_factory=dict)
     owner: str = ""
+    step: int | None = None
+    """Of the optimizer that consumed it."""
+    erased: bool = False
 
     @property
     def train(self) -> bool:
@@ -126,6 +132,8 @@ class Model:
         return OK
 
     def await_reward(self, session: Session) -> Verdict:
+        if session.state == "awaiting_reward":
+            return 409, "already_awaiting"
         if session.state != "open":
             return CLOSED
         if not session.calls:
@@ -137,6 +145,29 @@ class Model:
         if not session.working:
             return CLOSED
         session.state = "aborted"
+        self._settle(session)
+        return OK
+
+    def veto(self, session: Session) -> Verdict:
+        if session.working:
+            return 409, "not_finalized"
+        if session.state == "leased":
+            return IN_TRAINING
+        if session.state != "finalized":
+            return CLOSED
+        session.state = "rejected"
+        self._settle(session)
+        return OK
+
+    def delete(self, session: Session) -> Verdict:
+        """No checkpoint is kept, so whatever was trained on may still be needed."""
+        if session.state == "leased" or (session.state in TAKEN and session.step is not None):
+            return IN_TRAINING
+        if session.working:
+            session.state = "aborted"
+        elif session.state == "finalized":
+            session.state = "rejected"
+        session.erased = True
         self._settle(session)
         return OK
 
@@ -180,6 +211,6 @@ class Model:
         return {
             "admitted": self.admitted,
             "reserved": self.admitted - len(train),
-            "running": sum(s.working for s in train),
-            "buffered": sum(s.state in ("finalized", "leased") for s in train),
+            "running": sum(s.state == "open" for s in train),
+            "buffered": sum(s.state in BUFFERED for s in train),
         }

@@ -116,8 +116,9 @@ class Machine(RuleBasedStateMachine):
         headers = {"authorization": f"Bearer {session.key}"}
         info = self.http.get(f"{RL}/sessions/{session.id}", headers=headers).json()
         assert info["state"] == session.state, info
-        assert info["interactions"] == len(session.calls)
-        assert info["rewards"] == session.own_rewards()
+        assert info["content"] == ("deleted" if session.erased else "stored")
+        assert session.erased or info["interactions"] == len(session.calls)
+        assert session.erased or info["rewards"] == session.own_rewards()
         assert info["final_reward"] == session.final_reward
 
     # -- rules ---------------------------------------------------------------------------------
@@ -224,6 +225,22 @@ class Machine(RuleBasedStateMachine):
         self.send(f"{RL}/sessions/{session.id}/abort", {}, session.key, expected, keyed)
 
     @precondition(lambda self: self.model.sessions)
+    @rule(at=picks, keyed=st.booleans())
+    def veto(self, at: int, keyed: bool) -> None:
+        session = self.pick(at)
+        expected = self.model.veto(session)
+        self.send(f"{RL}/sessions/{session.id}/veto", {}, session.key, expected, keyed)
+
+    @precondition(lambda self: self.model.sessions)
+    @rule(at=picks)
+    def delete(self, at: int) -> None:
+        self.service.steps += 1
+        session = self.pick(at)
+        expected = self.model.delete(session)
+        headers = {"authorization": f"Bearer {session.key}"}
+        self.judge(self.http.delete(f"{RL}/sessions/{session.id}", headers=headers), expected, "")
+
+    @precondition(lambda self: self.model.sessions)
     @rule(at=picks)
     def heartbeat(self, at: int) -> None:
         session = self.pick(at)
@@ -263,7 +280,7 @@ class Machine(RuleBasedStateMachine):
         else:
             body["rejected"] = [{"session_id": session.id, "reason": "no variance"}]
         self.send(f"{RL}/ack", body, None, OK, keyed)
-        session.state = "trained" if trained else "rejected"
+        session.state, session.step = "trained" if trained else "rejected", 1
 
     @precondition(lambda self: self.kept)
     @rule(at=picks, other=st.booleans())
@@ -280,8 +297,10 @@ class Machine(RuleBasedStateMachine):
             answer = self.http.post(path, json=body, headers=headers)
             assert (answer.status_code, answer.content) == (200, first)
 
-    @rule()
-    def kill(self) -> None:
+    @rule(dice=st.integers(1, 4))
+    def kill(self, dice: int) -> None:
+        if dice > 1:
+            return
         self.service.steps += 1
         self.service.kills += 1
         self.proxy.kill()
@@ -311,7 +330,7 @@ def shared(root: Path, model: Path) -> Iterator[Service]:
 def test_the_api_does_what_its_model_does(
     tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
 ) -> None:
-    examples, length = (60, 100) if long else (4, 60)
+    examples, length = (120, 60) if long else (10, 50)
     with shared(tmp_path, tiny_model_dir) as service:
         machine = type("Machine", (Machine,), {"service": service})
         try:
