@@ -100,6 +100,8 @@ class Grader:
             except ProcessExpired as error:
                 raise GraderFailed(f"its process died (exit code {error.exitcode})") from None
             except Exception as error:
+                # Whatever ails this pool, the next grade begins with another one.
+                await self.close()
                 raise GraderFailed(f"it could not be run: {short(str(error))}") from error
         if not worked:
             raise GraderFailed(short(str(result)))

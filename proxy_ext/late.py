@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any, Literal, TypeAlias
 
 from any_agent.config import SessionConfig
-from any_agent.errors import AnyAgentError, SessionClosed
+from any_agent.errors import AnyAgentError, SessionClosed, Unprocessable
 from proxy_ext.endings import Endings, is_rewarded
 from proxy_ext.grading import Grader, GraderFailed, graded_session
 from proxy_ext.session import Session
@@ -80,12 +80,13 @@ class LateRewards:
     async def _end_graded(self, session: Session) -> None:
         assert self._grader is not None, "the configuration asks for one"
         try:
+            await self._sessions.load(session)
             final = await self._grader.grade(graded_session(session))
-        except GraderFailed as error:
+            await self._end(session, "graded", final=final, by=f"grader {self._grader.name}")
+        except (GraderFailed, Unprocessable) as error:
+            # Also of names that have no weight.
             log.warning("session %s could not be graded: %s", session.id, error)
             await self._end(session, "grader_failed", reason=f"grader failed: {error}")
-        else:
-            await self._end(session, "graded", final=final, by=f"grader {self._grader.name}")
 
     async def _end(self, session: Session, outcome: Outcome, **ending: Any) -> None:
         """What came in the meantime counts for more."""

@@ -1,0 +1,62 @@
+"""Graders for the tests of late rewards: they run in the workers' processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def by_length(session: dict[str, Any]) -> float:
+    """A number for each message of the last conversation, and what the metadata adds."""
+    last = session["interactions"][-1]
+    assert last["output_message"]["role"] == "assistant"
+    return len(last["messages"]) + float(session["metadata"].get("plus", 0))
+
+
+async def by_name(session: dict[str, Any]) -> dict[str, float]:
+    return {"correct": 1, "format": 0.5}
+
+
+def misbehaves(session: dict[str, Any]) -> Any:
+    """As the session's metadata says."""
+    match session["metadata"]["how"]:
+        case "raises":
+            raise RuntimeError("no judge is there\nat all")
+        case "hangs":
+            Path(session["metadata"]["pid"]).write_text(str(os.getpid()), encoding="ascii")
+            while True:
+                time.sleep(0.01)
+        case "dies":
+            os._exit(3)
+        case "exits":
+            sys.exit(0)
+        case "nan":
+            return float("nan")
+        case "text":
+            return "1.0"
+        case "none":
+            return None
+        case "huge":
+            return 1e9
+        case "names":
+            return {"a b": 1}
+        case "odd":
+            return _Odd()
+        case "fine":
+            return 1
+
+
+class _Odd:
+    """Of no use outside."""
+
+    def __float__(self) -> float:
+        raise ValueError("not a number at all")
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be pickled")
+
+
+not_callable = 5
