@@ -1,0 +1,395 @@
+"""Every route of the running app, LiteLLM's included, with every kind of key: at a proxy, and
+through the router. The answers are those of the table in `proxy_ext.scopes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from any_agent.access import Scope
+from any_agent.config import Config, load_resolved
+from any_agent.keys import KeySigner
+from any_agent.keystore import create_key, revoke_key
+from any_agent.launcher.trial import trial_dir
+from any_agent.ports import free_port
+from any_agent.registry import Registry
+from proxy_ext import scopes
+from proxy_ext.app import create_app
+from tests.chaos.conftest import Figure
+from tests.chaos.killable import engine_in_thread
+from tests.proxy_ext.proxy_lab import HELLO, litellm_stand_in, until
+from tests.proxy_ext.real_parts import await_url, process, write_config
+from tests.router.router_lab import serving
+
+ADMIN = "the-operators-own-key"
+AT_ONCE = 16
+_CLIENT_TIMEOUT = aiohttp.ClientTimeout(total=120)
+
+SCOPE_OF = {
+    "none": Scope.NONE,
+    "garbage": None,
+    "forged session": None,
+    "forged tenant": None,
+    "forged run": None,
+    "revoked tenant": None,
+    "expired tenant": None,
+    "session": Scope.SESSION,
+    "session as prefix": Scope.SESSION,
+    "id as prefix": None,
+    "other session": Scope.SESSION,
+    "ended session": Scope.SESSION,
+    "tenant": Scope.TENANT,
+    "other tenant": Scope.TENANT,
+    "trainer": Scope.TRAINER,
+    "run": Scope.TRAINER,
+    "configured admin": Scope.ADMIN,
+    "admin": Scope.ADMIN,
+}
+"""Every kind of key, and what it is good for; None: nothing."""
+STRANGERS = ("other session", "other tenant")
+"""Genuine keys to which the session that is asked for is not there."""
+FEW = ("none", "tenant", "configured admin")
+
+
+@dataclass
+class Service:
+    """A rank's proxy and the router before it."""
+
+    config: Config
+    proxy: str
+    router: str
+    litellm: list[tuple[str, str]]
+    keys: dict[str, str]
+    """Those that concern no one session."""
+    http: aiohttp.ClientSession
+    opened: Counter[str] = field(default_factory=Counter)
+
+    async def open(self, tenant: str = "tenant") -> dict[str, Any]:
+        """A session of a tenant."""
+        url = f"{self.proxy}/rl/v1/start_session"
+        async with self.http.post(url, json={}, headers=bearer(self.keys[tenant])) as answer:
+            assert answer.status == 200, await answer.text()
+            return dict(await answer.json())
+
+    async def ended(self) -> dict[str, Any]:
+        session = await self.open()
+        url = f"{self.proxy}/rl/v1/sessions/{session['session_id']}/abort"
+        async with self.http.post(url, headers=bearer(ADMIN)) as answer:
+            assert answer.status == 200
+        return session
+
+    async def state(self, session: dict[str, Any]) -> str:
+        url = f"{self.proxy}/rl/v1/sessions/{session['session_id']}"
+        async with self.http.get(url, headers=bearer(ADMIN)) as answer:
+            return str((await answer.json())["state"])
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    code: str | None
+    text: str
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def flipped(key: str) -> str:
+    return key[:-1] + ("0" if key[-1] != "0" else "1")
+
+
+def our_routes() -> list[tuple[str, str]]:
+    """As the app that runs has them."""
+    front = create_app(
+        Config(),
+        None,  # type: ignore[arg-type]
+        rank=0,
+        engine_url="",
+        public_url="",
+        training=True,
+        litellm_app=litellm_stand_in(),
+    )
+    return scopes.listed(front._ours.routes)  # type: ignore[attr-defined]
+
+
+def make_keys(config: Config) -> dict[str, str]:
+    """Before the service starts."""
+    run_dir = trial_dir(config)
+    path = run_dir.keys
+    revoked, kept = create_key(path, "tenant", tenant="alice")
+    revoke_key(path, kept.id)
+    tenant = create_key(path, "tenant", tenant="alice")[0]
+    run = KeySigner(run_dir.signing_secret()).run_key
+    return {
+        "none": "",
+        "garbage": "garbage-that-is-no-key",
+        "forged tenant": flipped(tenant),
+        "forged run": flipped(run),
+        "revoked tenant": revoked,
+        "expired tenant": create_key(path, "tenant", tenant="alice", expires_in=1e-6)[0],
+        "tenant": tenant,
+        "other tenant": create_key(path, "tenant", tenant="bob")[0],
+        "trainer": create_key(path, "trainer")[0],
+        "run": run,
+        "configured admin": ADMIN,
+        "admin": create_key(path, "admin")[0],
+    }
+
+
+@asynccontextmanager
+async def service_at(tmp_path: Path, model: Path) -> AsyncIterator[Service]:
+    path = write_config(tmp_path, model, server={"ranks": 1}, rollout={"batch_size": 8})
+    config = load_resolved(path, {"ANY_AGENT_SERVER__ADMIN_KEY": ADMIN})
+    trial_dir(config).create()
+    keys = make_keys(config)
+    port, listing, log = free_port("127.0.0.1"), tmp_path / "routes.json", tmp_path / "proxy.log"
+    proxy = f"http://127.0.0.1:{port}"
+    with ExitStack() as stack:
+        engine = stack.enter_context(engine_in_thread(model))
+        arguments = ["tests.chaos.listing_proxy", str(listing), "--config", str(path), "--training"]
+        arguments += ["--engine-url", engine.url, "--port", str(port)]
+        child = stack.enter_context(process(log, *arguments, ANY_AGENT_SERVER__ADMIN_KEY=ADMIN))
+        await asyncio.to_thread(await_url, f"{proxy}/healthz", child, log)
+        registry = Registry(trial_dir(config).registry)
+
+        def told() -> bool:
+            registry.refresh()
+            return registry.get("rank-0") is not None
+
+        await until(told, "the rank's entry")
+        litellm = [(method, path) for method, path in json.loads(listing.read_text())]
+        connector = aiohttp.TCPConnector(limit=AT_ONCE)
+        async with (
+            serving(config) as (_, router_port),
+            aiohttp.ClientSession(connector=connector, timeout=_CLIENT_TIMEOUT) as http,
+        ):
+            router = f"http://127.0.0.1:{router_port}"
+            service = Service(config, proxy, router, litellm, keys, http)
+            capacity = {"limit": 100_000, "ttl": 3600, "owner": "matrix"}
+            url = f"{proxy}/rl/v1/capacity"
+            async with http.put(url, json=capacity, headers=bearer(ADMIN)) as answer:
+                assert answer.status == 200, await answer.text()
+            yield service
+        # Whatever was tried, no key got out.
+        said = log.read_text() + "".join(
+            p.read_text() for p in (trial_dir(config).path / "audit").iterdir()
+        )
+        for kind, key in keys.items():
+            assert not key or key not in said, kind
+
+
+# -- what is asked ---------------------------------------------------------------------------------
+
+
+def body_of(method: str, template: str, session: dict[str, Any]) -> dict[str, Any] | None:
+    """One that the route takes, as far as it harms no other cell."""
+    if method in ("GET", "HEAD"):
+        return None
+    id = session["session_id"]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": HELLO, "max_tokens": 2},
+        "/chat/completions": {"messages": HELLO, "max_tokens": 2},
+        "/rl/v1/set_reward": {"final_reward": 1.0},
+        "/rl/set_reward": {"reward": 1.0},
+        "/rl/start_session": {"task_id": "task"},
+        "/rl/v1/finalize": {"final_reward": 1.0},
+        "/rl/v1/capacity": {"limit": 100_000, "ttl": 3600, "owner": "matrix"},
+        "/rl/v1/lease": {"owner": "matrix", "wait": 0},
+        "/rl/v1/ack": {"owner": "matrix", "trained": [], "rejected": []},
+        "/rl/v1/export_trajectories": {"session_ids": [id]},
+        "/export_trajectories": {"session_id": id},
+        "/rl/v1/pause": {"ttl": 0.01},
+    }
+    return bodies.get(template, {})
+
+
+def concerns_a_session(template: str) -> bool:
+    """A route that answers for one session, named by a key, a header or the path."""
+    rules = [rule for (_, path), rule in scopes.RULES.items() if path == template]
+    return any(rule.scopes == scopes.AGENTS for rule in rules)
+
+
+async def ask(
+    service: Service, origin: str, kind: str, method: str, template: str, *, absent: bool = False
+) -> tuple[Answer, dict[str, Any], str]:
+    """The answer to this kind of key, about a session of its own making, and that session's id."""
+    own = concerns_a_session(template)
+    exports = template.endswith("export_trajectories")
+    session = await (service.ended() if kind == "ended session" or exports else service.open())
+    id = session["session_id"]
+    if absent:
+        id = id[:-4] + ("0000" if id[-4:] != "0000" else "1111")
+    headers: dict[str, str] = {}
+    path = template.replace("{session_id}", id)
+    match kind:
+        case "session" | "ended session":
+            key = session["api_key"]
+        case "forged session":
+            key = flipped(session["api_key"])
+        case "other session":
+            key = (await service.open())["api_key"]
+        case "session as prefix":
+            key, path = "DUMMY", f"/{session['api_key']}{path}"
+        case "id as prefix":
+            key, path = "", f"/{id}{path}"
+        case _:
+            key = service.keys[kind]
+    named_by_key = kind in ("session", "ended session", "session as prefix", "id as prefix")
+    if own and not named_by_key and "{session_id}" not in template:
+        headers["X-Any-Agent-Session"] = id
+    answer = await send(
+        service, method, origin + path, bearer(key) | headers, body_of(method, template, session)
+    )
+    return answer, session, id
+
+
+async def send(
+    service: Service, method: str, url: str, headers: dict[str, str], body: Any = None
+) -> Answer:
+    async with service.http.request(
+        method, url, headers=headers, json=body, allow_redirects=False
+    ) as response:
+        text = (await response.read()).decode(errors="replace")
+    for key in service.keys.values():
+        assert not key or key not in text
+    code = None
+    if response.status >= 400 and text:
+        code = json.loads(text)["error"]["code"]
+    return Answer(response.status, code, text)
+
+
+# -- what is to be answered ------------------------------------------------------------------------
+
+
+def verdict(rule: scopes.Rule, kind: str, template: str) -> str:
+    """From the table alone."""
+    if Scope.NONE in rule.scopes:
+        return "answered"
+    scope = SCOPE_OF[kind]
+    if scope is None or scope is Scope.NONE:
+        return "401"
+    if scope not in rule.scopes:
+        return "403"
+    return "hidden" if kind in STRANGERS and concerns_a_session(template) else "answered"
+
+
+def was(answer: Answer) -> str:
+    """What an answer amounts to."""
+    hidden = {(404, "session_not_found"), (400, "session_mismatch")}
+    if (answer.status, answer.code) in hidden:
+        return "hidden"
+    if answer.status == 401 and answer.code == "invalid_api_key":
+        return "401"
+    if answer.status == 403 and answer.code == "forbidden":
+        return "403"
+    assert answer.status < 500 and answer.status not in (401, 403, 404, 405), answer
+    return "answered"
+
+
+async def cell(service: Service, origin: str, kind: str, method: str, template: str) -> str:
+    """Try one and say what is wrong, "" if nothing is."""
+    rule = scopes.RULES[method, template]
+    wanted = verdict(rule, kind, template)
+    answer, session, id = await ask(service, origin, kind, method, template)
+    if template == "/rl/v1/pause" and wanted == "answered":
+        await send(service, "POST", f"{service.proxy}/rl/v1/resume", bearer(ADMIN))
+    got = was(answer)
+    if got != wanted:
+        return f"{kind}: {method} {template} at {origin}: {answer} instead of {wanted}"
+    if got != "answered" and concerns_a_session(template) and kind != "ended session":
+        assert await service.state(session) == "open", (kind, method, template)
+    if got == "hidden":
+        other, _, absent = await ask(service, origin, kind, method, template, absent=True)
+        if other.text.replace(absent, id) != answer.text or other.status != answer.status:
+            return f"{kind}: {method} {template}: {answer} tells itself from {other}"
+    return ""
+
+
+async def all_of(tasks: Iterable[Any]) -> list[str]:
+    """Results of many, a few at a time."""
+    turn = asyncio.Semaphore(AT_ONCE)
+
+    async def one(task: Any) -> str:
+        async with turn:
+            return str(await task)
+
+    return [result for result in await asyncio.gather(*map(one, tasks)) if result]
+
+
+# -- the proof -------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(900)
+async def test_every_route_with_every_kind_of_key(
+    tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
+) -> None:
+    routes = our_routes()
+    assert sorted(routes) == sorted(scopes.RULES), "the table is the app's routes, no more or less"
+    async with service_at(tmp_path, tiny_model_dir) as service:
+        origins = (service.proxy, service.router)
+        cells = list(itertools.product(origins, SCOPE_OF, routes))
+        # A pause stops model calls, so it has its turn alone.
+        quiet = [c for c in cells if c[2][1] != "/rl/v1/pause"]
+        wrong = await all_of(cell(service, origin, kind, *route) for origin, kind, route in quiet)
+        for origin, kind, route in cells:
+            if route[1] == "/rl/v1/pause":
+                wrong += await all_of([cell(service, origin, kind, *route)])
+        figure(f"{len(routes)} own routes x {len(SCOPE_OF)} keys x 2 = {len(cells)} cells")
+        assert not wrong, "\n".join(wrong[:20])
+        await litellms_routes_are_not_there(service, long, figure, routes)
+
+
+async def litellms_routes_are_not_there(
+    service: Service, long: bool, figure: Figure, routes: list[tuple[str, str]]
+) -> None:
+    """404 for every key, but for its two signs of life; in the short form for a few kinds."""
+    assert len(service.litellm) > 300 and ("GET", "/settings") in service.litellm
+    session, other, ended = await service.open(), await service.open(), await service.ended()
+    keys = service.keys | {
+        "session": session["api_key"],
+        "other session": other["api_key"],
+        "ended session": ended["api_key"],
+        "forged session": flipped(session["api_key"]),
+    }
+    prefixes = {
+        "session as prefix": f"/{session['api_key']}",
+        "id as prefix": f"/{session['session_id']}",
+    }
+    assert keys.keys() | prefixes.keys() == SCOPE_OF.keys()
+    ours = [re.compile(re.sub(r"\{[^}]*\}", "[^/]+", path)) for _, path in routes]
+    hidden = []
+    for method, template in service.litellm:
+        path = re.sub(r"\{[^}]*\}", "x", template)
+        if not any(pattern.fullmatch(path) for pattern in ours):
+            hidden.append((method, path))
+
+    async def one(origin: str, kind: str, method: str, path: str) -> str:
+        alive = (method, path) in scopes.LITELLM
+        url = origin + prefixes.get(kind, "") + path
+        answer = await send(service, method, url, bearer(keys.get(kind, "")))
+        good = answer.status == 200 if alive else answer.status == 404
+        if good and (alive or method == "HEAD" or answer.code == "not_found"):
+            return ""
+        return f"{kind}: {method} {url}: {answer}"
+
+    kinds = list(SCOPE_OF) if long else FEW
+    cells = list(itertools.product((service.proxy, service.router), kinds, hidden))
+    wrong = await all_of(one(origin, kind, *route) for origin, kind, route in cells)
+    figure(
+        f"{len(service.litellm)} routes of LiteLLM, {len(hidden)} of them not ours, x {len(kinds)} "
+        f"keys x 2 = {len(cells)} cells"
+    )
+    assert not wrong, "\n".join(wrong[:20])
