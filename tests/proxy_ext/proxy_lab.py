@@ -28,6 +28,7 @@ from any_agent.launcher.trial import trial_dir
 from any_agent.record import unpack_trajectories
 from any_agent.types import Trajectory
 from proxy_ext.app import create_app
+from proxy_ext.front import Front
 from proxy_ext.service import Service
 from proxy_ext.wire.http import Client
 
@@ -80,8 +81,9 @@ def litellm_stand_in() -> Starlette:
 class Proxy:
     """A running proxy: its URL, its parts, and the calls that tests make."""
 
-    def __init__(self, service: Service, url: str, admin_key: str | None) -> None:
+    def __init__(self, service: Service, front: Front, url: str, admin_key: str | None) -> None:
         self.service = service
+        self.front = front
         self.url = url
         admin = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self.http = httpx.AsyncClient(base_url=url, timeout=LIMIT, headers=admin)
@@ -212,6 +214,7 @@ async def running_proxy(
         key = config.server.admin_key
         proxy = Proxy(
             app._ours.state.service,  # type: ignore[attr-defined]
+            app,
             url,
             key.get_secret_value() if key else None,
         )
