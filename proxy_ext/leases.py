@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from any_agent.errors import Conflict, InvalidRequest
+from any_agent.errors import Conflict, InvalidRequest, SessionDamaged
 from any_agent.protocol import Ack, Capacity, Lease, SetCapacity
 from any_agent.types import Interaction, SessionMode, SessionState, Trajectory
 from proxy_ext.fence import Fence
@@ -195,9 +195,13 @@ class Leases:
         chosen: list[Session] = []
         size = 0
         for members in groups:
-            for session in members:
-                await self._sessions.load(session)
-                size += sum(map(_bytes, session.tree))
+            try:
+                for session in members:
+                    await self._sessions.load(session)
+                    size += sum(map(_bytes, session.tree))
+            except SessionDamaged:
+                # It is being ended; its group comes without it.
+                continue
             if chosen and size > _ANSWER_BYTES:
                 break
             chosen += members

@@ -57,6 +57,7 @@ class Event(StrEnum):
     TRAIN = "ack_trained"
     REJECT = "ack_rejected"
     REPLAY = "replay"
+    DAMAGE = "damage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +185,15 @@ EVENTS = {
         "hands it out again to a training that resumes from before the step which used it",
         "not_replayable",
     ),
+    Event.DAMAGE: Rule(
+        _SERVICE,
+        "",
+        "some of what is stored of it cannot be read: ends it, and erases the rest",
+    ),
 }
 """Everything that can happen, by whom."""
 
+ENDED = (TRAINED, REJECTED, EVALUATED, EXPIRED, ABORTED)
 _TRAIN, _EVAL = SessionMode.TRAIN, SessionMode.EVAL
 _NOT_NEEDED = "no checkpoint that is kept needs it"
 TRANSITIONS = (
@@ -228,6 +235,11 @@ TRANSITIONS = (
     Transition(EVALUATED, Event.DELETE, EVALUATED),
     Transition(EXPIRED, Event.DELETE, EXPIRED),
     Transition(ABORTED, Event.DELETE, ABORTED),
+    Transition(OPEN, Event.DAMAGE, ABORTED),
+    Transition(AWAITING, Event.DAMAGE, ABORTED),
+    Transition(FINALIZED, Event.DAMAGE, REJECTED),
+    Transition(LEASED, Event.DAMAGE, REJECTED),
+    *(Transition(over, Event.DAMAGE, over) for over in ENDED),
 )
 """Every move there is."""
 
@@ -305,7 +317,7 @@ _EXCEPTIONS = {
     (Event.VETO, LEASED): ("in_training", "the trainer has it already; it cannot be taken out"),
 }
 """Refusals that are not their event's usual one."""
-for _ended in (TRAINED, REJECTED, EVALUATED, EXPIRED, ABORTED):
+for _ended in ENDED:
     _EXCEPTIONS[Event.VETO, _ended] = ("session_closed", "it is over, there is nothing to veto")
 
 _ADVICE = {

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from any_agent.chat import load_chat_format
 from any_agent.errors import SessionDamaged, StartupError
+from any_agent.launcher.trial import trial_dir
 from any_agent.record import pack_interaction
 from any_agent.types import TERMINAL_STATES, SessionState
 from proxy_ext.journal import (
@@ -31,7 +33,9 @@ from proxy_ext.journal import (
     Statement,
 )
 from tests.chaos.conftest import Figure
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.journal_lab import make_interaction, make_row
+from tests.proxy_ext.proxy_lab import config_for, running_proxy, until
 
 SESSIONS = 60
 TURNS = 4
@@ -348,3 +352,57 @@ async def test_nothing_can_be_read(written: Written, tmp_path: Path) -> None:
         assert str(path) in error.value.message
         # It is left where it is, as it is.
         assert path.read_bytes() == content
+
+
+async def test_damage_found_while_it_runs(
+    tmp_path: Path, tiny_model_dir: Path, figure: Figure
+) -> None:
+    """Only the sessions whose blobs are damaged end; the trainer and the agents go on."""
+    chat = load_chat_format(str(tiny_model_dir), enable_thinking=False)
+    config = config_for(tmp_path, "sessions.group_size=1", "sessions.min_group_size=1")
+    path = trial_dir(config).journal(0)
+    texts = {name: f"canary of {name}" for name in ("open", "final", "sound")}
+    engine = ScriptedEngine(decode=chat.decode)
+    async with engine.serve():
+        async with running_proxy(config, chat, engine_url=engine.url) as proxy:
+            await proxy.admit(100)
+            sessions = {name: await proxy.open() for name in texts}
+            for name, text in texts.items():
+                key = sessions[name]["api_key"]
+                await proxy.complete(key, [{"role": "user", "content": text}])
+                if name != "open":
+                    await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
+        content = bytearray(path.read_bytes())
+        for name in ("open", "final"):
+            content[content.index(texts[name].encode()) + 3] ^= 1
+        path.write_bytes(content)
+        async with running_proxy(config, chat, engine_url=engine.url) as proxy:
+            await proxy.admit(100)
+            refused = await proxy.call(sessions["open"]["api_key"])
+            assert refused.status_code == 410
+            assert refused.json()["error"]["code"] == "session_damaged"
+            # A poll that met the other one has nothing to hand out.
+            leased = [t.session_id for t in await until(lambda: proxy.lease(wait=1.0))]
+            assert leased == [sessions["sound"]["session_id"]]
+
+            async def shown(name: str) -> dict[str, str]:
+                id = sessions[name]["session_id"]
+                response = await proxy.http.get(f"/rl/v1/sessions/{id}")
+                return dict(response.json()) if response.status_code == 200 else {}
+
+            async def ended(name: str) -> bool:
+                return (await shown(name)).get("reason") == "damaged"
+
+            await until(lambda: ended("open"))
+            await until(lambda: ended("final"))
+            states = [(await shown(name))["state"] for name in ("open", "final", "sound")]
+            assert states == ["aborted", "rejected", "leased"]
+            assert (await shown("open"))["content"] == "deleted"
+            again = await proxy.call(sessions["open"]["api_key"])
+            assert (again.status_code, again.json()["error"]["code"]) == (410, "session_closed")
+            assert await proxy.lease(wait=0.0) == []
+            metrics = (await proxy.http.get("/metrics")).text
+            assert 'any_agent_journal_damaged_total{rank="0"} 2.0' in metrics or (
+                "any_agent_journal_damaged_total 2.0" in metrics
+            )
+    figure("two damaged blobs under a running proxy: two sessions ended, the third handed out")
