@@ -30,7 +30,7 @@ demo: $(TRAIN) ## make a tiny model, serve it, and train it on what agents do
 	@$(VENV)/bin/any-agent demo $(ARGS)
 
 test: $(DEV) ## run the tests
-	@$(RUN) -m pytest $(ARGS)
+	@$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(DEV) ## check style and types
 	@echo "ruff check"; $(VENV)/bin/ruff check .

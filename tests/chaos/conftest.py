@@ -12,11 +12,7 @@ from collections.abc import Callable
 import pytest
 
 Figure = Callable[[str], None]
-_FIGURES = pytest.StashKey[list[str]]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_FIGURES] = []
+_NAME = "figure"
 
 
 @pytest.fixture(scope="session")
@@ -28,15 +24,22 @@ def long(pytestconfig: pytest.Config) -> bool:
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Figure:
     """Say what was measured: shown after the tests, also of a proof that fails."""
-    lines = request.config.stash[_FIGURES]
-    name = request.node.name
-    return lambda text: lines.append(f"{name}: {text}")
+    said = request.node.user_properties
+    return lambda text: said.append((_NAME, text))
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    lines = config.stash[_FIGURES]
+    # From the reports, because the tests may have run in other processes.
+    lines = [
+        f"{report.nodeid.rpartition('::')[2]}: {text}"
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if isinstance(report, pytest.TestReport) and report.when == "call"
+        for name, text in report.user_properties
+        if name == _NAME
+    ]
     if lines:
         form = "long" if config.getoption("--long") else "short"
         terminalreporter.section(f"figures of the proofs ({form} form)")
