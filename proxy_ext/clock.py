@@ -24,9 +24,9 @@ def age(row: SessionRow) -> float:
     boot, _, seconds = (row.clock or "").partition(" ")
     if boot and boot == _boot_id():
         passed = _boot_seconds() - float(seconds)
-        # Less than nothing: a container whose clock began anew.
-        if passed >= 0:
-            return passed
+        # Far less than nothing: a container whose clock began anew. A little: the stamp's rounding.
+        if passed > -1:
+            return max(0.0, passed)
     return max(0.0, time.time() - row.created_at)
 
 
