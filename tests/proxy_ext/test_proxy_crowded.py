@@ -251,7 +251,10 @@ class Tenants:
     def key(self, tenant: str, **limits: float) -> str:
         path = run_dir_of(self.proxy.service.config).keys
         made = TenantLimits.model_validate(limits)
-        return create_key(path, "tenant", tenant=tenant, limits=made)[0]
+        key = create_key(path, "tenant", tenant=tenant, limits=made)[0]
+        # A proxy that has just looked does not look again for a moment.
+        assert self.proxy.service.auth.access._kept.get(within=0.0).find(key)
+        return key
 
     async def open(self, key: str, **fields: Any) -> httpx.Response:
         body = {"mode": "eval", **fields}
