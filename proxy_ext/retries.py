@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from proxy_ext.call import Call, Listener
 from proxy_ext.calls import Calls
+from proxy_ext.delivery import UNDELIVERED, was_used
 from proxy_ext.journal import RequestMark
 from proxy_ext.session import Session
 
@@ -71,9 +72,12 @@ def _before_the_restart(
 ) -> Listener | None:
     """The oldest answer of an earlier process that the retry asks for again."""
     for id, earlier in session.unconfirmed.items():
-        if _is_later(mark, earlier) and id in session.tree and not session.tree.children(id):
+        interaction = session.tree.get(id)
+        if interaction is None or not _is_later(mark, earlier):
+            continue
+        if interaction.untrainable_reason != UNDELIVERED and not was_used(session, interaction):
             del session.unconfirmed[id]
-            return calls.recorded(session.tree[id], session, mark, stream=stream)
+            return calls.recorded(interaction, session, mark, stream=stream)
     return None
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from any_agent.access import Access
@@ -14,7 +14,7 @@ from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import Completer
 from any_agent.config import Config
 from any_agent.engine import SGLangEngine
-from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable
+from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StoreUnavailable
 from any_agent.registry import rank_name
 from any_agent.rundir import RunDir
 from any_agent.types import GenerationHyperparameters
@@ -205,6 +205,8 @@ async def open_service(
             run.close()
             await service.calls.close()
             await late.close()
+            with suppress(StoreUnavailable):
+                await sessions.deliveries.flush()
     finally:
         await engine.close()
         await journal.close()

@@ -12,6 +12,9 @@ _RETRY_COUNT = istr("x-stainless-retry-count")
 
 def happens_once(request: web.BaseRequest) -> bool:
     """Whether a request whose reply was lost can be sent again without a second effect."""
-    if "/rl/" in request.raw_path:
+    if request.method not in ("POST", "DELETE"):
+        return False
+    path = request.raw_path
+    if "/rl/" in path or path.startswith("/grant_capacity"):
         return IDEMPOTENCY_KEY in request.headers
     return _RETRY_COUNT in request.headers

@@ -15,7 +15,7 @@ import pytest
 
 from any_agent.chat import ChatFormat
 from any_agent.types import Interaction
-from proxy_ext import retries
+from proxy_ext import retries, service
 from proxy_ext.call import Call
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
@@ -444,21 +444,37 @@ async def test_an_answer_of_an_earlier_process_that_was_used_is(
     assert set(await agent.end()) == {None}
 
 
-async def test_what_was_delivered_stays_so(restart: Restart, engine: ScriptedEngine) -> None:
+@pytest.mark.parametrize("how", ["by itself", "at the end", "with the next write"])
+async def test_what_was_delivered_stays_so(
+    restart: Restart, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Its mark is written with whatever is, soon by itself, and at the end of the process."""
+    if how != "by itself":
+        monkeypatch.setattr(service, "_SWEEP_SECONDS", 3600.0)
     first = await restart()
     agent = await agent_of(first, engine)
     assert (await agent.ask(0)).status_code == 200
 
-    async def marked() -> bool:
-        requests = await first.service.journal.requests(agent.id)
-        return [r.delivered for r in requests] == [True]
+    async def marks() -> list[bool]:
+        return [r.delivered for r in await first.service.journal.requests(agent.id)]
 
-    # Nothing else is written: the mark does not wait for ever.
-    await until(marked)
+    async def written() -> bool:
+        return await marks() == [True]
+
+    if how == "by itself":
+        await until(written)
+    else:
+        assert await marks() == [False]
+    expected = [None, None]
+    if how == "with the next write":
+        other = agent.other(max_completion_tokens=7)
+        assert (await other.ask(0)).status_code == 200
+        assert await marks() == [True, False]
+        expected.append(None)
     agent.proxy = await restart()
     assert (await agent.ask(1)).status_code == 200
-    assert len(engine.requests) == 2
-    assert await agent.end() == [None, None]
+    assert len(engine.requests) == len(expected)
+    assert await agent.end() == expected
 
 
 # -- as OpenAI's SDK does it ------------------------------------------------------------------

@@ -96,6 +96,7 @@ async def test_death_before_the_answer_is_a_lost_reply(lab: Lab, how: str) -> No
         ("/v1/chat/completions", "Idempotency-Key", "false"),
         ("/rl/v1/start_session", "Idempotency-Key", "true"),
         ("/rl/v1/set_reward", "Idempotency-Key", "true"),
+        ("/grant_capacity", "Idempotency-Key", "true"),
         ("/rl/v1/finalize", "x-stainless-retry-count", "false"),
     ],
 )
