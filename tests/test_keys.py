@@ -128,7 +128,9 @@ def test_a_key_of_a_newer_secret_is_looked_up_before_it_is_refused() -> None:
     lane, key = newer.mint(0)
     assert signer.verify(key) == lane and signer.is_run_key(newer.run_key)
     assert signer.verify(KeySigner(b"x" * 32).mint(0)[1]) is None
-    assert {within for within in looks if within is not None} == {0.1}, "a bounded number of looks"
+    # A genuine key costs no look but the usual ones.
+    looks.clear()
+    assert signer.verify(KeySigner(SECRET).mint(0)[1]) is not None and looks == [None]
 
 
 @pytest.mark.parametrize("scope", KEPT_SCOPES)

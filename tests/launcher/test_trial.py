@@ -10,6 +10,7 @@ import yaml
 
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
+from any_agent.keystore import create_key
 from any_agent.launcher.trial import (
     Weights,
     latest_weights,
@@ -82,6 +83,15 @@ def test_a_trial_that_was_open_to_others_goes_on(
     assert config.server.host == "0.0.0.0"
     monkeypatch.setenv("ANY_AGENT_SERVER__ADMIN_KEY", "a-third-admin-key")
     assert resolve_config(None, [root]).server.host == "0.0.0.0"
+
+
+def test_an_admin_key_of_the_trial_opens_other_addresses(root: str) -> None:
+    config = resolve_config(None, [root])
+    create_key(trial_dir(config).keys, "tenant", tenant="alice")
+    with pytest.raises(ConfigError, match="any-agent keys create"):
+        resolve_config(None, [root, "server.host=0.0.0.0"])
+    create_key(trial_dir(config).keys, "admin")
+    assert resolve_config(None, [root, "server.host=0.0.0.0"]).server.host == "0.0.0.0"
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
