@@ -6,6 +6,7 @@ and nobody can set it) of its opening. After a reboot only the wall clock is lef
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def age(row: SessionRow) -> float:
     return max(0.0, time.time() - row.created_at)
 
 
+@functools.cache
 def _boot_id() -> str:
     """Empty where the system has none: then every restart is like a reboot."""
     try:
