@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+FIGURE = "figure"
+"""Under this name a proof's report brings what it measured."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    # Here and not beside the proofs: pytest asks only the first folders' files for options.
+    # Here and not beside the proofs: pytest asks only the first folders' files for options, and
+    # where the tests run in other processes it does not read the proofs' file itself.
     parser.addoption(
         "--long", action="store_true", help="run the proofs of tests/chaos in their long form"
     )
@@ -24,3 +29,21 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from any_agent.demo.model import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model", seed=0)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    lines = list(_figures(terminalreporter))
+    if lines:
+        form = "long" if config.getoption("--long") else "short"
+        terminalreporter.section(f"figures of the proofs ({form} form)")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+def _figures(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport) and report.when == "call":
+                yield from (str(text) for kind, text in report.user_properties if kind == FIGURE)

@@ -2,7 +2,8 @@
 
 ``pytest`` runs each proof in its short form (seconds), ``make chaos`` or ``pytest tests/chaos
 --long`` in its long one. A proof takes ``long`` to choose how much it does and says what it
-measured by ``figure("killed 100 times, 0 lost")``: the lines stand at the end of pytest's output.
+measured by ``figure("killed 100 times, 0 lost")``: the lines stand at the end of pytest's output
+(tests/conftest.py writes them).
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.conftest import FIGURE
+
 Figure = Callable[[str], None]
-_NAME = "figure"
 
 
 @pytest.fixture(scope="session")
@@ -24,24 +26,7 @@ def long(pytestconfig: pytest.Config) -> bool:
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Figure:
     """Say what was measured: shown after the tests, also of a proof that fails."""
+    name = request.node.name
+    # They travel with the test's report, also from another process.
     said = request.node.user_properties
-    return lambda text: said.append((_NAME, text))
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    # From the reports, because the tests may have run in other processes.
-    lines = [
-        f"{report.nodeid.rpartition('::')[2]}: {text}"
-        for reports in terminalreporter.stats.values()
-        for report in reports
-        if isinstance(report, pytest.TestReport) and report.when == "call"
-        for name, text in report.user_properties
-        if name == _NAME
-    ]
-    if lines:
-        form = "long" if config.getoption("--long") else "short"
-        terminalreporter.section(f"figures of the proofs ({form} form)")
-        for line in lines:
-            terminalreporter.write_line(line)
+    return lambda text: said.append((FIGURE, f"{name}: {text}"))
