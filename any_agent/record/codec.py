@@ -1,7 +1,8 @@
 """Interactions and trajectories as bytes: msgpack with packed little-endian arrays.
 
-Token data is int32 / float32 bytes; messages, tools and other JSON values are JSON text inside,
-because msgpack knows neither integers beyond 64 bits nor lone surrogates. Unpacking trusts
+Token data is int32 / float32 bytes, versions as runs of equal ones; messages, tools and other JSON
+values are JSON text inside, because msgpack knows no integers beyond 64 bits. An interaction is a
+list in the order of its fields: their names would be a fifth of a short turn. Unpacking trusts
 nothing: every field is checked, and a wrong one is a ValueError that names it.
 """
 
@@ -15,15 +16,25 @@ from typing import Any, TypeVar
 
 import msgpack
 import numpy as np
+import orjson
 
-from any_agent.types import Continuation, GenerationHyperparameters, Interaction, Trajectory
+from any_agent.types import (
+    Continuation,
+    GenerationHyperparameters,
+    IdArray,
+    Interaction,
+    Trajectory,
+)
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the fields change; other numbers are refused."""
+NAMED_FORMAT = 2
+"""Interactions as mappings with their fields' names, versions one by one: of older journals."""
 
 T = TypeVar("T")
+_INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 
-_IDS = ("prompt_delta_ids", "output_ids", "output_versions")
+_IDS = ("prompt_delta_ids", "output_ids")
 _JSON = ("message_delta", "output_message", "tools", "request")
 _PLAIN: dict[str, tuple[type, ...]] = {
     "id": (str,),
@@ -36,7 +47,6 @@ _PLAIN: dict[str, tuple[type, ...]] = {
     "reward": (float, int, type(None)),
     "created_at": (float, int),
 }
-_INTERACTION = {f.name for f in fields(Interaction)}
 _GCONFIG: dict[str, tuple[type, ...]] = {
     "max_new_tokens": (int,),
     "temperature": (float, int),
@@ -46,12 +56,15 @@ _GCONFIG: dict[str, tuple[type, ...]] = {
     "seed": (int, type(None)),
 }
 _GCONFIG_LISTS: dict[str, type] = {"stop": str, "stop_token_ids": int}
+FIELDS = (*_PLAIN, *_IDS, "output_logprobs", "output_versions", *_JSON, "continuation", "gconfig")
+"""The order of an interaction's values."""
+_GCONFIG_FIELDS = (*_GCONFIG, *_GCONFIG_LISTS)
 _TRAJECTORY = {f.name for f in fields(Trajectory)}
 
 
 def pack_interaction(interaction: Interaction) -> bytes:
     """One interaction as a journal row."""
-    return _pack({"format": FORMAT, "interaction": interaction_to_dict(interaction)})
+    return _pack({"format": FORMAT, "interaction": _interaction_to_list(interaction)})
 
 
 def unpack_interaction(data: bytes) -> Interaction:
@@ -60,7 +73,7 @@ def unpack_interaction(data: bytes) -> Interaction:
     Raises:
         ValueError: naming the field that is missing, unknown or wrong.
     """
-    return interaction_from_dict(_unpack(data, "interaction"), "interaction")
+    return _interaction(_unpack(data, "interaction", NAMED_FORMAT), "interaction")
 
 
 def pack_trajectories(trajectories: list[Trajectory]) -> bytes:
@@ -79,34 +92,62 @@ def unpack_trajectories(data: bytes) -> list[Trajectory]:
     return [_trajectory_from_dict(t, f"trajectories[{i}]") for i, t in enumerate(items)]
 
 
-def interaction_to_dict(interaction: Interaction) -> dict[str, Any]:
-    """Plain values that msgpack takes."""
-    out: dict[str, Any] = {name: getattr(interaction, name) for name in _PLAIN}
-    for name in _IDS:
-        out[name] = np.asarray(getattr(interaction, name), "<i4").tobytes()
-    out["output_logprobs"] = np.asarray(interaction.output_logprobs, "<f4").tobytes()
-    for name in _JSON:
-        out[name] = _to_json(getattr(interaction, name))
-    out["continuation"] = interaction.continuation.value
-    out["gconfig"] = {f.name: getattr(interaction.gconfig, f.name) for f in fields(_G)}
-    return out
+def _interaction_to_list(interaction: Interaction) -> list[Any]:
+    """Plain values that msgpack takes, in the order of :data:`FIELDS`."""
+    i = interaction
+    return [
+        *[getattr(i, name) for name in _PLAIN],
+        *[np.asarray(getattr(i, name), _INT).tobytes() for name in _IDS],
+        np.asarray(i.output_logprobs, _FLOAT).tobytes(),
+        _runs(i.output_versions),
+        *[_to_json(getattr(i, name)) for name in _JSON],
+        i.continuation.value,
+        [getattr(i.gconfig, name) for name in _GCONFIG_FIELDS],
+    ]
 
 
-_G = GenerationHyperparameters
+def _runs(values: IdArray) -> bytes:
+    """Pairs: how many equal values follow each other, and which."""
+    v = np.asarray(values, _INT)
+    n, plain = len(v), v.tobytes()
+    if plain == plain[:4] * n:
+        # Nearly always: weights seldom change amid a call.
+        return n.to_bytes(4, "little") + plain[:4] if n else b""
+    starts = np.flatnonzero(v[1:] != v[:-1]) + 1
+    lengths = np.diff(starts, prepend=0, append=n)
+    return np.stack([lengths, v[[0, *starts]]], axis=1).astype(_INT).tobytes()
 
 
-def interaction_from_dict(plain: Any, where: str = "interaction") -> Interaction:
-    """The inverse of :func:`interaction_to_dict`; ValueError names the field."""
-    plain = _fields(plain, _INTERACTION, where)
+def _from_runs(value: Any, length: int, where: str) -> IdArray:
+    runs = _array(value, _INT, where)
+    if len(runs) % 2:
+        raise ValueError(f"{where}: half a run")
+    lengths, values = runs[::2].astype(np.int64), runs[1::2].astype(np.int32)
+    if (lengths < 1).any() or lengths.sum() != length:
+        raise ValueError(f"{where}: one value per output token is needed")
+    if (values[1:] == values[:-1]).any():
+        raise ValueError(f"{where}: a run that is cut in two")
+    return np.repeat(values, lengths)
+
+
+def _interaction(plain: Any, where: str) -> Interaction:
+    """The inverse of :func:`_interaction_to_list`; ValueError names the field."""
+    named = isinstance(plain, dict)
+    plain = _fields(plain, set(FIELDS), where) if named else _by_name(plain, FIELDS, where)
     values: dict[str, Any] = {
         name: _typed(plain[name], types, f"{where}.{name}") for name, types in _PLAIN.items()
     }
     for name in _IDS:
-        values[name] = _array(plain[name], "<i4", f"{where}.{name}").astype(np.int32)
-    logprobs = _array(plain["output_logprobs"], "<f4", f"{where}.output_logprobs")
+        values[name] = _array(plain[name], _INT, f"{where}.{name}").astype(np.int32)
+    logprobs = _array(plain["output_logprobs"], _FLOAT, f"{where}.output_logprobs")
     values["output_logprobs"] = logprobs.astype(np.float32)
+    length = len(values["output_ids"])
+    versions, at = plain["output_versions"], f"{where}.output_versions"
+    values["output_versions"] = (
+        _array(versions, _INT, at).astype(np.int32) if named else _from_runs(versions, length, at)
+    )
     for name in ("output_logprobs", "output_versions"):
-        if len(values[name]) != len(values["output_ids"]):
+        if len(values[name]) != length:
             raise ValueError(f"{where}.{name}: one value per output token is needed")
     for name in _JSON:
         values[name] = _from_json(plain[name], f"{where}.{name}")
@@ -131,7 +172,7 @@ def _trajectory_to_dict(t: Trajectory) -> dict[str, Any]:
         "task_id": t.task_id,
         "final_reward": t.final_reward,
         "metadata": _to_json(t.metadata),
-        "interactions": [interaction_to_dict(i) for i in t.interactions],
+        "interactions": [_interaction_to_list(i) for i in t.interactions],
     }
 
 
@@ -147,14 +188,15 @@ def _trajectory_from_dict(plain: Any, where: str) -> Trajectory:
         task_id=_typed(plain["task_id"], (str, type(None)), f"{where}.task_id"),
         final_reward=reward,
         metadata=_typed(metadata, (dict,), f"{where}.metadata"),
-        interactions=[
-            interaction_from_dict(p, f"{where}.interactions[{i}]") for i, p in enumerate(items)
-        ],
+        interactions=[_interaction(p, f"{where}.interactions[{i}]") for i, p in enumerate(items)],
     )
 
 
 def _gconfig(plain: Any, where: str) -> GenerationHyperparameters:
-    plain = _fields(plain, set(_GCONFIG) | set(_GCONFIG_LISTS), where)
+    if isinstance(plain, dict):
+        plain = _fields(plain, set(_GCONFIG_FIELDS), where)
+    else:
+        plain = _by_name(plain, _GCONFIG_FIELDS, where)
     values = {k: _typed(plain[k], types, f"{where}.{k}") for k, types in _GCONFIG.items()}
     for name, kind in _GCONFIG_LISTS.items():
         values[name] = tuple(_list_of(plain[name], kind, f"{where}.{name}"))
@@ -166,14 +208,21 @@ def _pack(value: Mapping[str, Any]) -> bytes:
     return packed
 
 
-def _unpack(data: bytes, name: str) -> Any:
+def _unpack(data: bytes, name: str, *older: int) -> Any:
     def read() -> Any:
         return msgpack.unpackb(data, raw=False, unicode_errors="surrogatepass")
 
     plain = _checked(read, "msgpack")
-    if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+    if not isinstance(plain, dict) or plain.get("format") not in (FORMAT, *older):
         raise ValueError(f"format: {FORMAT} is expected")
     return _fields(plain, {"format", name}, "msgpack")[name]
+
+
+def _by_name(plain: Any, names: tuple[str, ...], where: str) -> dict[str, Any]:
+    values = _typed(plain, (list,), where)
+    if len(values) != len(names):
+        raise ValueError(f"{where} has {len(values)} values instead of {len(names)}")
+    return dict(zip(names, values, strict=True))
 
 
 def _fields(plain: Any, names: set[str], where: str) -> dict[str, Any]:
@@ -199,7 +248,7 @@ def _list_of(value: Any, kind: type, where: str) -> list[Any]:
     return items
 
 
-def _array(value: Any, dtype: str, where: str) -> np.ndarray[Any, np.dtype[Any]]:
+def _array(value: Any, dtype: Any, where: str) -> np.ndarray[Any, np.dtype[Any]]:
     return _checked(lambda: np.frombuffer(_typed(value, (bytes,), where), dtype), where)
 
 
@@ -209,7 +258,13 @@ def _finite(value: float | None, where: str) -> None:
 
 
 def _to_json(value: Any) -> str:
-    return json.dumps(dict(value) if isinstance(value, Mapping) else value)
+    if isinstance(value, Mapping):
+        value = dict(value)
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:
+        # An integer beyond 64 bits, a lone surrogate: rare, and worth five times as long.
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _from_json(value: Any, where: str) -> Any:

@@ -16,6 +16,7 @@ from any_agent.record import (
     unpack_interaction,
     unpack_trajectories,
 )
+from any_agent.record.codec import FIELDS
 from any_agent.types import (
     Continuation,
     GenerationHyperparameters,
@@ -151,27 +152,86 @@ def test_damaged_bytes_are_a_value_error(make: Make, at: int, bit: int, cut: boo
 )
 def test_a_wrong_field_is_named(make: Make, field: str, value: Any) -> None:
     plain = msgpack.unpackb(pack_interaction(make("a")))
-    plain["interaction"][field] = value
+    plain["interaction"][FIELDS.index(field)] = value
     with pytest.raises(ValueError, match=rf"^interaction\.{field}"):
         unpack_interaction(msgpack.packb(plain))
-    del plain["interaction"][field]
-    with pytest.raises(ValueError, match=rf"^interaction\.{field} is missing"):
+    del plain["interaction"][FIELDS.index(field)]
+    with pytest.raises(ValueError, match=r"^interaction has 18 values instead of 19"):
         unpack_interaction(msgpack.packb(plain))
+
+
+RUNS = np.array([2, 7], "<i4").tobytes()
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [2],
+        [1, 7],
+        [3, 7],
+        [0, 7, 2, 8],
+        [-1, 7, 3, 8],
+        [1, 7, 1, 7],
+        [2**31 - 1, 1, 2**31 - 1, 2, 4, 3],
+        [],
+    ],
+)
+def test_wrong_runs_of_versions(make: Make, runs: list[int]) -> None:
+    plain = msgpack.unpackb(pack_interaction(make("a")))
+    at = FIELDS.index("output_versions")
+    assert plain["interaction"][at] == RUNS
+    plain["interaction"][at] = np.array(runs, "<i4").tobytes()
+    with pytest.raises(ValueError, match=r"^interaction\.output_versions"):
+        unpack_interaction(msgpack.packb(plain))
+
+
+def test_versions_take_no_room_while_they_stay_the_same(make: Make) -> None:
+    one = make("a", output=range(1000))
+    two = make("a", output=range(2000))
+    assert len(pack_interaction(two)) - len(pack_interaction(one)) == 1000 * 8
+    changed = make("a", output=range(1000), output_versions=id_array([1] * 400 + [2] * 600))
+    assert len(pack_interaction(changed)) - len(pack_interaction(one)) == 8
+
+
+def test_texts_take_their_own_bytes(make: Make) -> None:
+    plain, accents = make("a", asked="e" * 1000), make("a", asked="é" * 1000)
+    assert len(pack_interaction(accents)) - len(pack_interaction(plain)) == 1000
+    strange = make("a", asked="\ud800", request={"large": 2**70})
+    assert same(unpack_interaction(pack_interaction(strange)), strange)
+
+
+def test_the_named_format_is_read(make: Make) -> None:
+    """As version 1 of the journal has it."""
+    i = make("a", output_versions=id_array([1, 2]), tools=[{"type": "function"}])
+    values = msgpack.unpackb(pack_interaction(i))["interaction"]
+    named = dict(zip(FIELDS, values, strict=True))
+    named["output_versions"] = i.output_versions.tobytes()
+    named["gconfig"] = {f.name: getattr(i.gconfig, f.name) for f in fields(i.gconfig)}
+    old = msgpack.packb({"format": 2, "interaction": named})
+    assert same(unpack_interaction(old), i)
+    del named["model"]
+    with pytest.raises(ValueError, match=r"^interaction\.model is missing"):
+        unpack_interaction(msgpack.packb({"format": 2, "interaction": named}))
+    with pytest.raises(ValueError, match="unknown field 'extra'"):
+        wrong = named | {"model": "m", "extra": 1}
+        unpack_interaction(msgpack.packb({"format": 2, "interaction": wrong}))
+    with pytest.raises(ValueError, match="format"):
+        unpack_trajectories(msgpack.packb({"format": 2, "trajectories": []}))
 
 
 def test_unknown_fields_and_formats(make: Make) -> None:
     plain = msgpack.unpackb(pack_interaction(make("a")))
+    with pytest.raises(ValueError, match="interaction has 20 values instead of 19"):
+        unpack_interaction(msgpack.packb(plain | {"interaction": [*plain["interaction"], 1]}))
     with pytest.raises(ValueError, match="unknown field 'extra'"):
-        unpack_interaction(
-            msgpack.packb(plain | {"interaction": plain["interaction"] | {"extra": 1}})
-        )
+        unpack_interaction(msgpack.packb(plain | {"extra": 1}))
     with pytest.raises(ValueError, match="format"):
         unpack_interaction(msgpack.packb(plain | {"format": 1}))
     with pytest.raises(ValueError, match="trajectories"):
         unpack_trajectories(pack_interaction(make("a")))
     with pytest.raises(ValueError, match=r"trajectories\[0\]\.interactions\[0\]\.id"):
         body = msgpack.unpackb(pack_trajectories([Trajectory("s", "g", [make("a")])]))
-        body["trajectories"][0]["interactions"][0]["id"] = 1
+        body["trajectories"][0]["interactions"][0][FIELDS.index("id")] = 1
         unpack_trajectories(msgpack.packb(body))
     for data in (b"", b"\x80", b"\xc1", b"nonsense", msgpack.packb([1]), b"\x91" * 5000):
         with pytest.raises(ValueError):
