@@ -20,7 +20,6 @@ from pydantic import (
 from pydantic.types import StringConstraints
 
 from any_agent.config import NAME_PATTERN
-from any_agent.types import SessionState
 
 MAX_METADATA_BYTES = 65_536
 MAX_METADATA_DEPTH = 32
@@ -279,10 +278,24 @@ def write_places(places: Mapping[int, int]) -> str:
     return ",".join(f"{rank}:{number}" for rank, number in sorted(places.items()))
 
 
+# By name: the arrays beside the states in any_agent.types would be a burden to light clients.
+State = Literal[
+    "open",
+    "awaiting_reward",
+    "finalized",
+    "leased",
+    "trained",
+    "rejected",
+    "evaluated",
+    "expired",
+    "aborted",
+]
+
+
 class ListSessions(_Body):
     """Which sessions; without a filter all of them."""
 
-    state: SessionState | None = None
+    state: State | None = None
     task_id: str | None = Field(default=None, max_length=64)
     group_id: str | None = Field(default=None, max_length=64)
     tenant: str | None = Field(default=None, max_length=64)

@@ -32,11 +32,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("completions",),
     ("workflow",),
     ("rollout", "sdk", "inference"),
-    ("launcher", "demo", "cli", "keys_cli", "keys_commands"),
+    ("launcher", "demo", "cli", "keys_cli", "keys_commands", "export_cli"),
 )
 """Of `any_agent`: each part imports earlier layers only."""
 WITHIN = {("cli", "launcher"), ("cli", "demo"), ("demo", "launcher")}
-WITHIN |= {("cli", "keys_cli"), ("keys_cli", "keys_commands"), ("keys_commands", "keys_cli")}
+WITHIN |= {
+    ("cli", "export_cli"),
+    ("cli", "keys_cli"),
+    ("keys_cli", "keys_commands"),
+    ("keys_commands", "keys_cli"),
+}
 """The last layer's parts that start one another."""
 LEVEL = {part: k for k, layer in enumerate(LAYERS) for part in layer}
 

@@ -19,7 +19,7 @@ from any_agent.protocol import (
 )
 from any_agent.record import InteractionTree, export_rows, propagate_rewards
 from any_agent.record import to_json as row_to_json
-from any_agent.types import Trajectory
+from any_agent.types import SessionState, Trajectory
 from proxy_ext.auth import SESSIONS_SCOPE_KEY
 from proxy_ext.groups import group_key, public_id
 from proxy_ext.journal import NumberedRow, SessionFilter
@@ -45,7 +45,9 @@ async def list_sessions(
     tenant = caller.tenant or query.tenant
     group = query.group_id and group_key(query.group_id, None, tenant).name
     page = await service.journal.page(
-        SessionFilter(query.state, query.task_id, group, tenant),
+        SessionFilter(
+            SessionState(query.state) if query.state else None, query.task_id, group, tenant
+        ),
         before=query.places.get(service.rank),
         limit=query.limit,
     )

@@ -24,10 +24,12 @@ class Rank:
     folder: Path
     oldest_step: int | None = None
     keep_seconds: float = 0.0
+    number: int = 0
 
     async def start(self) -> Rank:
-        self.journal = SQLiteJournal(self.folder / "journal" / "rank-0.sqlite")
-        self.sessions = Sessions(self.journal, load_config(None, [], {}).sessions, Names(0), rank=0)
+        self.journal = SQLiteJournal(self.folder / "journal" / f"rank-{self.number}.sqlite")
+        config = load_config(None, [], {}).sessions
+        self.sessions = Sessions(self.journal, config, Names(self.number), rank=self.number)
         await self.sessions.recover(lease_ttl=60)
         self.archive = Archive(
             self.sessions,

@@ -1,0 +1,158 @@
+"""``python -m proxy_ext.export``: what `any-agent export` starts."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from any_agent.atomic import fsync
+from any_agent.config import Config, load_config
+from any_agent.errors import AnyAgentError, ConfigError, StartupError, Unprocessable
+from any_agent.export_cli import add_export_arguments
+from any_agent.rundir import RunDir
+from proxy_ext.archive.records import read_record
+from proxy_ext.export.reading import Found, Wanted, read_rank
+from proxy_ext.export.styles import rows
+
+_READER_LEFT = 141
+"""As a shell has it for a program that SIGPIPE ended."""
+_TOLD_EVERY = 5.0
+_RANK = re.compile(r"rank-(\d+)(\.sqlite|-.*\.jsonl\.gz)")
+
+
+class Export:
+    """One run of it."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        config = _config(arguments)
+        self._dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
+        self._style: str | None = arguments.style
+        self._discount = _discount(self._dir, config, arguments)
+        self._wanted = Wanted(arguments.state or (), arguments.task, arguments.since)
+        self._ranks = self._chosen(arguments.rank)
+        self._told = time.monotonic()
+        self.sessions = self.archived = self.lines = self.problems = 0
+
+    def run(self, out: BinaryIO) -> None:
+        """Write everything that can be read."""
+        for found in self._found():
+            try:
+                lines = self._lines(found)
+            except (ValueError, KeyError, Unprocessable) as error:
+                said = error.message if isinstance(error, AnyAgentError) else str(error)
+                self.report(f"session {found.session_id} is left out: {said}")
+                continue
+            for line in lines:
+                out.write(line)
+            self.sessions += 1
+            self.archived += found.archived
+            self.lines += len(lines)
+            self._progress()
+
+    def report(self, problem: str) -> None:
+        self.problems += 1
+        print(f"warning: {problem}", file=sys.stderr)
+
+    def _found(self) -> Iterator[Found]:
+        each = [
+            read_rank(self._dir.journal(rank), self._dir.archive, rank, self._wanted, self.report)
+            for rank in self._ranks
+        ]
+        return heapq.merge(*each, key=lambda found: found.created_at)
+
+    def _lines(self, found: Found) -> list[bytes]:
+        if self._style is None:
+            return [found.line]
+        return list(rows(read_record(found.line), self._style, self._discount))
+
+    def _chosen(self, asked: list[int] | None) -> list[int]:
+        folders = (self._dir.journal(0).parent, self._dir.archive)
+        names = [p.name for f in folders if f.is_dir() for p in f.iterdir()]
+        there = sorted({int(m[1]) for name in names if (m := _RANK.fullmatch(name))})
+        if not there:
+            raise ConfigError(f"there are no sessions in {self._dir.path}; is root the right one?")
+        if missing := set(asked or ()) - set(there):
+            raise ConfigError(f"there is no rank {min(missing)} in {self._dir.path}, only {there}")
+        return sorted(set(asked)) if asked else there
+
+    def _progress(self) -> None:
+        if time.monotonic() - self._told > _TOLD_EVERY:
+            self._told = time.monotonic()
+            print(f"{self.sessions} sessions so far", file=sys.stderr)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="any-agent export")
+    add_export_arguments(parser)
+    arguments = parser.parse_args()
+    try:
+        export = Export(arguments)
+        with _output(arguments.out) as out:
+            export.run(out)
+    except BrokenPipeError:
+        # Python would try to write the rest at its end, and say that it could not.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_LEFT
+    except (ConfigError, StartupError) as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    said = f"{export.sessions} sessions ({export.archived} of them from archives)"
+    if arguments.style is not None:
+        said += f", {export.lines} rows"
+    if export.problems:
+        said += f"; {export.problems} problems, see above"
+    print(said, file=sys.stderr)
+    return 1 if export.problems else 0
+
+
+@contextmanager
+def _output(name: str) -> Iterator[BinaryIO]:
+    """Standard output, or a file that is there when it is whole."""
+    with ExitStack() as stack:
+        if name == "-":
+            yield sys.stdout.buffer
+            sys.stdout.buffer.flush()
+            return
+        target = Path(name)
+        partial = target.with_name(f".partial-{target.name}")
+        stack.callback(partial.unlink, missing_ok=True)
+        with open(partial, "wb") as file:
+            yield file
+        fsync(partial)
+        partial.replace(target)
+
+
+def _config(arguments: argparse.Namespace) -> Config:
+    overrides = [
+        f"{name}={value}"
+        for name in ("experiment", "trial")
+        if (value := getattr(arguments, name)) is not None
+    ]
+    return load_config(arguments.config, [*overrides, *arguments.overrides])
+
+
+def _discount(run: RunDir, config: Config, arguments: argparse.Namespace) -> float:
+    """What was asked for; else what the run was last trained with."""
+    if arguments.discount is not None:
+        return float(arguments.discount)
+    saved = run.path / "config.yaml"
+    if saved.is_file():
+        return load_config(saved, environ={}).train.discount
+    return config.train.discount
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Sessions of one rank in the order of creation, from its journal and its archives, each once.
+
+The journal is read without writing to it, a session at a time, each in a transaction of its own: a
+service that runs is not held up, and what is moved to an archive meanwhile is found there.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from any_agent.errors import StartupError
+from any_agent.record import unpack_interaction
+from any_agent.types import Interaction
+from proxy_ext.archive.files import Archives
+from proxy_ext.archive.records import read_record, record_line
+from proxy_ext.journal import RewardRow, schema
+from proxy_ext.journal.listing import session_row
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which sessions; None or empty: any."""
+
+    states: Sequence[str] = ()
+    task_id: str | None = None
+    since: float | None = None
+    """Seconds since the epoch."""
+
+    def takes(self, state: str, task_id: str | None, created_at: float) -> bool:
+        return (
+            (not self.states or state in self.states)
+            and (self.task_id is None or task_id == self.task_id)
+            and (self.since is None or created_at >= self.since)
+        )
+
+
+class Found(NamedTuple):
+    """One session."""
+
+    created_at: float
+    rank: int
+    session_id: str
+    line: bytes
+    """As :mod:`proxy_ext.archive.records` has it."""
+    archived: bool
+
+
+def read_rank(
+    journal: Path, folder: Path, rank: int, wanted: Wanted, report: Report
+) -> Iterator[Found]:
+    """A rank's sessions; ``report`` is told of what is damaged or missing.
+
+    Raises:
+        StartupError: the journal cannot be read at all.
+    """
+    archives = Archives(folder, rank, report)
+    if not journal.exists():
+        yield from _archived_alone(archives, rank, wanted, report)
+        return
+    try:
+        with closing(_open(journal)) as connection:
+            yield from _read(connection, archives, rank, wanted, report)
+    except sqlite3.Error as error:
+        raise StartupError(
+            f"the journal {journal} cannot be read ({error}): start the service, which saves what "
+            "can be read of a damaged one"
+        ) from error
+
+
+def _archived_alone(
+    archives: Archives, rank: int, wanted: Wanted, report: Report
+) -> Iterator[Found]:
+    """Of a rank whose journal is not there any more."""
+    for line in archives.all():
+        try:
+            session = read_record(line).session
+            found = Found(session["created_at"], rank, session["id"], line, archived=True)
+            if wanted.takes(session["state"], session["task_id"], session["created_at"]):
+                yield found
+        except (ValueError, KeyError) as error:
+            report(f"a line of rank {rank}'s archives is damaged: {error}")
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)
+    connection.isolation_level = None
+    connection.row_factory = sqlite3.Row
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version != schema.VERSION:
+        connection.close()
+        raise StartupError(
+            f"the journal {path} is of version {version}, this reads {schema.VERSION}: start the "
+            "service once with this version, which takes older ones over"
+        )
+    return connection
+
+
+def _read(
+    connection: sqlite3.Connection,
+    archives: Archives,
+    rank: int,
+    wanted: Wanted,
+    report: Report,
+) -> Iterator[Found]:
+    (last,) = connection.execute("SELECT MAX(number) FROM sessions").fetchone()
+    number = 0
+    sql, values = _query(wanted)
+    while True:
+        connection.execute("BEGIN")
+        try:
+            found = connection.execute(sql, {**values, "number": number, "last": last}).fetchone()
+            if found is None:
+                return
+            number = found["number"]
+            row = session_row(found)
+            line = None
+            if row.content == "stored":
+                try:
+                    line = _line(connection, found)
+                except ValueError as error:
+                    report(f"session {row.id} is damaged in the journal: {error}")
+                    continue
+        finally:
+            connection.execute("COMMIT")
+        archived = line is None
+        if line is None:
+            line = archives.find(number)
+            if line is None:
+                report(f"session {row.id} is in no archive that can be read")
+                continue
+        yield Found(row.created_at, rank, row.id, line, archived)
+
+
+def _query(wanted: Wanted) -> tuple[str, dict[str, object]]:
+    conditions = ["number > :number", "number <= :last", "content <> 'deleted'"]
+    values: dict[str, object] = {}
+    if wanted.states:
+        marks = [f":state{k}" for k in range(len(wanted.states))]
+        conditions.append(f"state IN ({', '.join(marks)})")
+        values |= {mark[1:]: state for mark, state in zip(marks, wanted.states, strict=True)}
+    if wanted.task_id is not None:
+        conditions.append("task_id = :task_id")
+        values["task_id"] = wanted.task_id
+    if wanted.since is not None:
+        conditions.append("created_at >= :since")
+        values["since"] = wanted.since
+    where = " AND ".join(conditions)
+    return f"SELECT * FROM sessions WHERE {where} ORDER BY number LIMIT 1", values
+
+
+def _line(connection: sqlite3.Connection, found: sqlite3.Row) -> bytes:
+    """A stored session; ValueError if it is damaged."""
+    row = session_row(found)
+    rewards = connection.execute(
+        "SELECT interaction_id, name, value, by, at FROM rewards WHERE session_id = ? "
+        "ORDER BY number",
+        (row.id,),
+    )
+    return record_line(
+        found["number"],
+        row,
+        [RewardRow(*reward) for reward in rewards],
+        list(_interactions(connection, row.id)),
+    )
+
+
+def _interactions(connection: sqlite3.Connection, session_id: str) -> Iterator[Interaction]:
+    sql = "SELECT id, data, checksum, reward FROM interactions WHERE session_id = ? ORDER BY number"
+    for id, data, checksum, reward in connection.execute(sql, (session_id,)):
+        if zlib.crc32(data) != checksum:
+            raise ValueError(f"interaction {id} is not what was written")
+        interaction = unpack_interaction(data)
+        interaction.reward = reward
+        yield interaction

@@ -1,0 +1,47 @@
+"""A session as rows to train on, or as conversations; rewards run back through its tree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from any_agent.record import InteractionTree, discarded, export_rows, propagate_rewards
+from any_agent.record import to_json as row_to_json
+from proxy_ext.archive.records import Record
+
+
+def rows(record: Record, style: str, discount: float) -> Iterator[bytes]:
+    """Lines of one of the styles, a row each.
+
+    Raises:
+        Unprocessable: for `concat`, a path of it is no exact token sequence.
+    """
+    session = record.session
+    tree = InteractionTree.from_interactions(record.interactions)
+    rewards = propagate_rewards(
+        record.interactions, discount=discount, final_reward=session["final_reward"]
+    )
+    said = {name: session[name] for name in ("group_id", "task_id", "state", "step")}
+    if style == "messages":
+        found = _messages(tree, rewards)
+    else:
+        found = {id: row_to_json(row) for id, row in export_rows(tree, rewards, style).items()}
+    for id, row in found.items():
+        line = {"session_id": session["id"], "interaction_id": id, **said, **row}
+        yield json.dumps(line).encode() + b"\n"
+
+
+def _messages(tree: InteractionTree, rewards: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """Each conversation by its last call, with that one's reward; discarded ones are left out."""
+    gone = discarded(tree)
+    going_on = {node.parent_id for node in tree if node.id not in gone}
+    out = {}
+    for node in tree:
+        if node.id not in gone and node.id not in going_on:
+            out[node.id] = {
+                "messages": [*tree.messages(node.id), node.output_message],
+                "tools": tree.path(node.id)[0].tools,
+                "reward": rewards[node.id],
+            }
+    return out
