@@ -5,6 +5,7 @@ WAL with `synchronous=FULL`. The connection belongs to one thread, of `writer.py
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sqlite3
 import zlib
@@ -38,6 +39,9 @@ from proxy_ext.journal.writer import Job, Writer, is_damage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_AT_ONCE = 32
+"""Interactions that are unpacked before others have their turn."""
 
 
 class SQLiteJournal:
@@ -160,6 +164,9 @@ class SQLiteJournal:
             interaction = unpack_interaction(data)
             interaction.reward = reward
             out.append(StoredInteraction(interaction, key))
+            if len(out) % _AT_ONCE == 0:
+                # A long session takes tens of milliseconds: not in one go, for the streams' sake.
+                await asyncio.sleep(0)
         return out
 
     def _damaged(self, session_id: str, what: str) -> SessionDamaged:
