@@ -194,6 +194,18 @@ JOURNAL_DAMAGED = Metric(
 JOURNAL_BYTES = Metric(
     "any_agent_journal_bytes", "gauge", "Bytes that the rank's journal takes on disk."
 )
+TREE_BYTES = Metric(
+    "any_agent_tree_bytes",
+    "gauge",
+    "About how many bytes of what live sessions recorded are in memory (sessions.hot_bytes at "
+    "most, and what is in use).",
+)
+TREE_READS = Metric(
+    "any_agent_tree_reads_total",
+    "counter",
+    "Sessions that were wanted and had to be read from the journal. Many: sessions.hot_bytes is "
+    "too low.",
+)
 ARCHIVED = Metric(
     "any_agent_archived_sessions",
     "gauge",
@@ -227,6 +239,8 @@ def _read(service: Service) -> Iterable[Reading]:
     yield JOURNAL_WRITES, service.journal.stats.writes
     yield JOURNAL_COMMIT_SECONDS, service.journal.stats.commit_seconds
     yield JOURNAL_BYTES, service.journal.size()
+    yield TREE_BYTES, service.sessions.trees.bytes
+    yield TREE_READS, service.sessions.trees.read
     yield ARCHIVED, service.archive.sessions
     yield ARCHIVE_BYTES, service.archive.bytes
     yield JOURNAL_FULL, int(service.journal.stats.full)

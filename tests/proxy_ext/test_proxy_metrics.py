@@ -275,6 +275,18 @@ async def test_two_ranks_in_a_process_share_nothing(start: Start) -> None:
     assert first.labels("any_agent_sessions", "rank") == {"0"}
 
 
+async def test_what_is_in_memory_and_what_was_read_again(start: Start) -> None:
+    proxy = await start("sessions.hot_bytes=0")
+    session = await proxy.open(mode="eval")
+    await proxy.complete(session["api_key"])
+    # Another one that wants room.
+    await proxy.open(mode="eval")
+    await proxy.complete(session["api_key"])
+    now = await scrape(proxy)
+    assert now("any_agent_tree_reads_total") == proxy.service.sessions.trees.read >= 1
+    assert now("any_agent_tree_bytes") == proxy.service.sessions.trees.bytes
+
+
 async def test_where_the_bytes_are(start: Start) -> None:
     proxy = await start("sessions.keep_hours=0")
     session = await proxy.open(mode="eval")
