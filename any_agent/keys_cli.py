@@ -20,7 +20,9 @@ def add_keys_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         help="make, list and revoke keys of operators, trainers and tenants; rotate secrets",
         epilog=_EPILOG,
     )
-    below = keys.add_subparsers(dest="keys_command", required=True, metavar="COMMAND")
+    below = keys.add_subparsers(
+        dest="keys_command", required=True, metavar="COMMAND", help="what to do"
+    )
     _add_create(below)
     _add(below, "list", "show every key: id, scope, tenant, state, limits; never the key itself")
     _add(below, "revoke", "make a key void; a tenant's open sessions go on with their own keys")

@@ -2,7 +2,8 @@
 
 docs/configuration.md from any_agent/config.py: a setting's meaning is the docstring under its
 field, its section's the docstring of the class. docs/metrics.md from each part's table of metrics.
-docs/sessions.md from the table of states in proxy_ext/lifecycle.py.
+docs/sessions.md from the table of states in proxy_ext/lifecycle.py, docs/keys.md from the one of
+routes and scopes in proxy_ext/scopes.py.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+route_scopes: Any = importlib.import_module("route_scopes")
 session_states: Any = importlib.import_module("session_states")
 SOURCE = ROOT / "any_agent" / "config.py"
 TARGET = ROOT / "docs" / "configuration.md"
 TREE = "Config"
 METRICS_TARGET = ROOT / "docs" / "metrics.md"
+KEYS_TARGET = ROOT / "docs" / "keys.md"
 SESSIONS_TARGET = ROOT / "docs" / "sessions.md"
 
 HEAD = """# Configuration
@@ -49,13 +52,13 @@ METRICS_HEAD = """# Metrics and logs
 files, then run it. -->
 
 `GET /metrics` at the service's URL answers for the whole run in Prometheus's text format: the
-router's own metrics, each rank's and the trainer's. With an admin key configured it is needed as
-bearer token:
+router's own metrics, each rank's and the trainer's. Where there is an admin key, a key of scope
+admin or trainer is needed as bearer token:
 
 ```yaml
 scrape_configs:
   - job_name: any-agent
-    authorization: {credentials_file: /path/to/the/admin.key}
+    authorization: {credentials_file: /path/to/a/trainer.key}
     static_configs: [{targets: ["service.example:8000"]}]
 ```
 
@@ -127,6 +130,7 @@ def main() -> int:
         TARGET: render(SOURCE.read_text(encoding="utf-8")),
         METRICS_TARGET: render_metrics(),
         SESSIONS_TARGET: session_states.render(),
+        KEYS_TARGET: route_scopes.render(),
     }
     old = [p for p, text in texts.items() if not p.exists() or p.read_text("utf-8") != text]
     for path in old:

@@ -17,7 +17,7 @@ from proxy_ext.lifecycle import Event
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md"]
-DOCUMENTS += ["docs/metrics.md", "docs/sessions.md"]
+DOCUMENTS += ["docs/metrics.md", "docs/sessions.md", "docs/keys.md"]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,12 @@ def test_metrics_are_up_to_date(generate: ModuleType) -> None:
 
 def test_sessions_are_up_to_date(generate: ModuleType) -> None:
     assert generate.SESSIONS_TARGET.read_text() == generate.session_states.render(), (
+        "run python docs/generate.py"
+    )
+
+
+def test_keys_are_up_to_date(generate: ModuleType) -> None:
+    assert generate.KEYS_TARGET.read_text() == generate.route_scopes.render(), (
         "run python docs/generate.py"
     )
 
