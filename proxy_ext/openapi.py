@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute, iter_route_contexts
 
 from any_agent import protocol
 from any_agent.access import Scope
-from proxy_ext.openapi_bodies import BODIES, EXAMPLES, SCHEMAS
+from proxy_ext.openapi_bodies import BODIES, EXAMPLES, PAGES, RULES_BETWEEN, SCHEMAS
 from proxy_ext.rl import areal, areal_export
 from proxy_ext.rl.common import receipt_of
 from proxy_ext.scopes import RULES
@@ -125,6 +125,9 @@ def _complete(schema: dict[str, Any], *, once: set[str]) -> None:
             _complete_operation(route, operation, once=route in once)
     for name, example in EXAMPLES.items():
         schemas[name]["examples"] = [example]
+    for name, rule in RULES_BETWEEN.items():
+        schemas[name] |= rule
+    _close_maps(schemas)
     for module in (protocol, areal, areal_export):
         _add_comments(schemas, inspect.getsource(module))
 
@@ -143,6 +146,8 @@ def _complete_operation(route: str, operation: dict[str, Any], *, once: bool) ->
         operation["security"] = [{name: []} for name in _KEYS]
         statuses |= {401, 403}
     parameters = operation.setdefault("parameters", [])
+    for parameter in parameters:
+        _complete_parameter(parameter)
     if 404 in statuses and Scope.SESSION in scopes and "{" not in path:
         parameters.append(_SESSION_HEADER)
     if once:
@@ -152,6 +157,28 @@ def _complete_operation(route: str, operation: dict[str, Any], *, once: bool) ->
         responses[str(status)] = _error(status)
     # Last, so that each of a route's answers stands in the order of its status.
     operation["responses"] = dict(sorted(responses.items()))
+
+
+def _complete_parameter(parameter: dict[str, Any]) -> None:
+    """What stands in a URL or a header is never null: it is left out."""
+    schema = parameter["schema"]
+    kinds = [kind for kind in schema.pop("anyOf", ()) if kind != {"type": "null"}]
+    if len(kinds) == 1:
+        schema |= kinds[0]
+    elif kinds:
+        schema["anyOf"] = kinds
+    if parameter["name"] == "after":
+        schema["pattern"] = PAGES
+
+
+def _close_maps(schema: Any) -> None:
+    """Where names have a pattern, no others are taken."""
+    if isinstance(schema, dict) and "patternProperties" in schema:
+        schema["additionalProperties"] = False
+        schema["minProperties"] = 1
+    for below in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(below, dict | list):
+            _close_maps(below)
 
 
 def _error(status: int) -> dict[str, Any]:

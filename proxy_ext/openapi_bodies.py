@@ -152,6 +152,46 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 """By route: what replaces parts of FastAPI's description of it."""
 
+PAGES = "^([0-9]{1,4}:[0-9]{1,15}(,[0-9]{1,4}:[0-9]{1,15})*)?$"
+"""Where a list goes on."""
+
+_NULL = {"type": "null"}
+_GIVEN = {"not": _NULL}
+_NOTHING = {"completion_id": _NULL, "interaction_id": _NULL}
+RULES_BETWEEN: dict[str, dict[str, Any]] = {
+    "SetReward": {
+        "oneOf": [
+            {
+                "required": ["reward"],
+                "properties": {"reward": _GIVEN, "final_reward": _NULL},
+            },
+            {
+                "required": ["final_reward"],
+                "properties": {"final_reward": _GIVEN, "reward": _NULL, **_NOTHING},
+            },
+        ]
+    },
+    "StartSession": {
+        "anyOf": [
+            {"properties": {"version": _NULL}},
+            {"required": ["mode"], "properties": {"mode": {"const": "eval"}}},
+        ]
+    },
+    "Finalize": {
+        "anyOf": [
+            {"properties": {"deadline": _NULL}},
+            {"required": ["await_reward"], "properties": {"await_reward": {"const": True}}},
+        ]
+    },
+    "Lease": {
+        "anyOf": [
+            {"properties": {"replay": {"const": False}}},
+            {"required": ["session_ids"], "properties": {"session_ids": _GIVEN}},
+        ]
+    },
+}
+"""By model: which fields go together."""
+
 EXAMPLES: dict[str, dict[str, Any]] = {
     "StartSession": {"task_id": "task-17", "group_size": 8, "metadata": {"split": "train"}},
     "SetReward": {"reward": {"correct": 1, "format": 0.2}},
