@@ -63,6 +63,15 @@ def noticed_hang_up(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     return noticed
 
 
+def turned_away(response: httpx.Response, status: int, code: str) -> int:
+    """Check a refusal; the seconds until the next try."""
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert status in (429, 503, 507)
+    seconds = int(response.headers["Retry-After"])
+    assert 1 <= seconds <= 60
+    return seconds
+
+
 def config_for(root: Path, *settings: str) -> Config:
     base = [f"root={root}", "sessions.group_size=2", "rollout.batch_size=8"]
     return load_config(None, [*base, *settings], {})

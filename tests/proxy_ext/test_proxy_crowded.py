@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
-from any_agent.access import run_dir_of
 from any_agent.errors import StoreBusy, StoreFull
-from any_agent.keystore import TenantLimits, create_key
 from proxy_ext.journal import Statement
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
-from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, until
-
-ADMIN = "server.admin_key=operator-secret-4711"
-
-
-def turned_away(response: httpx.Response, status: int, code: str) -> int:
-    """Check a refusal; the seconds until the next try."""
-    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
-    assert status in (429, 503, 507)
-    seconds = int(response.headers["Retry-After"])
-    assert 1 <= seconds <= 60
-    return seconds
+from tests.proxy_ext.proxy_lab import HELLO, Proxy, turned_away, until
 
 
 async def open_raw(proxy: Proxy, **fields: Any) -> httpx.Response:
@@ -237,153 +223,3 @@ async def test_too_many_bytes_at_once(proxy: Proxy, engine: ScriptedEngine) -> N
         bounds.most_bytes = 1000
         turned_away(await proxy.call(keys[1], long), 503, "too_many_bytes")
     await until(lambda: bounds.requests == 0 and bounds.bytes == 0)
-
-
-# -- tenants ---------------------------------------------------------------------------------------
-
-
-class Tenants:
-    """Keys of tenants at one proxy."""
-
-    def __init__(self, proxy: Proxy) -> None:
-        self.proxy = proxy
-
-    def key(self, tenant: str, **limits: float) -> str:
-        path = run_dir_of(self.proxy.service.config).keys
-        made = TenantLimits.model_validate(limits)
-        key = create_key(path, "tenant", tenant=tenant, limits=made)[0]
-        # A proxy that has just looked does not look again for a moment.
-        assert self.proxy.service.auth.access._kept.get(within=0.0).find(key)
-        return key
-
-    async def open(self, key: str, **fields: Any) -> httpx.Response:
-        body = {"mode": "eval", **fields}
-        return await self.proxy.post("/rl/v1/start_session", body, key)
-
-
-Refusable = Callable[[], Awaitable[httpx.Response]]
-
-
-async def exhausted(ask: Refusable, most: int = 50) -> tuple[int, httpx.Response]:
-    """How often it went well, and the refusal."""
-    for number in range(most):
-        response = await ask()
-        if response.status_code != 200:
-            return number, response
-    raise AssertionError("it never ended")
-
-
-async def test_open_sessions_of_a_tenant(start: Start) -> None:
-    proxy = await start(ADMIN, "server.tenant_open_sessions=4", "server.ranks=1")
-    tenants = Tenants(proxy)
-    alice, bob = tenants.key("alice", open_sessions=2), tenants.key("bob")
-    first = (await tenants.open(alice)).json()
-    await tenants.open(alice)
-    refused = await tenants.open(alice)
-    turned_away(refused, 429, "quota_exceeded")
-    assert refused.json()["error"]["quota"] == "open_sessions"
-    for _ in range(4):
-        assert (await tenants.open(bob)).status_code == 200
-    turned_away(await tenants.open(bob), 429, "quota_exceeded")
-    for _ in range(5):
-        await proxy.open(mode="eval")
-    again = await start(ADMIN, "server.ranks=1")
-    tenants = Tenants(again)
-    turned_away(await tenants.open(alice), 429, "quota_exceeded")
-    response = await again.post("/rl/v1/finalize", {"await_reward": True}, first["api_key"])
-    assert response.status_code == 200
-    # It holds what it held until its reward is there.
-    turned_away(await tenants.open(alice), 429, "quota_exceeded")
-    await again.post("/rl/v1/finalize", {}, alice, **{"x-any-agent-session": first["session_id"]})
-    assert (await tenants.open(alice)).status_code == 200
-
-
-async def test_an_open_that_waits_counts_and_holds_nobody_up(start: Start) -> None:
-    proxy = await start(ADMIN, "server.ranks=1", "sessions.max_waiting=3")
-    tenants = Tenants(proxy)
-    alice, bob = tenants.key("alice", open_sessions=2), tenants.key("bob")
-    waits = [asyncio.create_task(tenants.open(alice, mode="train", wait=LIMIT)) for _ in range(2)]
-    await until(lambda: proxy.service.sessions.admission.waiting == 2)
-    turned_away(await tenants.open(alice, mode="train", wait=LIMIT), 429, "quota_exceeded")
-    third = asyncio.create_task(tenants.open(bob, mode="train", wait=LIMIT))
-    await until(lambda: proxy.service.sessions.admission.waiting == 3)
-    await proxy.admit(3)
-    assert [(await task).status_code for task in (*waits, third)] == [200] * 3
-
-
-async def test_requests_of_a_tenant_and_of_its_sessions(start: Start) -> None:
-    proxy = await start(ADMIN, "server.ranks=1")
-    tenants = Tenants(proxy)
-    # So slow that the test does not meet a refill.
-    alice, bob = tenants.key("alice", requests_per_second=0.9), tenants.key("bob")
-    started = await tenants.open(alice)
-    key = started.json()["api_key"]
-    number, refused = await exhausted(lambda: proxy.call(key))
-    assert 3 <= number <= 10
-    assert refused.json()["error"]["quota"] == "requests_per_second"
-    turned_away(refused, 429, "quota_exceeded")
-    for ask in (
-        lambda: proxy.post("/rl/v1/set_reward", {"reward": 1}, key),
-        lambda: proxy.http.get("/rl/v1/sessions", headers={"authorization": f"Bearer {alice}"}),
-        lambda: tenants.open(alice),
-    ):
-        _, refused = await exhausted(ask)
-        turned_away(refused, 429, "quota_exceeded")
-    other = (await tenants.open(bob)).json()["api_key"]
-    for _ in range(20):
-        assert (await proxy.call(other)).status_code == 200
-    shown = (await proxy.http.get("/metrics")).text
-    counted = re.search(
-        r'quotas_exceeded_total{rank="0",quota="requests_per_second"} (\d+)'
-        r'|quotas_exceeded_total{quota="requests_per_second",rank="0"} (\d+)',
-        shown,
-    )
-    assert counted is not None and int(counted[1] or counted[2]) == 4
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_tokens_of_a_tenant(start: Start, stream: bool) -> None:
-    proxy = await start(ADMIN, "server.ranks=1")
-    tenants = Tenants(proxy)
-    alice = tenants.key("alice", tokens_per_second=1)
-    key = (await tenants.open(alice)).json()["api_key"]
-    assert (await proxy.call(key, stream=stream)).status_code == 200
-    await until(lambda: proxy.service.calls.places.taken == 0)
-    quotas = proxy.service.quotas
-    (bucket,) = (b for (quota, _), b in quotas._buckets.items() if quota == "tokens_per_second")
-    (session,) = proxy.service.sessions.live.values()
-    (interaction,) = session.tree
-    used = len(session.tree.prompt_ids(interaction.id)) + len(interaction.output_ids)
-    # It was full, at five seconds' worth, and refills since.
-    assert used > 20 and 5 - used <= bucket._level < 5
-    refused = await proxy.call(key)
-    assert refused.json()["error"]["quota"] == "tokens_per_second"
-    turned_away(refused, 429, "quota_exceeded")
-    # What costs no tokens goes on.
-    assert (await proxy.post("/rl/v1/set_reward", {"reward": 1}, key)).status_code == 200
-
-
-async def test_a_tenant_at_its_quota_does_not_starve_another(
-    start: Start, engine: ScriptedEngine
-) -> None:
-    """It asks as fast as it can, at a rank with few places; the other one is always let in."""
-    proxy = await start(ADMIN, "server.ranks=1", "server.max_inflight_calls=2")
-    tenants = Tenants(proxy)
-    alice, bob = tenants.key("alice", requests_per_second=1), tenants.key("bob")
-    greedy = (await tenants.open(alice)).json()["api_key"]
-    modest = (await tenants.open(bob)).json()["api_key"]
-    over, said = False, []
-
-    async def hammer() -> None:
-        while not over:
-            said.append((await proxy.call(greedy)).status_code)
-
-    async with AsyncExitStack() as stack:
-        hammering = asyncio.create_task(hammer())
-        stack.callback(hammering.cancel)
-        await until(lambda: said.count(429) > 5)
-        for _ in range(20):
-            assert (await proxy.call(modest)).status_code == 200
-        over = True
-        await hammering
-    assert said.count(429) > len(said) / 2

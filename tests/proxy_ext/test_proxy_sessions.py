@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import httpx
@@ -228,6 +229,10 @@ async def test_a_session_that_is_being_written_has_its_slot(
     assert (now["admitted"], now["reserved"], now["running"]) == (slots, slots - 2, 2)
 
 
+def _done(tasks: list[asyncio.Task[httpx.Response]], number: int) -> bool:
+    return sum(task.done() for task in tasks) == number
+
+
 async def test_groups_that_arrive_together_cannot_starve_each_other(start: Start) -> None:
     """Sixteen opens of four groups, and slots for one group at a time: all get in."""
     proxy = await start()
@@ -238,7 +243,7 @@ async def test_groups_that_arrive_together_cannot_starve_each_other(start: Start
     await waiting(proxy, 16)
     for done in range(4):
         await proxy.admit(4 * (done + 1))
-        await until(lambda done=done: sum(t.done() for t in tasks) == 4 * (done + 1))
+        await until(partial(_done, tasks, 4 * (done + 1)))
         full = [s.row.metadata["g"] for s in proxy.service.sessions.live.values()]
         assert all(full.count(g) in (0, 4) for g in range(4)), full
     assert [t.result().status_code for t in tasks] == [200] * 16
@@ -329,120 +334,6 @@ async def test_a_group_that_could_never_be_admitted(start: Start) -> None:
     await refused(proxy, 429, "no_capacity", group_id="g", group_size=4)
 
 
-def end_time(proxy: Proxy) -> None:
-    """The time of the only group is over."""
-    (group,) = proxy.service.sessions.groups.all()
-    group.deadline = 0.0
-
-
-async def test_a_partial_group_closes_when_its_time_is_over(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(8)
-    for _ in range(2):
-        await proxy.finished_session(task_id="t", group_size=4)
-    still_open = await proxy.open(task_id="t", group_size=4)
-    assert await proxy.lease() == []
-    end_time(proxy)
-    trajectories = await proxy.lease(wait=10)
-    assert len(trajectories) == 2
-    response = await proxy.call(still_open["api_key"])
-    assert response.status_code == 410
-    assert response.json()["error"]["state"] == "expired"
-    assert "group's time" in response.json()["error"]["message"]
-    now = await proxy.capacity()
-    assert (now["admitted"], now["reserved"]) == (3, 0)
-    # The next generation is not bound to what the last one shrank to.
-    await proxy.open(task_id="t", group_size=2)
-
-
-@pytest.mark.parametrize("awaiting", [False, True])
-async def test_a_group_that_is_too_small_is_rejected(start: Start, awaiting: bool) -> None:
-    proxy = await start("sessions.min_group_size=3")
-    await proxy.admit(8)
-    done = [await proxy.finished_session(group_id="g", group_size=4) for _ in range(2)]
-    last = await proxy.open(group_id="g", group_size=4)
-    if awaiting:
-        await proxy.complete(last["api_key"])
-        await proxy.post("/rl/v1/finalize", {"await_reward": True}, last["api_key"])
-    end_time(proxy)
-    if awaiting:
-        group = proxy.service.sessions.groups.get("g")
-        assert group is not None
-        await until(lambda: group.over)
-        assert await proxy.lease() == [], "the group waits for its reward"
-        key = last["api_key"]
-        await proxy.post(f"/rl/v1/sessions/{last['session_id']}/abort", {}, key)
-    await until(lambda: not proxy.service.sessions.live)
-    assert await proxy.lease() == []
-    for session in done:
-        info = (await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
-        assert (info["state"], info["reason"]) == ("rejected", "group_too_small")
-    now = await proxy.capacity()
-    assert (now["admitted"], now["reserved"], now["buffered"]) == (3, 0, 0)
-    shown = (await proxy.http.get("/metrics")).text
-    assert 'any_agent_groups_too_small_total{rank="0"} 1' in shown
-    await refused(proxy, 409, "group_closed", group_id="g", group_size=4)
-
-
-async def test_a_group_that_is_too_small_is_rejected_after_a_restart(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its proxy died between the two: what it had must not be trained on now."""
-
-    async def never(*_: Any) -> None: ...
-
-    with monkeypatch.context() as patch:
-        patch.setattr("proxy_ext.service.close_groups", never)
-        proxy = await start()
-        await proxy.admit(8)
-        session = await proxy.finished_session(group_id="g", group_size=2)
-        other = await proxy.open(group_id="g", group_size=2)
-        await proxy.post(f"/rl/v1/sessions/{other['session_id']}/abort", {}, other["api_key"])
-        assert await proxy.lease() == []
-    again = await start()
-    assert await again.lease() == []
-    await until(lambda: not again.service.sessions.live)
-    info = (await again.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
-    assert info["reason"] == "group_too_small"
-
-
-async def test_a_group_needs_no_more_than_its_size(start: Start) -> None:
-    proxy = await start("sessions.min_group_size=5")
-    await proxy.admit(8)
-    for k in range(2):
-        await proxy.finished_session(group_id="pair", group_size=2)
-        await proxy.finished_session(group_id=f"alone{k}", group_size=1)
-    await proxy.finished_session()
-    leased = [await proxy.lease() for _ in range(5)]
-    assert sorted(map(len, leased)) == [0, 1, 1, 1, 2]
-
-
-async def test_a_partial_group_stays_closed_after_a_restart(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(4)
-    for _ in range(2):
-        await proxy.finished_session(group_id="g", group_size=3)
-    end_time(proxy)
-    assert len(await proxy.lease(wait=10)) == 2
-    again = await start()
-    await again.admit(4)
-    await refused(again, 409, "group_closed", group_id="g", group_size=3)
-    assert (await again.capacity())["reserved"] == 0
-
-
-async def test_a_group_that_nobody_finished_can_be_joined_after_a_restart(start: Start) -> None:
-    proxy = await start()
-    await proxy.admit(4)
-    session = await proxy.open(group_id="g", group_size=2)
-    await proxy.post(f"/rl/v1/sessions/{session['session_id']}/abort", {}, session["api_key"])
-    assert (await proxy.capacity())["reserved"] == 1
-    again = await start()
-    assert (await again.capacity())["reserved"] == 1
-    await again.open(group_id="g", group_size=2)
-    await refused(again, 409, "group_closed", group_id="g", group_size=2)
-    assert (await again.capacity())["reserved"] == 0
-
-
 async def test_a_group_of_dropped_members_frees_its_slots(proxy: Proxy) -> None:
     for _ in range(2):
         session = await proxy.open(group_id="g", group_size=2)
@@ -490,6 +381,29 @@ async def test_a_key_opens_its_next_session(proxy: Proxy) -> None:
     assert response.json()["session_id"] == second["session_id"]
     assert response.json()["interactions"] == 2
     await refused(proxy, 401, "invalid_api_key", api_key="sk-v1.0.x")
+
+
+async def test_a_key_opens_its_next_session_while_the_last_one_awaits_its_reward(
+    start: Start,
+) -> None:
+    """Its agent is done with it: only the reward is still to come."""
+    proxy = await start()
+    await proxy.admit(5)
+    first = await proxy.open()
+    key, name = first["api_key"], {"x-any-agent-session": first["session_id"]}
+    await proxy.complete(key)
+    awaiting = await proxy.post("/rl/v1/finalize", {"await_reward": True}, key)
+    assert awaiting.json()["state"] == "awaiting_reward"
+    second = await proxy.open(api_key=key)
+    await proxy.complete(key)
+    again = await start()
+    await again.complete(key)
+    # Without a name the key is the newest session's.
+    ended = await again.post("/rl/v1/finalize", {"final_reward": 1}, key)
+    assert ended.json()["session_id"] == second["session_id"]
+    assert (await again.post("/rl/v1/set_reward", {"reward": 1}, key, **name)).status_code == 200
+    ended = await again.post("/rl/v1/finalize", {}, key, **name)
+    assert (ended.json()["session_id"], ended.json()["state"]) == (first["session_id"], "finalized")
 
 
 async def test_a_key_opens_one_session_at_a_time(start: Start) -> None:
