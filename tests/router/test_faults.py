@@ -203,9 +203,33 @@ async def test_waiting_requests_are_bounded(
     key = lab.key(0)
     calls = [asyncio.create_task(lab.post("/v1/x", {}, key)) for _ in range(2)]
     await until(lambda: lab.router.ranks.waiting == 2, "two requests wait")
-    assert (await lab.post("/v1/x", {}, key)).status_code == 503
+    refused = await lab.post("/v1/x", {}, key)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
     await lab.restart(lab.ranks[0])
     assert [(await call).status_code for call in calls] == [200, 200]
+
+
+async def test_requests_under_way_are_bounded(
+    start_lab: StartLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.app.MAX_REQUESTS", 2)
+    lab = await start_lab()
+    go = asyncio.Event()
+
+    async def later(received: Received) -> None:
+        await go.wait()
+        await received.answer()
+
+    lab.ranks[0].handler = later
+    key = lab.key(0)
+    calls = [asyncio.create_task(lab.post("/v1/x", {}, key)) for _ in range(2)]
+    await until(lambda: len(lab.ranks[0].received) == 2, "two requests are under way")
+    refused = await lab.post("/v1/x", {}, key)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_requests")
+    assert refused.headers["retry-after"] == "2"
+    go.set()
+    assert [(await call).status_code for call in calls] == [200, 200]
+    assert (await lab.post("/v1/x", {}, key)).status_code == 200
 
 
 async def test_who_leaves_waits_no_more(lab: Lab) -> None:
