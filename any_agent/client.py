@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
+from urllib.parse import quote, urlencode
 
 import httpx
 from pydantic import BaseModel
 
 from any_agent import errors
 from any_agent.protocol import (
+    AFTER_HEADER,
     EPOCH_HEADER,
+    UNREACHABLE_HEADER,
     Abort,
     Ack,
     Acked,
     Capacity,
     Finalize,
     Lease,
+    ListSessions,
     Pause,
     PublishedVersion,
     Rejection,
     RewardSet,
     RunInfo,
+    SessionDetails,
     SessionInfo,
+    SessionLine,
     SessionStarted,
     SetCapacity,
     SetReward,
     SetRun,
     StartSession,
+    Veto,
 )
 
 T = TypeVar("T", bound=BaseModel)
@@ -136,6 +144,45 @@ class RLClient:
     async def session_info(self, session_id: str) -> SessionInfo:
         """Any session's state; needs the admin key where there is one."""
         return await self._call(SessionInfo, "GET", f"/sessions/{session_id}", repeatable=True)
+
+    # -- operators -----------------------------------------------------------------------------
+
+    async def sessions(
+        self, *, missing: Callable[[str], object] = lambda _: None, **filters: Any
+    ) -> AsyncIterator[SessionLine]:
+        """Sessions, newest first (filters of :class:`ListSessions`; ``limit`` is a page's).
+
+        ``missing`` is told of ranks that did not answer.
+        """
+        after: str | None = filters.pop("after", "")
+        while after is not None:
+            wanted = ListSessions(**filters, after=after)
+            query = urlencode(wanted.model_dump(exclude_defaults=True))
+            response = await self._send("GET", f"/sessions?{query}", repeatable=True)
+            if (away := response.headers.get(UNREACHABLE_HEADER)) is not None:
+                missing(away)
+            for line in json.loads(response.content):
+                yield SessionLine.model_validate(line)
+            after = response.headers.get(AFTER_HEADER)
+
+    async def session_details(self, session_id: str) -> SessionDetails:
+        """What is recorded of a session, with every reward that it was given."""
+        path = _path_of(session_id)
+        return await self._call(SessionDetails, "GET", path, repeatable=True)
+
+    async def abort_session(self, session_id: str, reason: str) -> SessionInfo:
+        """Throw an open session away, by its id."""
+        path = f"{_path_of(session_id)}/abort"
+        return await self._call(SessionInfo, "POST", path, Abort(reason=reason), once=True)
+
+    async def veto_session(self, session_id: str, reason: str) -> SessionInfo:
+        """Keep a finalized session out of training."""
+        path = f"{_path_of(session_id)}/veto"
+        return await self._call(SessionInfo, "POST", path, Veto(reason=reason), once=True)
+
+    async def delete_session(self, session_id: str) -> SessionInfo:
+        """Erase what was recorded of a session."""
+        return await self._call(SessionInfo, "DELETE", _path_of(session_id), repeatable=True)
 
     async def run_info(self) -> RunInfo:
         return await self._call(RunInfo, "GET", "/run", repeatable=True)
@@ -279,3 +326,7 @@ def _quota_wait(response: httpx.Response) -> float | None:
         return None
     error = errors.from_response(429, response.content, response.headers.get("retry-after"))
     return error.retry_after if error.code == "quota_exceeded" else None
+
+
+def _path_of(session_id: str) -> str:
+    return f"/sessions/{quote(session_id, safe='')}"

@@ -29,6 +29,8 @@ AFTER_HEADER = "x-any-agent-after"
 """Where the next page of a list begins; not there on the last one."""
 MAX_COUNT = 2**31 - 1
 """Of versions, which every token carries in 32 bits, of steps and of slots."""
+UNREACHABLE_HEADER = "x-any-agent-unreachable"
+"""The ranks that are missing in a list of all of them."""
 EPOCH_HEADER = "x-any-agent-epoch"
 """The number of the trainer's start. A rank that has heard of a later start refuses earlier ones;
 requests without it are people's."""

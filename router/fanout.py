@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from any_agent.errors import AnyAgentError, ServiceUnavailable
-from any_agent.protocol import AFTER_HEADER, read_places, write_places
+from any_agent.protocol import AFTER_HEADER, UNREACHABLE_HEADER, read_places, write_places
 from router import merge
 from router.body import Body
 from router.forward import Forwarder
@@ -23,7 +23,6 @@ from router.upstream import Answer
 _READ_TIMEOUT = 10.0
 _WRITE_TIMEOUT = 60.0
 """More than a rank's own patience with its engine."""
-_UNREACHABLE = "x-any-agent-unreachable"
 
 Handler = Callable[[web.BaseRequest, Body], Awaitable[web.StreamResponse]]
 
@@ -72,7 +71,7 @@ class FanOut:
         said = _said(answers)
         query = dict(parse_qsl(request.raw_path.partition("?")[2]))
         missing = self._missing(said)
-        headers = {_UNREACHABLE: ",".join(map(str, missing))} if missing else {}
+        headers = {UNREACHABLE_HEADER: ",".join(map(str, missing))} if missing else {}
         found, places = merge.newest(
             said,
             {rank: _end(answers[rank]) for rank in said},

@@ -25,19 +25,20 @@ VOCABULARY: tuple[str, ...] = (
     "rundir",
 )
 VOCABULARY += ("atomic", "client", "logs", "loopback", "metrics", "ports", "presence")
-VOCABULARY += ("access", "keystore", "watched")
+VOCABULARY += ("access", "audit", "keystore", "watched")
 LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
     ("chat", "engine", "record"),
     ("completions",),
     ("workflow",),
     ("rollout", "sdk", "inference"),
-    ("launcher", "demo", "cli", "keys_cli", "keys_commands", "export_cli"),
+    ("launcher", "demo", "cli", "keys_cli", "keys_commands", "export_cli", "sessions_cli"),
 )
 """Of `any_agent`: each part imports earlier layers only."""
 WITHIN = {("cli", "launcher"), ("cli", "demo"), ("demo", "launcher")}
 WITHIN |= {
     ("cli", "export_cli"),
+    ("cli", "sessions_cli"),
     ("cli", "keys_cli"),
     ("keys_cli", "keys_commands"),
     ("keys_commands", "keys_cli"),

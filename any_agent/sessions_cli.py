@@ -1,0 +1,259 @@
+"""``any-agent sessions``: what became of sessions, for people at a terminal, over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from any_agent.client import RLClient
+    from any_agent.protocol import SessionInfo, SessionLine
+
+_URL = "http://127.0.0.1:8000"
+_KEYS = ("ANY_AGENT_KEY", "ANY_AGENT_SERVER__ADMIN_KEY")
+_EPILOG = (
+    f"The key is that of an operator or a tenant: --key, or in the environment {_KEYS[0]} or "
+    f"{_KEYS[1]}. Exit codes: 0 done, 1 not done (standard error says why), 2 wrong input."
+)
+_DEEDS = {
+    "abort": ("throw open sessions away; their calls are aborted", "aborted by the operator"),
+    "veto": ("keep finalized sessions out of training", "vetoed by the operator"),
+    "delete": ("erase what was recorded of sessions, for good", None),
+}
+_COLUMNS = ("SESSION", "STATE", "MODE", "CALLS", "REWARD", "STEP", "AGE", "GROUP OR TASK", "NOTE")
+
+
+def add_sessions_commands(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> None:
+    """The parsers of ``sessions`` and of what is below it."""
+    sessions = commands.add_parser(
+        "sessions",
+        help="list, show, abort, veto or delete the sessions of a running service",
+        epilog=_EPILOG,
+    )
+    below = sessions.add_subparsers(dest="sessions_command", required=True, metavar="COMMAND")
+    shown = _add(below, "list", "list sessions, ended ones too, newest first")
+    shown.add_argument("--state", metavar="STATE", help="only those in this state, e.g. open")
+    shown.add_argument("--task", metavar="ID", help="only those of this task_id")
+    shown.add_argument("--group", metavar="ID", help="only those of this group")
+    shown.add_argument("--tenant", metavar="NAME", help="only this tenant's")
+    shown.add_argument(
+        "--limit", type=_count, default=50, metavar="N", help="at most so many (default 50); 0: all"
+    )
+    shown.set_defaults(deed=_list)
+    show = _add(below, "show", "show all that is known of sessions, their rewards too")
+    show.add_argument("ids", nargs="+", metavar="ID")
+    show.set_defaults(deed=_show)
+    for name, (help, reason) in _DEEDS.items():
+        parser = _add(below, name, help)
+        parser.add_argument("ids", nargs="+", metavar="ID")
+        if reason is not None:
+            parser.add_argument(
+                "--reason", default=reason, metavar="TEXT", help=f"is recorded (default: {reason})"
+            )
+        parser.set_defaults(deed=_end)
+
+
+def _add(
+    below: argparse._SubParsersAction[argparse.ArgumentParser], name: str, help: str
+) -> argparse.ArgumentParser:
+    parser = below.add_parser(name, help=help, description=help, epilog=_EPILOG)
+    parser.add_argument("--url", default=_URL, help=f"the service (default {_URL})")
+    parser.add_argument("--key", help="an operator's or a tenant's key; better in the environment")
+    parser.add_argument("--json", action="store_true", help="print JSON, a line per session")
+    parser.set_defaults(run=_run)
+    return parser
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from any_agent.client import RLClient
+
+    key = arguments.key or next(filter(None, map(os.environ.get, _KEYS)), None)
+    deed: Callable[[RLClient, argparse.Namespace], Awaitable[int]] = arguments.deed
+
+    async def act() -> int:
+        async with RLClient(arguments.url, admin_key=key, retry_for=2.0) as client:
+            return await deed(client, arguments)
+
+    try:
+        return asyncio.run(act())
+    except BrokenPipeError:
+        # Python would try to write the rest at its end, and say that it could not.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+async def _list(client: RLClient, arguments: argparse.Namespace) -> int:
+    from pydantic import ValidationError
+
+    from any_agent.errors import ConfigError
+
+    filters = {
+        "state": arguments.state,
+        "task_id": arguments.task,
+        "group_id": arguments.group,
+        "tenant": arguments.tenant,
+        "limit": min(arguments.limit or 1000, 1000),
+    }
+    away: set[str] = set()
+    table = _Table(arguments.json)
+    left = arguments.limit or float("inf")
+    try:
+        async for line in client.sessions(missing=away.add, **filters):
+            table.add(line)
+            left -= 1
+            if left <= 0:
+                break
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ConfigError(f"--{problem['loc'][0]}: {problem['msg']}".replace("_id", "")) from None
+    table.end()
+    if away:
+        print(f"warning: without rank {', '.join(sorted(away))}, away now", file=sys.stderr)
+    return 1 if away else 0
+
+
+async def _show(client: RLClient, arguments: argparse.Namespace) -> int:
+    async def show(id: str) -> None:
+        details = await client.session_details(id)
+        if arguments.json:
+            print(details.model_dump_json())
+            return
+        for name, value in details.model_dump(exclude={"rewards", "reward_history"}).items():
+            if value is not None:
+                print(f"{name + ':':<17} {_plain(_readable(name, value))}")
+        for entry in details.reward_history:
+            of = entry.interaction_id or "the session"
+            name = f" ({entry.name})" if entry.name else ""
+            print(
+                f"{'reward:':<17} {entry.value:g}{name} for {of}, by {_plain(entry.by)} at "
+                f"{_date(entry.at)}"
+            )
+        if details.content == "archived":
+            print("                  `any-agent export` shows its calls and rewards")
+
+    return await _each(arguments.ids, show)
+
+
+async def _end(client: RLClient, arguments: argparse.Namespace) -> int:
+    name = arguments.sessions_command
+
+    async def end(id: str) -> None:
+        done: SessionInfo
+        if name == "delete":
+            done = await client.delete_session(id)
+        elif name == "veto":
+            done = await client.veto_session(id, arguments.reason)
+        else:
+            done = await client.abort_session(id, arguments.reason)
+        if arguments.json:
+            print(done.model_dump_json())
+        else:
+            gone = ", its content deleted" if done.content == "deleted" else ""
+            print(f"{done.session_id} is {done.state}{gone}")
+
+    return await _each(arguments.ids, end)
+
+
+async def _each(ids: list[str], act: Callable[[str], Awaitable[None]]) -> int:
+    """For every session, also after one of them failed; the exit code."""
+    from any_agent.errors import AnyAgentError, ServiceUnavailable
+
+    code = 0
+    for id in ids:
+        try:
+            await act(id)
+        except ServiceUnavailable:
+            raise
+        except AnyAgentError as error:
+            print(f"error: {error.message}", file=sys.stderr)
+            code = 1
+    return code
+
+
+class _Table:
+    """Prints lines as they come, in columns that fit the first ones."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._rows: list[tuple[str, ...]] = []
+        self._widths: list[int] = []
+
+    def add(self, line: SessionLine) -> None:
+        if self._as_json:
+            print(line.model_dump_json())
+            return
+        self._rows.append(_row(line))
+        if len(self._rows) >= 100:
+            self._print()
+
+    def end(self) -> None:
+        if self._rows:
+            self._print()
+        elif not self._as_json and not self._widths:
+            print("no sessions", file=sys.stderr)
+
+    def _print(self) -> None:
+        if not self._widths:
+            self._rows.insert(0, _COLUMNS)
+        widths = [max(map(len, column)) for column in zip(*self._rows, strict=True)]
+        self._widths = list(map(max, widths, self._widths or widths))
+        for row in self._rows:
+            print("  ".join(map(str.ljust, row, self._widths)).rstrip())
+        self._rows = []
+
+
+def _row(line: SessionLine) -> tuple[str, ...]:
+    notes = [line.reason or ""]
+    if line.tenant is not None:
+        notes.insert(0, f"tenant {line.tenant}")
+    if line.content != "stored":
+        notes.append(line.content)
+    return (
+        line.session_id,
+        line.state,
+        line.mode,
+        "-" if line.content != "stored" else str(line.interactions),
+        "-" if line.final_reward is None else f"{line.final_reward:g}",
+        "-" if line.step is None else str(line.step),
+        _age(time.time() - line.created_at),
+        _plain(line.group_id or line.task_id or "-"),
+        _plain(", ".join(filter(None, notes))),
+    )
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{max(0.0, seconds):.0f}s"
+
+
+def _readable(name: str, value: Any) -> str:
+    if name.endswith("_at"):
+        return _date(value)
+    if name.endswith("_in"):
+        return f"{value:.0f} s"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _date(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _plain(text: str) -> str:
+    """Without what would move a terminal's cursor: agents write some of these."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
