@@ -73,10 +73,12 @@ def signer_of(run_dir: RunDir) -> KeySigner:
 
 
 def require_key(config: Config, host: str) -> None:
-    """ConfigError for an address that others reach while there is no admin key anywhere."""
-    if host in LOOPBACK or config.server.admin_key is not None:
-        return
-    if not read_keys(run_dir_of(config).keys).has_admin:
+    """ConfigError for an address that others reach while there is no admin key anywhere.
+
+    StartupError for keys that cannot be read, before anything slow begins.
+    """
+    kept = read_keys(run_dir_of(config).keys)
+    if host not in LOOPBACK and config.server.admin_key is None and not kept.has_admin:
         raise ConfigError(
             f"{host} is reachable from outside, so server.admin_key must be set "
             "(ANY_AGENT_SERVER__ADMIN_KEY), or a key of scope admin made (any-agent keys create "

@@ -144,7 +144,9 @@ def no_session(id: str) -> NotFound:
 
 def is_callers(session: Session, caller: Caller) -> bool:
     """Whether a session may be shown to a caller that has no session's key."""
-    return caller.scope is not Scope.TENANT or session.row.tenant == caller.tenant
+    if caller.scope is Scope.TENANT:
+        return session.row.tenant == caller.tenant
+    return caller.scope is Scope.ADMIN
 
 
 _NOT_VALID = "this session key is not valid here"

@@ -15,12 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from any_agent.access import CLIENT_HEADER, authorize
 from any_agent.access import Scope as KeyScope
+from any_agent.audit import AuditLog
 from any_agent.errors import AnyAgentError, Forbidden, NotFound, PayloadTooLarge, Unauthenticated
-from any_agent.keys import session_prefix
+from any_agent.keys import key_id, session_prefix
 from any_agent.logs import Redactor
 from any_agent.loopback import require_local
-from proxy_ext.audit import AuditLog
-from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Auth
+from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Auth, bearer_of
 from proxy_ext.bounds import Bounds, Held
 from proxy_ext.scopes import LITELLM, RULES, Rule, template_of
 
@@ -104,10 +104,13 @@ class Front:
             authorize(rule.scopes, self._auth().caller(request))
 
     def _refused(self, request: Request, template: str, error: AnyAgentError) -> None:
-        who = {}
+        who: dict[str, str | None] = {}
         if isinstance(error, Forbidden):
             caller = self._auth().caller(request)
             who = {"who": caller.name, "key": caller.identity}
+        elif PREFIX_SCOPE_KEY not in request.scope:
+            # Who goes on with a revoked key can be found.
+            who = {"claimed": key_id(bearer_of(request))}
         self._audit().refusal(error.code, **who, **_where(request, template), status=error.status)
 
     def _audited(self, request: Request, template: str, send: Send) -> Send:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from any_agent.access import Access
+from any_agent.audit import AuditLog
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import Completer
 from any_agent.config import Config
@@ -19,7 +20,6 @@ from any_agent.registry import rank_name
 from any_agent.rundir import RunDir
 from any_agent.types import GenerationHyperparameters
 from proxy_ext.archive.sweep import Archive
-from proxy_ext.audit import AuditLog
 from proxy_ext.auth import Auth
 from proxy_ext.calls import Calls
 from proxy_ext.closing import close_groups

@@ -17,6 +17,7 @@ from aiohttp import hdrs, web
 from multidict import istr
 
 from any_agent.access import Access
+from any_agent.audit import AuditLog
 from any_agent.config import Config
 from any_agent.errors import (
     AnyAgentError,
@@ -64,7 +65,14 @@ _STOP_SECONDS = 1.5
 class Router:
     """The handler of every request."""
 
-    def __init__(self, config: Config, access: Access, upstream: Upstream, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        config: Config,
+        access: Access,
+        audit: AuditLog,
+        upstream: Upstream,
+        ranks: Ranks,
+    ) -> None:
         server = config.server
         self._access = access
         self._max_body = server.max_body_bytes
@@ -81,7 +89,7 @@ class Router:
             **FanOut(ranks, forwarder, replies).routes,
             **Leasing(affinity, ranks, forwarder, replies).routes,
             **ArealRoutes(affinity, ranks, forwarder, replies).routes,
-            ("GET", "/metrics"): MetricsRoute(self, upstream, access).show,
+            ("GET", "/metrics"): MetricsRoute(self, upstream, access, audit).show,
             **{(m, "/healthz"): self._healthz for m in ("GET", "HEAD")},
             **{(m, "/readyz"): self._readyz for m in ("GET", "HEAD")},
         }
@@ -250,7 +258,9 @@ async def running_router(
     async with AsyncExitStack() as stack:
         upstream = await stack.enter_async_context(open_upstream())
         await stack.enter_async_context(ranks.watched())
-        router = Router(config, access, upstream, ranks)
+        audit = AuditLog(run_dir.audit / "router.jsonl")
+        stack.push_async_callback(asyncio.to_thread, audit.close)
+        router = Router(config, access, audit, upstream, ranks)
         low_level = _Server(
             router.handle,
             # A client that leaves ends what was begun for it.

@@ -10,8 +10,9 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from any_agent.access import METRICS_SCOPES, Access, authorize
+from any_agent.audit import AuditLog
 from any_agent.errors import AnyAgentError
-from any_agent.keys import bearer_of
+from any_agent.keys import bearer_of, key_id
 from any_agent.metrics import CONTENT_TYPE, Exposition, Metric, Reading, Values
 from any_agent.registry import rank_name
 from router.body import Body
@@ -80,10 +81,13 @@ class _Counted(Protocol):
 class MetricsRoute:
     """The handler. Callers need a key of a scope that may read metrics; the parts get the run's."""
 
-    def __init__(self, router: _Counted, upstream: Upstream, access: Access) -> None:
+    def __init__(
+        self, router: _Counted, upstream: Upstream, access: Access, audit: AuditLog
+    ) -> None:
         self._router = router
         self._upstream = upstream
         self._access = access
+        self._audit = audit
 
     async def show(self, request: web.BaseRequest, _: Body) -> web.StreamResponse:
         """Every part's metrics; one that does not answer is shown by `any_agent_up` alone."""
@@ -101,7 +105,12 @@ class MetricsRoute:
         """As the ranks do: Unauthenticated without a key, Forbidden with one that does not do."""
         headers = request.headers
         bearer = bearer_of(headers.getall("Authorization", ()), headers.getall("X-Api-Key", ()))
-        authorize(METRICS_SCOPES, self._access.caller(bearer))
+        try:
+            authorize(METRICS_SCOPES, self._access.caller(bearer))
+        except AnyAgentError as error:
+            about = {"route": "GET /metrics", "status": error.status, "client": request.remote}
+            self._audit.refusal(error.code, claimed=key_id(bearer), **about)
+            raise
 
     def _parts(self) -> dict[str, str]:
         """The URL of each part that should be there, "" if it is away."""

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent.keystore import create_key
+from any_agent.audit import AuditLog
+from any_agent.keystore import create_key, revoke_key
 from any_agent.launcher.trial import trial_dir
-from proxy_ext.audit import AuditLog
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy, until
 
@@ -27,12 +27,15 @@ def audited(proxy: Proxy) -> list[dict[str, Any]]:
 async def test_uses_and_refusals_are_written(start: Start) -> None:
     proxy = await start("server.admin_key=operator-secret")
     await proxy.admit(10)
-    tenant, kept = create_key(trial_dir(proxy.service.config).keys, "tenant", tenant="alice")
+    path = trial_dir(proxy.service.config).keys
+    tenant, kept = create_key(path, "tenant", tenant="alice")
+    old, gone = create_key(path, "admin")
+    revoke_key(path, gone.id)
     session = await proxy.open()
     id = session["session_id"]
     async with httpx.AsyncClient(base_url=proxy.url) as stranger:
         await stranger.post("/rl/v1/pause", headers={"authorization": "Bearer nonsense-key"})
-        await stranger.get("/rl/v1/capacity")
+        await stranger.get("/rl/v1/capacity", headers={"x-api-key": old})
         await stranger.put("/rl/v1/run", headers={"authorization": f"Bearer {tenant}"})
         await stranger.post(
             f"/rl/v1/sessions/{id}/abort",
@@ -56,9 +59,10 @@ async def test_uses_and_refusals_are_written(start: Start) -> None:
     ]
     assert found[3]["sessions"] == found[4]["sessions"] == [id]
     assert found[3]["for"] == "10.9.8.7"
+    assert [line.get("claimed") for line in found[:2]] == [None, gone.id]
     assert all(line["client"] == "127.0.0.1" and line["at"].endswith("Z") for line in found)
     text = json.dumps(found)
-    for key in (session["api_key"], tenant, "operator-secret", "nonsense-key"):
+    for key in (session["api_key"], tenant, old, "operator-secret", "nonsense-key"):
         assert key not in text
     assert proxy.service.audit.refused == {"invalid_api_key": 2, "forbidden": 1}
 

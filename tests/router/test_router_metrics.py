@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import router.metrics as metrics_module
+from any_agent.keystore import create_key
+from any_agent.launcher.trial import trial_dir
 from any_agent.metrics import CONTENT_TYPE, Exposition, Metric
 from any_agent.registry import Entry, publish
 from router.metrics import METRICS, merged
@@ -144,6 +148,33 @@ async def test_with_an_admin_key_it_is_needed_and_not_handed_on(start_lab: Start
     assert answer.status_code == 200
     for received in lab.ranks[0].received:
         assert received.values("authorization") == [f"Bearer {lab.signer.run_key}"]
+
+
+async def test_keys_of_the_trial_open_it_by_their_scope(start_lab: StartLab) -> None:
+    lab = await start_lab()
+    path = trial_dir(lab.config).keys
+    shows_metrics(lab.ranks[0], 1)
+    trainer, tenant = create_key(path, "trainer")[0], create_key(path, "tenant", tenant="a")[0]
+    assert (await lab.get("/metrics")).status_code == 200, "open mode"
+    assert (await lab.get("/metrics", tenant)).status_code == 403
+    admin = create_key(path, "admin")[0]
+
+    async def closed() -> bool:
+        return (await lab.get("/metrics")).status_code == 401
+
+    await until(closed, "the end of open mode")
+    assert (await lab.get("/metrics", "DUMMY")).status_code == 401
+    assert (await lab.get("/healthz", origin="https://evil.example")).status_code == 200
+    for key in (trainer, admin, lab.signer.run_key):
+        assert (await scrape(lab, key)).up() == {"rank-0": 1}
+    refused = await until(lambda: _audited(lab), "the audit log")
+    assert refused[0]["status"] == 403 and refused[0]["claimed"] == tenant.split(".")[1]
+    assert "sk-" not in str(refused)
+
+
+def _audited(lab: Lab) -> list[dict[str, Any]]:
+    path = trial_dir(lab.config).audit / "router.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 async def test_requests_are_counted(lab: Lab) -> None:

@@ -1,9 +1,9 @@
-"""Who did what, and who was refused: one JSON object a line, in ``<trial>/audit/rank-<n>.jsonl``.
+"""Who did what, and who was refused: one JSON object a line, a file for each part of a run.
 
-``at`` (UTC), ``event`` (``refused``, or the route), ``who`` and ``key`` (never a key itself),
-``route``, ``sessions``, ``status``, ``client`` (and ``for``: whom the router named), and
-``suppressed``: refusals that were counted and not written since the line before, so that a flood of
-them does not fill the disk.
+``at`` (UTC), ``event`` (``refused`` or ``used``), ``who`` and ``key`` (never a key itself; of a
+refused one ``claimed``, the id in it), ``route``, ``sessions``, ``status``, ``client`` (and
+``for``: whom the router named), and ``suppressed``: refusals that were counted and not written
+since the line before, so that a flood of them does not fill the disk.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class AuditLog:
     def _add(self, fields: dict[str, Any]) -> None:
         at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         try:
-            self._lines.put_nowait(orjson.dumps({"at": at, **fields}))
+            said = {key: value for key, value in fields.items() if value is not None}
+            self._lines.put_nowait(orjson.dumps({"at": at, **said}))
         except queue.Full:
             self.dropped += 1
 
