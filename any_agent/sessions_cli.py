@@ -36,7 +36,9 @@ def add_sessions_commands(
         help="list, show, abort, veto or delete the sessions of a running service",
         epilog=_EPILOG,
     )
-    below = sessions.add_subparsers(dest="sessions_command", required=True, metavar="COMMAND")
+    below = sessions.add_subparsers(
+        dest="sessions_command", required=True, metavar="COMMAND", help="what to do; each has --help"
+    )
     shown = _add(below, "list", "list sessions, ended ones too, newest first")
     shown.add_argument("--state", metavar="STATE", help="only those in this state, e.g. open")
     shown.add_argument("--task", metavar="ID", help="only those of this task_id")

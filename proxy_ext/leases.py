@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from any_agent.errors import Conflict, InvalidRequest, SessionDamaged
+from any_agent.errors import Conflict, InvalidRequest, SessionClosed, SessionDamaged
 from any_agent.protocol import Ack, Capacity, Lease, SetCapacity
 from any_agent.types import Interaction, SessionMode, SessionState, Trajectory
 from proxy_ext.fence import Fence
@@ -105,7 +105,11 @@ class Leases:
                 self._fence.check(epoch)
                 groups = self._leasable.first(body.max_groups)
                 if groups:
-                    return await self._take(await self._as_fit(groups), body.owner)
+                    try:
+                        return await self._take(await self._as_fit(groups), body.owner)
+                    except (Conflict, SessionClosed):
+                        # A member was vetoed or deleted meanwhile; the next look sees it.
+                        continue
             remaining = deadline - time.monotonic()
             if remaining <= 0 or self._draining:
                 return []

@@ -388,3 +388,25 @@ async def test_an_update_that_takes_too_long(start: Start, engine: ScriptedEngin
         assert response.headers["retry-after"]
     await proxy.client.resume()
     await proxy.complete(session["api_key"])
+
+
+async def test_a_veto_that_comes_while_a_group_is_read_ends_no_poll(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer would end with it."""
+    first, second = [(await proxy.finished_session())["session_id"] for _ in range(2)]
+    fit = proxy.service.leases._as_fit
+    reached: list[int] = []
+
+    async def vetoed(groups: Any) -> Any:
+        reached.append(len(groups))
+        if len(reached) == 1:
+            response = await proxy.post(f"/rl/v1/sessions/{first}/veto", {"reason": "odd"})
+            assert response.status_code == 200, response.text
+        return await fit(groups)
+
+    monkeypatch.setattr(proxy.service.leases, "_as_fit", vetoed)
+    (trajectory,) = await proxy.lease()
+    assert trajectory.session_id == second
+    assert len(reached) == 2
+    assert [await state(proxy, id) for id in (first, second)] == ["rejected", "leased"]
