@@ -12,8 +12,8 @@ from proxy_ext.journal.rows import NumberedRow, SessionFilter, SessionPage, Sess
 
 _LOOKED_AT = 20_000
 """Sessions that one page is looked for among."""
-_TRIMMED_PAGES = 256
-"""Given back to the file system at once, within some milliseconds."""
+_TRIMMED = 1 << 20
+"""Bytes that are given back to the file system at once, within some milliseconds."""
 _NEVER_REPLAYED = (SessionState.EVALUATED, SessionState.EXPIRED, SessionState.ABORTED)
 _ENDED = f"""
 SELECT * FROM sessions WHERE content = 'stored' AND ended_at < :before AND (
@@ -72,7 +72,7 @@ def trim(connection: sqlite3.Connection) -> int:
     """See :meth:`proxy_ext.journal.base.Journal.trim`."""
     (free,) = connection.execute("PRAGMA freelist_count").fetchone()
     (size,) = connection.execute("PRAGMA page_size").fetchone()
-    given = min(free, _TRIMMED_PAGES)
+    given = min(free, _TRIMMED // size)
     for _ in range(given):
         # Whatever number it is given, sqlite3 steps such a statement once: one page.
         connection.execute("PRAGMA incremental_vacuum(1)")

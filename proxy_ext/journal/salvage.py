@@ -20,6 +20,7 @@ from typing import Any
 from any_agent.atomic import fsync
 from any_agent.errors import StartupError
 from any_agent.record import unpack_interaction
+from proxy_ext.journal import schema
 
 _CHILDREN = ("interactions", "rewards")
 """Tables whose rows belong to sessions."""
@@ -140,7 +141,7 @@ def salvage(source: sqlite3.Connection, path: Path, *, commits_lost: bool) -> Da
         raise unusable(path, error) from error
     target = sqlite3.connect(new, isolation_level=None)
     try:
-        target.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        schema.shape(target)
         target.execute("BEGIN")
         for sql in (*tables.values(), *indexes):
             target.execute(sql)

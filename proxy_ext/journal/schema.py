@@ -74,10 +74,15 @@ PRAGMA user_version = 2;
 COMMIT;
 """
 """When a session ended was not written: by its expiry at the latest."""
-_LOG_PAGES = 1000
-"""The log is copied into the file when it has grown to 4 MB."""
-_LOG_BYTES = 16 << 20
+_PAGE = 8192
+"""Bytes. SQLite begins a new page for a row that does not fit into the last one: with its own 4 KB
+pages, every turn of some hundred tokens would take a page of its own."""
+_LOG_BYTES = 4 << 20
+"""The log is copied into the file when it has grown to this."""
+_LOG_LEFT = 16 << 20
 """What is left of a log that had to grow beyond that."""
+_CACHE_KB = 16_384
+"""A commit of many rows is written once, at its end."""
 
 
 def create(path: Path) -> None:
@@ -86,8 +91,7 @@ def create(path: Path) -> None:
     new.unlink(missing_ok=True)
     connection = sqlite3.connect(new, isolation_level=None)
     try:
-        # Lets what the archives took be given back to the file system in small steps.
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        shape(connection)
         connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
     finally:
         connection.close()
@@ -95,6 +99,13 @@ def create(path: Path) -> None:
     new.rename(path)
     fsync(path.parent)
     fsync(path.parent.parent)
+
+
+def shape(connection: sqlite3.Connection) -> None:
+    """What must be said of a file before its first table."""
+    connection.execute(f"PRAGMA page_size = {_PAGE}")
+    # Lets what the archives took be given back to the file system in small steps.
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
 
 
 def version_of(connection: sqlite3.Connection, path: Path) -> int:
@@ -128,8 +139,10 @@ def settle(connection: sqlite3.Connection) -> None:
     """The settings that the journal is used with."""
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
-    connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
-    connection.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
+    (page_size,) = connection.execute("PRAGMA page_size").fetchone()
+    connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_BYTES // page_size}")
+    connection.execute(f"PRAGMA journal_size_limit = {_LOG_LEFT}")
+    connection.execute(f"PRAGMA cache_size = -{_CACHE_KB}")
     # What is deleted is overwritten, not just forgotten.
     connection.execute("PRAGMA secure_delete = ON")
     connection.row_factory = sqlite3.Row

@@ -37,9 +37,9 @@ from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.journal_lab import make_interaction, make_row
 from tests.proxy_ext.proxy_lab import config_for, running_proxy, until
 
-SESSIONS = 60
+SESSIONS = 120
 TURNS = 4
-PAGE = 4096
+PAGE = 8192
 STATES = (
     SessionState.OPEN,
     SessionState.FINALIZED,
@@ -202,9 +202,9 @@ async def test_a_damaged_last_page(
 @pytest.mark.parametrize(
     ("of", "most"),
     [
-        ("interactions", 40),
-        ("sessions", 30),
-        ("rewards", 12),
+        ("interactions", 12),
+        ("sessions", 75),
+        ("rewards", 24),
         ("interactions_by_session", 0),
         ("sqlite_autoindex_interactions_1", 0),
         ("sessions_by_state", 0),
@@ -250,12 +250,13 @@ async def test_a_flipped_bit_in_a_blob(
     path = written.copy(tmp_path / "damaged")
     content = bytearray(path.read_bytes())
     victim = "ses-0-0004"
-    text = written.content[victim][0][400:460]
-    content[content.index(text) + 30] ^= 1
+    # Amid its messages.
+    longest = max(written.content[victim], key=len)
+    content[content.index(longest[-300:-240]) + 30] ^= 1
     path.write_bytes(content)
     seen = await check(path, written)
     assert seen == {"whole": SESSIONS - 1, "found later": 1}
-    assert "chatcmpl-0004-0" in one_error(caplog)
+    assert f"chatcmpl-0004-{written.content[victim].index(longest)}" in one_error(caplog)
     figure(f"a flipped bit: of {SESSIONS} sessions {dict(seen)}")
 
 
@@ -280,7 +281,9 @@ async def test_a_garbage_log(
     journal = SQLiteJournal(folder / "rank-0.sqlite")
     for number in range(SESSIONS // 2):
         await journal.commit(*statements(number))
-    journal._writer.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    execute = journal._writer.connection.execute
+    execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    execute("PRAGMA wal_autocheckpoint = 0")
     for number in range(SESSIONS // 2, SESSIONS):
         await journal.commit(*statements(number))
     # As a kill -9 leaves it.
