@@ -37,7 +37,7 @@ def add_sessions_commands(
         epilog=_EPILOG,
     )
     below = sessions.add_subparsers(
-        dest="sessions_command", required=True, metavar="COMMAND", help="what to do; each has --help"
+        dest="sessions_command", required=True, metavar="COMMAND", help="what to do"
     )
     shown = _add(below, "list", "list sessions, ended ones too, newest first")
     shown.add_argument("--state", metavar="STATE", help="only those in this state, e.g. open")
