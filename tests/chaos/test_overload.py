@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import multiprocessing
 import time
@@ -152,7 +153,8 @@ class Crowd:
         """One model call."""
         key = self.keys[number % len(self.keys)]
         messages = [{"role": "user", "content": f"Say a number, not {number}."}]
-        body = {"model": "gpt-4o", "messages": messages, "max_tokens": TOKENS}
+        stream = number % 4 == 0
+        body = {"model": "gpt-4o", "messages": messages, "max_tokens": TOKENS, "stream": stream}
         if await self._ask("/v1/chat/completions", body, key, due) == 200:
             self.seconds.append(time.monotonic() - due)
 
@@ -164,14 +166,16 @@ class Crowd:
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         try:
             async with self.http.post(path, json=body, headers=headers) as response:
-                content = await response.json()
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                content = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
             self.wrong.append(f"{path}: {error!r}")
             return 0
         if response.status == 200:
             self.said["200"] += 1
+            if body.get("stream") and not content.endswith(b"data: [DONE]\n\n"):
+                self.wrong.append(f"{path}: a stream that ends with {content[-80:]!r}")
             return 200
-        code = content["error"]["code"]
+        code = json.loads(content)["error"]["code"]
         self.said[f"{response.status} {code}"] += 1
         after = response.headers.get("Retry-After", "")
         if response.status not in (429, 503, 507) or not (after.isdigit() and int(after) > 0):
