@@ -62,6 +62,17 @@ async def test_paths_and_keys() -> None:
     assert seen[0].headers["authorization"] == "Bearer session-key"
 
 
+async def test_a_key_that_changes_is_asked_for_at_each_attempt() -> None:
+    counts = ("admitted", "limit", "reserved", "waiting", "running", "buffered")
+    capacity = dict.fromkeys(counts, 0)
+    client, seen = client_with(httpx.Response(503), httpx.Response(200, json=capacity))
+    keys = iter(["first", "second"])
+    client._key = lambda: next(keys)
+    await client.get_capacity()
+    assert [r.headers["authorization"] for r in seen] == ["Bearer first", "Bearer second"]
+    assert RLClient("http://service", admin_key=lambda: "made")._key() == "made"
+
+
 async def test_an_error_is_raised_as_its_class_and_once() -> None:
     error = {"error": {"message": "use a new group_id", "code": "group_closed"}}
     client, seen = client_with(httpx.Response(409, json=error))
