@@ -23,7 +23,7 @@ from any_agent.errors import SessionClosed
 from any_agent.keys import rank_of_session
 from any_agent.launcher.trial import trial_dir
 from any_agent.ports import free_port
-from any_agent.protocol import Rejection
+from any_agent.protocol import Rejection, SessionStarted
 from any_agent.record import unpack_trajectories
 from any_agent.registry import publish
 from proxy_ext.presence import entry_of
@@ -158,6 +158,13 @@ async def call(http: httpx.AsyncClient, key: str) -> str:
     return response.headers["x-any-agent-session"]
 
 
+async def opened(http: httpx.AsyncClient, **fields: Any) -> SessionStarted:
+    """An open without an Idempotency-Key, which each rank gets in turn."""
+    response = await http.post("/rl/v1/start_session", json=fields)
+    assert response.status_code == 200, response.text
+    return SessionStarted.model_validate_json(response.content)
+
+
 # -- sessions ----------------------------------------------------------------------------------
 
 
@@ -168,7 +175,7 @@ async def test_a_thousand_sessions_and_a_new_router(start: Start) -> None:
         RLClient(pair.url, timeout=60, trust_env=False) as client,
         httpx.AsyncClient(base_url=pair.url, timeout=60) as http,
     ):
-        started = await several(client.start_session(wait=10) for _ in range(1000))
+        started = await several(opened(http, wait=10) for _ in range(1000))
         ranks = Counter(rank_of_session(s.session_id) for s in started)
         assert abs(ranks[0] - ranks[1]) <= 1, ranks
         recorded = await several(call(http, s.api_key) for s in started[:500])
@@ -199,7 +206,7 @@ async def test_groups_stay_together(start: Start) -> None:
 async def test_a_rank_starts_again_and_its_sessions_go_on(
     pair: Pair, client: RLClient, http: httpx.AsyncClient
 ) -> None:
-    started = [await client.start_session() for _ in range(4)]
+    started = [await opened(http) for _ in range(4)]
     for session in started:
         await call(http, session.api_key)
     await pair.end("rank-0")
@@ -216,7 +223,7 @@ async def test_a_prefix_is_a_base_url(
     pair: Pair, client: RLClient, http: httpx.AsyncClient
 ) -> None:
     for _ in range(2):
-        session = await client.start_session()
+        session = await opened(http)
         for name in (session.api_key, session.session_id):
             response = await http.post(
                 f"/{name}/v1/chat/completions", json=body(), headers={"Authorization": "DUMMY"}
@@ -228,12 +235,21 @@ async def test_a_prefix_is_a_base_url(
 
 async def test_without_slots_an_open_waits_for_one_anywhere(start: Start) -> None:
     pair = await start()
-    async with RLClient(pair.url, timeout=60, trust_env=False) as client:
-        opens = [asyncio.create_task(client.start_session(wait=60)) for _ in range(4)]
+    async with httpx.AsyncClient(base_url=pair.url, timeout=60) as http:
+        opens = [asyncio.create_task(opened(http, wait=60)) for _ in range(4)]
         waiting = [p.service.sessions.admission for p in pair.proxies.values()]
         await until(lambda: [a.waiting for a in waiting] == [2, 2], "two wait at each rank")
         await pair.admit(2)
         assert len({s.session_id for s in await asyncio.gather(*opens)}) == 4
+
+
+async def test_the_client_opens_at_its_keys_home_and_goes_on_after_a_refusal(start: Start) -> None:
+    """Only rank 1 has slots: a key whose home is rank 0 is refused there, and the next is not."""
+    pair = await start()
+    await pair.proxies[1].admit(8)
+    async with RLClient(pair.url, timeout=60, trust_env=False) as client:
+        started = await several(client.start_session(patience=60) for _ in range(8))
+    assert {rank_of_session(s.session_id) for s in started} == {1}
 
 
 # -- calls -------------------------------------------------------------------------------------
@@ -244,7 +260,7 @@ async def test_the_first_chunk_arrives_with_the_first_token(
 ) -> None:
     """The engine makes its second token only after the client has seen the first."""
     for _ in range(2):
-        session = await client.start_session()
+        session = await opened(http)
         engine = pair.engines[rank_of_session(session.session_id) or 0]
         second = engine.hold(1)
         texts: list[str] = []
@@ -314,7 +330,7 @@ async def test_the_trainers_routes(pair: Pair, client: RLClient, http: httpx.Asy
 
 
 async def finished(client: RLClient, http: httpx.AsyncClient, **fields: Any) -> str:
-    session = await client.start_session(**fields)
+    session = await opened(http, **fields)
     await call(http, session.api_key)
     await client.finalize(session.api_key, 1.0)
     return session.session_id
@@ -380,13 +396,13 @@ async def test_a_body_names_a_session(
     pair: Pair, client: RLClient, http: httpx.AsyncClient
 ) -> None:
     for _ in range(2):
-        session = await client.start_session()
+        session = await opened(http)
         await call(http, session.api_key)
         names = {"session_id": session.session_id}
         assert (await http.post("/rl/v1/set_reward", json=names | {"reward": 1})).status_code == 200
         assert (await http.post("/rl/v1/finalize", json=names)).json()["state"] == "finalized"
         with pytest.raises(SessionClosed):
-            await client.set_reward(session.api_key, 1.0)
+            await client.finalize(session.api_key)
         info = (await http.get(f"/rl/v1/sessions/{session.session_id}")).json()
         assert info["session_id"] == session.session_id
 
