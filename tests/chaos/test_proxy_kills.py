@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from any_agent.client import RLClient
-from any_agent.errors import AnyAgentError
+from any_agent.errors import AnyAgentError, Conflict
 from any_agent.launcher.trial import trial_dir
 from any_agent.record import unpack_trajectories
 from any_agent.types import SessionState
@@ -138,16 +138,25 @@ class Load:
             self.trained[trajectory.session_id] += trajectory.session_id in self.trained
         fresh = [t.session_id for t in got if t.session_id not in held]
         held.update(fresh)
-        while fresh:
+        await self._ack(service, fresh)
+        held.difference_update(fresh)
+
+    async def _ack(self, service: RLClient, sessions: list[str]) -> None:
+        """All of them; where a lease was lost meanwhile, one by one: that one comes again."""
+        while sessions:
             try:
-                await service.ack(owner="trainer", trained=fresh, rejected=[])
+                await service.ack(owner="trainer", trained=sessions, rejected=[])
+            except Conflict:
+                if len(sessions) > 1:
+                    for session in sessions:
+                        await self._ack(service, [session])
+                return
             except AnyAgentError as error:
                 if not error.retryable:
                     raise
-                continue
-            self.trained.update(fresh)
-            held.difference_update(fresh)
-            return
+            else:
+                self.trained.update(sessions)
+                return
 
     async def _capacity(self, held: set[str]) -> None:
         number = 0
