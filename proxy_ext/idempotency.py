@@ -5,6 +5,9 @@ neither the order of its fields nor white space matters), the query and the sess
 key with another one is refused. Only answers that say yes are kept, each in the transaction of its
 effect, so that a crash leaves both or neither. Equal requests at the same time take turns: the
 first that succeeds answers them all.
+
+An answer is as long as its session's rewards are many, and is stored compressed. Leases and exports
+are not kept: they are long, and asked for again they answer the same to their holder.
 """
 
 from __future__ import annotations
