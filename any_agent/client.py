@@ -25,6 +25,7 @@ from any_agent.protocol import (
     Acked,
     Capacity,
     Finalize,
+    Heartbeat,
     Lease,
     ListSessions,
     Pause,
@@ -125,14 +126,40 @@ class RLClient:
                 await asyncio.sleep(min(pause, remaining))
 
     async def set_reward(
-        self, api_key: str, reward: float, *, completion_id: str | None = None
+        self,
+        api_key: str,
+        reward: float | dict[str, float],
+        *,
+        completion_id: str | None = None,
     ) -> RewardSet:
+        """A number, or several by name, for a completion (default: the last one)."""
         body = SetReward(reward=reward, completion_id=completion_id)
         return await self._call(RewardSet, "POST", "/set_reward", body, key=api_key, once=True)
 
-    async def finalize(self, api_key: str, final_reward: float | None = None) -> SessionInfo:
-        body = Finalize(final_reward=final_reward)
+    async def set_final_reward(
+        self, api_key: str, final_reward: float | dict[str, float]
+    ) -> RewardSet:
+        """Of the whole session; can be revised until a trainer has it."""
+        body = SetReward(final_reward=final_reward)
+        return await self._call(RewardSet, "POST", "/set_reward", body, key=api_key, once=True)
+
+    async def finalize(
+        self,
+        api_key: str,
+        final_reward: float | dict[str, float] | None = None,
+        *,
+        await_reward: bool = False,
+        deadline: float | None = None,
+    ) -> SessionInfo:
+        """End a session, or with ``await_reward`` its calls: rewards may come then for ``deadline``
+        seconds (default: as long as the service allows)."""
+        body = Finalize(final_reward=final_reward, await_reward=await_reward, deadline=deadline)
         return await self._call(SessionInfo, "POST", "/finalize", body, key=api_key, once=True)
+
+    async def heartbeat(self, session: SessionStarted) -> Heartbeat:
+        """Keep an open session from expiring while nothing else happens in it."""
+        path = f"/sessions/{session.session_id}/heartbeat"
+        return await self._call(Heartbeat, "POST", path, key=session.api_key, repeatable=True)
 
     async def abort(
         self, session: SessionStarted, reason: str = "aborted by the caller"

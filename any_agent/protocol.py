@@ -224,8 +224,9 @@ class SessionInfo(BaseModel):
     rewards: dict[str, float]
     """Each rewarded interaction's own reward."""
     final_reward: float | None
-    rewarded: bool
-    """Whether it has any reward; training counts none as 0."""
+    rewarded: bool | None
+    """Whether it has any reward; training counts none as 0. None: not known any more, as its
+    content is not here."""
     first_version: int | None
     """The oldest weight version of its tokens."""
     last_version: int | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -164,7 +165,7 @@ class Session:
             interactions=len(tree),
             rewards=rewards,
             final_reward=row.final_reward,
-            rewarded=bool(rewards) or row.final_reward is not None,
+            rewarded=_rewarded(row, rewards),
             first_version=first,
             last_version=last,
             pinned_version=row.pinned_version,
@@ -175,6 +176,12 @@ class Session:
             idle_in=_finite(self.idle_expires - now) if taking_calls else None,
             awaits_in=row.awaits_until - until if awaiting and row.awaits_until else None,
         )
+
+
+def _rewarded(row: SessionRow, rewards: Mapping[str, float]) -> bool | None:
+    if rewards or row.final_reward is not None:
+        return True
+    return False if row.content == "stored" else None
 
 
 def _finite(seconds: float) -> float | None:

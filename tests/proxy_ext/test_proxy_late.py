@@ -160,6 +160,21 @@ async def test_a_group_waits_for_its_members_reward(proxy: Proxy) -> None:
     assert leased == {first["session_id"], second["session_id"]}
 
 
+async def test_the_client(proxy: Proxy) -> None:
+    """The same by `RLClient`."""
+    client = proxy.client
+    session = await client.start_session(ttl=100)
+    completion = (await proxy.complete(session.api_key))["id"]
+    assert 0 < (await client.heartbeat(session)).expires_in <= 100
+    given = await client.set_reward(session.api_key, {"a": 1, "b": 2}, completion_id=completion)
+    assert (given.reward, given.interaction_id) == (3, completion)
+    info = await client.finalize(session.api_key, await_reward=True, deadline=50)
+    assert info.state == "awaiting_reward" and info.awaits_in is not None and info.awaits_in <= 50
+    assert (await client.set_final_reward(session.api_key, {"judge": 0.5})).reward == 0.5
+    info = await client.finalize(session.api_key)
+    assert (info.state, info.final_reward) == ("finalized", 0.5)
+
+
 # -- graders ---------------------------------------------------------------------------------------
 
 
