@@ -33,15 +33,15 @@ def await_url(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @contextlib.contextmanager
-def process(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """``python -m ...``, ended with the context."""
+def process(log: Path, *arguments: str, **more: str) -> Iterator[subprocess.Popen[bytes]]:
+    """``python -m ...`` with more in its environment, ended with the context."""
     with open(log, "ab") as out:
         child = subprocess.Popen(
             [sys.executable, "-m", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=environment(),
+            env=environment(**more),
         )
     try:
         yield child
