@@ -414,7 +414,7 @@ async def insist(http: httpx.AsyncClient, path: str, body: Any, key: str) -> htt
 async def test_an_open_is_done_once_over_both_ranks_while_they_are_killed(
     tmp_path: Path, tiny_model_dir: Path, engine: ScriptedEngine, long: bool, figure: Figure
 ) -> None:
-    keys = 60 if long else 4
+    keys = 60 if long else 3
     async with running_cluster(tmp_path, tiny_model_dir, engine) as cluster:
         limits = httpx.Limits(max_connections=None)
         http = httpx.AsyncClient(
