@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import httpx
+import openai
 import pytest
 
 from any_agent.chat import ChatFormat
@@ -305,6 +306,35 @@ async def test_a_client_that_leaves_ends_its_generation(
             await work
     await until(lambda: not engine.running, "the generation ends")
     assert engine.aborted or engine.cancelled
+
+
+async def test_openais_sdk_after_a_connection_that_broke(
+    pair: Pair, http: httpx.AsyncClient
+) -> None:
+    """The router ends amid a call: the SDK asks the next one, and its call was sampled once."""
+    session = await opened(http)
+    rank = rank_of_session(session.session_id) or 0
+    engine = pair.engines[rank]
+    go_on = engine.hold(2)
+    live = pair.proxies[rank].service.sessions.live[session.session_id]
+    async with openai.AsyncOpenAI(
+        api_key=session.api_key, base_url=f"{pair.url}/v1", max_retries=10, timeout=60
+    ) as sdk:
+        asked = asyncio.create_task(
+            sdk.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "Hi"}], max_tokens=8
+            )
+        )
+        await until(lambda: engine.running, "the engine samples")
+        await pair.end("router")
+        await until(lambda: any(c.vacant for c in live.calls), "its client is gone")
+        await pair.start_router()
+        await until(lambda: not any(c.vacant for c in live.calls), "the SDK takes the call up")
+        go_on.set()
+        done = await asked
+    (recorded,) = await pair.proxies[rank].recorded(session.session_id)
+    assert done.id == recorded.id
+    assert len(engine.requests) == 1
 
 
 # -- the operator and the trainer --------------------------------------------------------------
