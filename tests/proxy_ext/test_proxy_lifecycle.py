@@ -180,6 +180,20 @@ def test_every_request_of_the_table_is_tried() -> None:
 
 @pytest.mark.parametrize("state", SessionState)
 async def test_every_event(state: SessionState, proxy: Proxy) -> None:
+    await try_every_event(proxy, state)
+
+
+@pytest.mark.parametrize(
+    "state", [SessionState.OPEN, SessionState.AWAITING_REWARD, SessionState.FINALIZED]
+)
+async def test_every_event_of_cold_sessions(state: SessionState, start: Start) -> None:
+    """What they recorded is in the journal alone, and read when it is needed."""
+    proxy = await start("sessions.hot_bytes=0")
+    await proxy.admit(100)
+    await try_every_event(proxy, state)
+
+
+async def try_every_event(proxy: Proxy, state: SessionState) -> None:
     for event, ask in ASK.items():
         session = await MAKE[state](proxy)
         assert await state_of(proxy, session) == state
