@@ -31,7 +31,8 @@ from proxy_ext.sessions import Sessions
 
 log = logging.getLogger(__name__)
 
-_EVERY = 30.0
+_EVERY = (1.0, 30.0)
+"""Seconds between two looks: no longer than content is kept, but within these."""
 _BATCH = 256
 _BATCH_BYTES = 16 * 2**20
 """Of lines, before they are compressed: what one transaction removes holds up the writes behind it
@@ -82,7 +83,7 @@ class Archive:
     async def run(self) -> None:
         """Archive, and give space back, until cancelled."""
         while True:
-            await asyncio.sleep(_EVERY)
+            await asyncio.sleep(min(max(_EVERY[0], self._keep), _EVERY[1]))
             try:
                 await self._sweep_all()
             except AnyAgentError as error:
