@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from any_agent.access import ANYONE
 from any_agent.chat import ChatFormat
 from any_agent.errors import StoreUnavailable
 from any_agent.keys import rank_of_session
@@ -153,7 +154,7 @@ async def test_what_the_journal_never_got_is_not_named_twice(
             patched.setattr(proxy.service.journal, "commit", full)
             for _ in range(times):
                 with pytest.raises(StoreUnavailable):
-                    await proxy.service.opening.open(StartSession(**fields))
+                    await proxy.service.opening.open(StartSession(**fields), ANYONE)
 
     proxy = await begin()
     opened = set()
