@@ -68,6 +68,14 @@ def _create(arguments: argparse.Namespace, run_dir: RunDir) -> int:
     else:
         _say(f"key {key.id} for {run_dir.path}; it is shown this once, and kept nowhere:")
         print(text)
+    admins = [k for k in read_keys(run_dir.keys).keys if k.scope == "admin"]
+    if not admins:
+        _say(
+            "no admin key is in keys.json: without server.admin_key the service is open to "
+            "everybody on its machine"
+        )
+    elif admins == [key]:
+        _say("the first admin key: from now on the service asks everybody for a key")
     return 0
 
 

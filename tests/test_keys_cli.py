@@ -127,6 +127,12 @@ def test_everything_is_audited(run: Run, trial: RunDir) -> None:
     assert "sk-" not in text
 
 
+def test_what_the_first_admin_key_means_is_said(run: Run) -> None:
+    assert "open to everybody" in run("create", "--scope", "trainer")[2]
+    assert "asks everybody for a key" in run("create", "--scope", "admin")[2]
+    assert "everybody" not in run("create", "--scope", "admin")[2]
+
+
 def test_a_file_that_cannot_be_written(run: Run, trial: RunDir) -> None:
     trial.path.mkdir(parents=True)
     (trial.path / "audit").write_text("in the way")

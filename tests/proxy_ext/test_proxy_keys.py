@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from any_agent.access import signer_of
+from any_agent.client import RLClient
 from any_agent.errors import StartupError
 from any_agent.keys_commands import run as run_keys
 from any_agent.keystore import KeptScope, create_key, revoke_key
@@ -183,7 +185,14 @@ async def test_session_keys_outlive_a_rotation_unless_told_not_to(closed: Proxy)
     newer = await until(lambda: _open_with_another_secret(closed, session))
     for one in (session, newer):
         assert (await closed.call(one["api_key"])).status_code == 200
-    rotate("--drop-old")
+    # The run's trainer follows at once: nothing that it does fails meanwhile.
+    own = signer_of(trial_dir(config))
+    before = own.run_key
+    async with RLClient(closed.url, admin_key=lambda: own.run_key, trust_env=False) as trainer:
+        await trainer.get_capacity()
+        rotate("--drop-old")
+        await trainer.get_capacity()
+    assert (await asked(closed, "GET", "/rl/v1/capacity", before)).status_code == 401
 
     async def void() -> bool:
         calls = [await closed.call(one["api_key"]) for one in (session, newer)]
