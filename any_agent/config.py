@@ -207,6 +207,10 @@ class SessionConfig(_Section):
     late_reward: Literal["reject", "zero", "grade"] = "reject"
     """What becomes of a session that no reward came for by its deadline: never trained on, given 0,
     or given what `sessions.grader` says."""
+    store_content: bool = True
+    """Keep what is said in sessions. If not, messages, tools and recorded parameters are dropped
+    when a call is answered, in memory and before anything is written; token ids, log-probabilities,
+    rewards and the caller's metadata stay, so that sessions go on exactly and can be trained on."""
     grader: str = ""
     """For `late_reward: grade`: `module.function`, which takes a session as a dictionary and
     returns a number or several by name. It runs in a process of its own."""
@@ -228,6 +232,8 @@ class SessionConfig(_Section):
         named = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", self.grader)
         if self.grader and not named:
             raise ValueError("sessions.grader must be module.function")
+        if self.late_reward == "grade" and not self.store_content:
+            raise ValueError("sessions.late_reward=grade needs sessions.store_content=true")
         if self.late_reward == "grade" and not self.grader:
             raise ValueError("sessions.late_reward=grade needs sessions.grader=module.function")
         return self

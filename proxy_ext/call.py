@@ -87,6 +87,7 @@ class Call:
         stream: bool,
         on_left: Callable[[Call], None],
         interaction: Interaction | None = None,
+        answer: Interaction | None = None,
     ) -> None:
         self.head = head
         self.session = session
@@ -95,7 +96,9 @@ class Call:
         """In the order of their beginning."""
         self.task: asyncio.Task[None] | None = None
         self.interaction = interaction
-        """Durable; None while the call is under way, and for good if it fails."""
+        """As it is recorded, durably; None while the call is under way, for good if it fails."""
+        self._answer = answer or interaction
+        """With its texts, which may not be recorded."""
         self.closed = False
         """No retry can take it up any more."""
         self.expiry: asyncio.Task[None] | None = None
@@ -139,10 +142,10 @@ class Call:
         if self.expiry is not None:
             self.expiry.cancel()
         listener = self._listener = Listener(self)
-        if self.interaction is not None:
+        if self._answer is not None:
             if self._stream:
-                listener.put(_whole(self.interaction))
-            listener.put(self.interaction)
+                listener.put(_whole(self._answer))
+            listener.put(self._answer)
         elif self._so_far is not None and not self._so_far.empty:
             listener.put(self._so_far.delta())
         return listener
@@ -214,8 +217,10 @@ class Call:
             await sessions.record(session, completion.interaction, completion.key, None)
             last = int(completion.interaction.output_versions[-1])
             raise VersionGone.of(self.pinned, last)
-        await sessions.record(session, completion.interaction, completion.key, self.mark)
-        self.interaction = completion.interaction
+        self.interaction = await sessions.record(
+            session, completion.interaction, completion.key, self.mark
+        )
+        self._answer = completion.interaction
         timer.completed(completion, earlier=len(session.tree) - 1)
 
     def _produced(self, item: Item) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from any_agent.completions import Completer, Prepared
+from any_agent.completions import ChatCall, Completer, Prepared
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 from proxy_ext.call import Call, Head, Listener
@@ -98,13 +98,22 @@ class Calls:
         return call.listen()
 
     def recorded(
-        self, interaction: Interaction, session: Session, mark: RequestMark, *, stream: bool
+        self, interaction: Interaction, session: Session, mark: RequestMark, again: ChatCall
     ) -> Listener:
         """Take up a call of an earlier process, whose answer may have reached nobody."""
         prompt_tokens = len(session.tree.prompt_ids(interaction.id))
         i = interaction
+        answer = self._completer.said_again(again, session.tree, i.id)
         head = Head(i.id, i.created_at, i.gconfig, prompt_tokens)
-        call = Call(head, session, mark, stream=stream, on_left=self._left, interaction=i)
+        call = Call(
+            head,
+            session,
+            mark,
+            stream=again.stream,
+            on_left=self._left,
+            interaction=i,
+            answer=answer,
+        )
         session.calls.add(call)
         return call.listen()
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from starlette.requests import Request
 
+from any_agent.completions import ChatCall
 from proxy_ext.call import Call, Listener
 from proxy_ext.calls import Calls
 from proxy_ext.delivery import UNDELIVERED, was_used
@@ -36,14 +37,14 @@ def mark_of(request: Request, body: bytes) -> RequestMark | None:
 
 
 async def take_up(
-    calls: Calls, session: Session, mark: RequestMark, *, stream: bool
+    calls: Calls, session: Session, mark: RequestMark, again: ChatCall
 ) -> Listener | None:
     """The earlier call that a retry repeats, heard from its beginning; None if there is none."""
     deadline = time.monotonic() + NEWS_SECONDS
     news = asyncio.Event()
     while True:
         session.require_open()
-        if (before := _before_the_restart(calls, session, mark, stream=stream)) is not None:
+        if (before := _before_the_restart(calls, session, mark, again)) is not None:
             calls.stats.retries["recovered"] += 1
             return before
         earlier = sorted((c for c in session.calls if _repeats(mark, c)), key=lambda c: c.number)
@@ -68,7 +69,7 @@ def _is_later(mark: RequestMark, earlier: RequestMark) -> bool:
 
 
 def _before_the_restart(
-    calls: Calls, session: Session, mark: RequestMark, *, stream: bool
+    calls: Calls, session: Session, mark: RequestMark, again: ChatCall
 ) -> Listener | None:
     """The oldest answer of an earlier process that the retry asks for again."""
     for id, earlier in session.unconfirmed.items():
@@ -77,7 +78,7 @@ def _before_the_restart(
             continue
         if interaction.untrainable_reason != UNDELIVERED and not was_used(session, interaction):
             del session.unconfirmed[id]
-            return calls.recorded(interaction, session, mark, stream=stream)
+            return calls.recorded(interaction, session, mark, again)
     return None
 
 

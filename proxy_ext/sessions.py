@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from any_agent.config import SessionConfig
 from any_agent.errors import NotFound, SessionDamaged, StoreUnavailable
-from any_agent.record import InteractionTree
+from any_agent.record import InteractionTree, without_texts
 from any_agent.types import TERMINAL_STATES, Interaction, SessionMode, SessionState
 from proxy_ext import clock
 from proxy_ext.admission import Admission
@@ -222,14 +222,20 @@ class Sessions:
 
     async def record(
         self, session: Session, interaction: Interaction, key: bytes, mark: RequestMark | None
-    ) -> None:
-        """Make an interaction durable, then visible; ``mark``: by which retries are known."""
+    ) -> Interaction:
+        """Make an interaction durable, then visible; ``mark``: by which retries are known.
+
+        What was recorded, without its texts if they are not to be kept.
+        """
         mark = mark or UNMARKED
+        if not self.config.store_content:
+            interaction = without_texts(interaction)
         with self.trees.pinned(session):
             await self.load(session)
             await self.deliveries.commit(PutInteraction(interaction, key, mark))
             session.tree.add(interaction, key)
             self.trees.grew(session, interaction)
+        return interaction
 
     async def mark_undelivered(self, session: Session, interaction: Interaction) -> None:
         """Take an interaction out of training whose answer reached nobody."""

@@ -6,13 +6,13 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, chain_keys, text_of
 from any_agent.completions.params import ChatCall
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable, VersionGone
-from any_agent.record import InteractionTree
+from any_agent.record import InteractionTree, lacks_texts
 from any_agent.types import (
     Continuation,
     GenerationHyperparameters,
@@ -214,6 +214,18 @@ class Completer:
                     )
                     return
         raise EngineUnavailable("the engine ended without an end", retry_after=2)
+
+    def said_again(self, call: ChatCall, tree: InteractionTree, id: str) -> Interaction:
+        """A recorded answer to the same call; its texts, if they were not kept, by its ids."""
+        interaction = tree[id]
+        if not lacks_texts(interaction):
+            return interaction
+        parser = self.chat.stream_parser(
+            prompt_ids=tree.prompt_ids(id).tolist(), tools=call.tools, stop=call.gconfig.stop
+        )
+        parser.feed(interaction.output_ids.tolist())
+        parsed = parser.finish(matched_stop=None)[1]
+        return replace(interaction, output_message=parsed.to_message())
 
     def _completion(
         self,

@@ -18,6 +18,7 @@ from any_agent.record.export import (
     to_tensors,
 )
 from any_agent.record.rewards import discarded, propagate_rewards, session_score, was_received
+from any_agent.record.texts import lacks_texts, without_texts
 from any_agent.record.tree import InteractionTree
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "export_rows",
     "individual_rows",
     "interaction_row",
+    "lacks_texts",
     "pack_interaction",
     "pack_trajectories",
     "propagate_rewards",
@@ -37,4 +39,5 @@ __all__ = [
     "unpack_interaction",
     "unpack_trajectories",
     "was_received",
+    "without_texts",
 ]

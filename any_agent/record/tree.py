@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from any_agent.record.rewards import was_received
+from any_agent.record.texts import has_reasoning
 from any_agent.types import Continuation, IdArray, Interaction, Message
 
 
@@ -142,8 +143,8 @@ class InteractionTree:
 
 def _with_reasoning(known: list[Interaction], message: Any) -> Interaction:
     reasoning = message.get("reasoning_content") if isinstance(message, dict) else None
-    if reasoning:
+    if reasoning and isinstance(reasoning, str):
         for node in reversed(known):
-            if node.output_message.get("reasoning_content") == reasoning:
+            if has_reasoning(node.output_message, reasoning):
                 return node
     return known[-1]

@@ -74,7 +74,7 @@ PRAGMA user_version = 2;
 COMMIT;
 """
 """When a session ended was not written: by its expiry at the latest."""
-_PAGE = 8192
+_PAGE = 16_384
 """Bytes. SQLite begins a new page for a row that does not fit into the last one: with its own 4 KB
 pages, every turn of some hundred tokens would take a page of its own."""
 _LOG_BYTES = 4 << 20

@@ -81,7 +81,7 @@ async def _begin(
             await service.sessions.load(session)
             tree, mark = session.tree, mark_of(request, content)
             if mark is not None and mark.retry_count > 0:
-                earlier = await take_up(service.calls, session, mark, stream=call.stream)
+                earlier = await take_up(service.calls, session, mark, call)
                 if earlier is not None:
                     return earlier
         if len(content) > _LONG_BODY:

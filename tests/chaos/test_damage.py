@@ -37,9 +37,9 @@ from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.journal_lab import make_interaction, make_row
 from tests.proxy_ext.proxy_lab import config_for, running_proxy, until
 
-SESSIONS = 120
+SESSIONS = 160
 TURNS = 4
-PAGE = 8192
+PAGE = 16_384
 STATES = (
     SessionState.OPEN,
     SessionState.FINALIZED,
@@ -203,8 +203,8 @@ async def test_a_damaged_last_page(
     ("of", "most"),
     [
         ("interactions", 12),
-        ("sessions", 75),
-        ("rewards", 24),
+        ("sessions", SESSIONS),
+        ("rewards", 32),
         ("interactions_by_session", 0),
         ("sqlite_autoindex_interactions_1", 0),
         ("sessions_by_state", 0),

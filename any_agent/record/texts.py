@@ -1,0 +1,47 @@
+"""Interactions without what was said in them (`sessions.store_content=false`).
+
+Token ids, log-probabilities and versions stay, and so does everything that training and exact
+continuation need: a request is known by its key, an answer's reasoning by its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+from any_agent.types import Interaction, Message
+
+REASONING_DIGEST = "reasoning_digest"
+
+
+def without_texts(interaction: Interaction) -> Interaction:
+    """A copy without messages, tools, stop strings, and parameters that were only recorded."""
+    said = interaction.output_message
+    kept: Message = {"role": said.get("role", "assistant")}
+    if reasoning := said.get("reasoning_content"):
+        kept[REASONING_DIGEST] = _digest(reasoning)
+    return replace(
+        interaction,
+        message_delta=[],
+        output_message=kept,
+        tools=None,
+        gconfig=interaction.gconfig.new(stop=()),
+        request={"mixed_cache": interaction.request.get("mixed_cache", False)},
+    )
+
+
+def lacks_texts(interaction: Interaction) -> bool:
+    """Whether they were left out."""
+    return "content" not in interaction.output_message
+
+
+def has_reasoning(message: Message, reasoning: str) -> bool:
+    """Whether this is the reasoning of an answer, whose texts may have been left out."""
+    if message.get("reasoning_content") is not None:
+        return bool(message["reasoning_content"] == reasoning)
+    return bool(message.get(REASONING_DIGEST) == _digest(reasoning))
+
+
+def _digest(text: str) -> str:
+    data = text.encode(errors="surrogatepass")
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
