@@ -81,12 +81,14 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
     import uvicorn
 
     from proxy_ext.app import create_app
+    from proxy_ext.grading import check_grader
     from proxy_ext.presence import PresentServer, entry_of
     from proxy_ext.service import Service, load_chat
 
     url = url_of(*listener.getsockname()[:2])
     chat = load_chat(config, args.model_path)
     opened: list[Service] = []
+    asyncio.run(check_grader(config.sessions))
     asyncio.run(_check_engine(args.engine_url, args.engine_wait))
     app = create_app(
         config,

@@ -15,6 +15,8 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from any_agent.config import SessionConfig
+from any_agent.errors import ConfigError
 from any_agent.protocol import as_reward
 from proxy_ext import grader_worker
 from proxy_ext.grader_worker import short
@@ -106,6 +108,26 @@ class Grader:
         if not worked:
             raise GraderFailed(short(str(result)))
         return result
+
+
+def grader_of(config: SessionConfig) -> Grader | None:
+    """What grades sessions that no reward came for, if that is asked for."""
+    if config.late_reward != "grade":
+        return None
+    return Grader(config.grader, timeout=config.grader_timeout)
+
+
+async def check_grader(config: SessionConfig) -> None:
+    """ConfigError if the grader cannot be used."""
+    grader = grader_of(config)
+    if grader is None:
+        return
+    try:
+        await grader.check()
+    except GraderFailed as error:
+        raise ConfigError(f"sessions.grader={grader.name} cannot be used: {error}") from None
+    finally:
+        await grader.close()
 
 
 def _end(pool: ProcessPool) -> None:

@@ -15,7 +15,7 @@ from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import Completer
 from any_agent.config import Config
 from any_agent.engine import SGLangEngine
-from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StoreUnavailable
+from any_agent.errors import AnyAgentError, EngineUnavailable, StoreUnavailable
 from any_agent.registry import rank_name
 from any_agent.rundir import RunDir
 from any_agent.types import GenerationHyperparameters
@@ -26,7 +26,7 @@ from proxy_ext.closing import close_groups
 from proxy_ext.endings import Endings
 from proxy_ext.expiry import Expiry
 from proxy_ext.fence import Fence
-from proxy_ext.grading import Grader, GraderFailed
+from proxy_ext.grading import grader_of
 from proxy_ext.idempotency import Answers
 from proxy_ext.inflight import most_calls
 from proxy_ext.journal import Journal, SQLiteJournal
@@ -146,7 +146,7 @@ async def open_service(
         )
         fence = Fence(journal)
         await fence.recover()
-        late = LateRewards(sessions, endings, config.sessions, await _grader(config))
+        late = LateRewards(sessions, endings, config.sessions, grader_of(config.sessions))
         quotas = _quotas(config, access, sessions)
         s = config.sampling
         service = Service(
@@ -211,19 +211,6 @@ async def open_service(
         await engine.close()
         await journal.close()
         await asyncio.to_thread(audit.close)
-
-
-async def _grader(config: Config) -> Grader | None:
-    """What grades sessions without a reward; ConfigError if it cannot be used."""
-    if config.sessions.late_reward != "grade":
-        return None
-    grader = Grader(config.sessions.grader, timeout=config.sessions.grader_timeout)
-    try:
-        await grader.check()
-    except GraderFailed as error:
-        await grader.close()
-        raise ConfigError(f"sessions.grader={grader.name} cannot be used: {error}") from None
-    return grader
 
 
 def _quotas(config: Config, access: Access, sessions: Sessions) -> Quotas:

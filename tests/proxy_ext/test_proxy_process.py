@@ -81,6 +81,15 @@ def test_other_machines_are_not_served_without_a_key(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
+def test_a_grader_that_is_not_there(tiny_model_dir: Path, tmp_path: Path) -> None:
+    sessions = {"late_reward": "grade", "grader": "no_such_module.grade"}
+    ended = run(write_config(tmp_path, tiny_model_dir, sessions=sessions), "--port", "0")
+    assert ended.returncode == 2
+    assert "sessions.grader=no_such_module.grade cannot be used" in ended.stderr
+    assert "No module named 'no_such_module'" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_an_engine_that_is_not_there(tiny_model_dir: Path, tmp_path: Path) -> None:
     ended = run(write_config(tmp_path, tiny_model_dir), "--port", "0")
     assert ended.returncode == 1
