@@ -242,6 +242,25 @@ async def test_a_503_is_asked_again_until_the_deadline(
     assert 15 < clock.now <= 21
 
 
+def over_quota(retry_after: str) -> httpx.Response:
+    error = {"error": {"message": "used up", "code": "quota_exceeded", "quota": "requests"}}
+    return httpx.Response(429, json=error, headers={"Retry-After": retry_after})
+
+
+async def test_a_quota_is_waited_for_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    leased = httpx.Response(200, content=b"x")
+    client, seen = client_with(over_quota("3"), over_quota("4"), leased, retry_for=30)
+    # Nothing was done, so also what must not be repeated otherwise is asked for again.
+    assert await client.lease(owner="o", wait=0) == b"x"
+    assert len(seen) == 3
+    assert 7 <= clock.now < 9
+    client, seen = client_with(over_quota("40"), retry_for=30)
+    with pytest.raises(TooManyRequests) as raised:
+        await client.lease(owner="o", wait=0)
+    assert (raised.value.code, raised.value.retry_after, len(seen)) == ("quota_exceeded", 40, 1)
+
+
 async def test_a_503_may_hide_that_sessions_were_leased() -> None:
     client, seen = client_with(away())
     with pytest.raises(StoreUnavailable):
