@@ -104,7 +104,8 @@ Metadata = Annotated[dict[str, Any], AfterValidator(_storable)]
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    # A text is no number and a number is neither true nor false.
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StartSession(_Body):
@@ -126,6 +127,12 @@ class StartSession(_Body):
         if self.version is not None and self.mode != "eval":
             raise ValueError("version pins an eval session; training goes on in between: mode=eval")
         return self
+
+
+class StartByQuery(StartSession):
+    """As text, since everything in a URL is."""
+
+    model_config = ConfigDict(strict=False)
 
 
 class SessionStarted(BaseModel):
@@ -296,7 +303,9 @@ State = Literal[
 
 
 class ListSessions(_Body):
-    """Which sessions; without a filter all of them."""
+    """Which sessions; without a filter all of them. In a URL."""
+
+    model_config = ConfigDict(strict=False)
 
     state: State | None = None
     task_id: str | None = Field(default=None, max_length=64)

@@ -10,13 +10,12 @@ import time
 from http import HTTPStatus
 from typing import Any
 
-import orjson
 from aiohttp import web
 
 from any_agent.errors import AnyAgentError, Conflict
 from any_agent.keys import SESSION_KEY_PREFIX
 from router.affinity import Affinity, home_of
-from router.body import Body, json_object
+from router.body import Body, dumped, json_object
 from router.fanout import Handler
 from router.forward import Forwarder
 from router.health import Ranks
@@ -121,7 +120,7 @@ class ArealRoutes:
         self, request: web.BaseRequest, fields: dict[str, Any], rank: int, deadline: float
     ) -> Answer:
         """A rank's answer to an open that takes nothing but a granted slot."""
-        content = orjson.dumps(fields | {"grant_only": True})
+        content = dumped(fields | {"grant_only": True})
         return await self._forwarder.ask(request, rank, content=content, deadline=deadline)
 
     async def export(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:

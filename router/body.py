@@ -104,6 +104,14 @@ def json_object(content: bytes) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
+def dumped(fields: dict[str, Any]) -> bytes:
+    """A body that was read and changed; InvalidRequest if it is nested too deep to be written."""
+    try:
+        return orjson.dumps(fields)
+    except TypeError:
+        raise InvalidRequest("the body is nested too deep", code="too_deep") from None
+
+
 def seconds(value: Any) -> float | None:
     """A number of seconds; None for what is none."""
     if value is None:

@@ -12,7 +12,7 @@ from aiohttp import web
 from any_agent.errors import InvalidRequest, ReplyLost, ServiceUnavailable
 from router import merge
 from router.affinity import Affinity
-from router.body import Body, json_object, seconds
+from router.body import Body, dumped, json_object, seconds
 from router.fanout import Handler
 from router.forward import Forwarder
 from router.health import Ranks
@@ -138,7 +138,7 @@ class Leasing:
         self, request: web.BaseRequest, data: dict[str, Any], rank: int, wait: float
     ) -> Answer | None:
         """What is ready at a rank; None if it is away."""
-        content = orjson.dumps(data | {"wait": round(wait, 3)})
+        content = dumped(data | {"wait": round(wait, 3)})
         try:
             return await self._forwarder.ask(request, rank, content=content)
         except ServiceUnavailable:
@@ -155,7 +155,7 @@ class Leasing:
         deadline = time.monotonic() + self._ranks.wait
         asked = [
             asyncio.ensure_future(
-                self._forwarder.ask(request, rank, content=orjson.dumps(part), deadline=deadline)
+                self._forwarder.ask(request, rank, content=dumped(part), deadline=deadline)
             )
             for rank, part in parts.items()
         ]

@@ -11,12 +11,11 @@ from collections import Counter
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-import orjson
 from aiohttp import web
 
 from any_agent.errors import Draining, ServiceUnavailable, StoreBusy, from_response
 from router.affinity import Affinity, home_of
-from router.body import Body, json_object, seconds
+from router.body import Body, dumped, json_object, seconds
 from router.forward import Forwarder
 from router.health import Ranks
 from router.repeats import IDEMPOTENCY_KEY
@@ -51,7 +50,7 @@ class _Open:
         fields = {**(self.fields or {}), "wait": wait}
         if self._in_query:
             return self.content, f"{self.path}?{urlencode(fields)}"
-        return orjson.dumps(fields), None
+        return dumped(fields), None
 
 
 class Opens:

@@ -19,6 +19,7 @@ from any_agent.protocol import (
     SessionInfo,
     SessionStarted,
     SetReward,
+    StartByQuery,
     StartSession,
     Veto,
 )
@@ -47,7 +48,7 @@ async def start_session(
 
 @router.get("/start_session")
 async def start_session_by_query(
-    request: Request, service: Anyone, caller: Who, query: Annotated[StartSession, Query()]
+    request: Request, service: Anyone, caller: Who, query: Annotated[StartByQuery, Query()]
 ) -> SessionStarted:
     """As POST, for people who type URLs; a key has no place in one."""
     if query.api_key is not None:

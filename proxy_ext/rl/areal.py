@@ -50,7 +50,7 @@ Task = Annotated[str, StringConstraints(pattern=_TASK)]
 
 
 class _ArealBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class ArealStart(_ArealBody):
@@ -67,7 +67,7 @@ class ArealStarted(BaseModel):
 
 
 class ArealReward(_ArealBody):
-    reward: float = Field(ge=-1e6, le=1e6, strict=True)
+    reward: float = Field(ge=-1e6, le=1e6)
     interaction_id: str | None = None
     """None: the last one."""
 

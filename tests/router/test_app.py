@@ -368,3 +368,27 @@ async def test_nothing_that_is_logged_holds_a_key(
     await lab.post(f"/{key}/v1/x", {}, key)
     ours = [r for r in caplog.records if r.name.split(".")[0] in ("router", "aiohttp", "any_agent")]
     assert all(key not in record.getMessage() for record in ours)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/rl/v1/lease", b'"owner": "me"'),
+        ("/rl/v1/ack", b'"trained": ["ses-0-0123456789abcdef"]'),
+        ("/rl/v1/start_session", b'"wait": 1'),
+        ("/rl/start_session", b'"task_id": "t"'),
+    ],
+)
+async def test_bodies_that_cannot_be_written_again(pair: Lab, path: str, fields: bytes) -> None:
+    """What is changed on its way is written anew, and no writer goes as deep as the reader."""
+    for rank in pair.ranks:
+        rank.handler = no_slot
+    deep = b'{"a":' * 900 + b"1" + b"}" * 900
+    response = await pair.post(path, b'{%s, "metadata": %s}' % (fields, deep))
+    assert response.status_code in (400, 429), response.text
+    if response.status_code == 400:
+        assert response.json()["error"]["code"] == "too_deep"
+
+
+async def no_slot(received: Received) -> None:
+    await received.answer({"error": {"code": "no_capacity"}}, status=429)
