@@ -1,4 +1,4 @@
-"""Commits sessions and interactions without end; prints each id once it is acknowledged.
+"""Leads sessions through their lives without end; prints each step once it is acknowledged.
 
 A test kills it at a random moment.
 """
@@ -10,8 +10,38 @@ import sys
 from pathlib import Path
 
 from any_agent.types import SessionState
-from proxy_ext.journal import PutInteraction, PutSession, SetReward, SQLiteJournal
+from proxy_ext.journal import (
+    EraseContent,
+    MarkDelivered,
+    PutAnswer,
+    PutInteraction,
+    PutSession,
+    RequestMark,
+    SetFinal,
+    SetReward,
+    SetState,
+    SQLiteJournal,
+    Statement,
+)
 from tests.proxy_ext.journal_lab import make_interaction, make_row
+
+STEPS = ("recorded", "rewarded", "finalized", "erased")
+
+
+def statements(session_id: str, value: float) -> list[tuple[Statement, ...]]:
+    """What is written at once in each step."""
+    interaction = make_interaction(f"i-{session_id}", session_id)
+    mark = RequestMark(session_id.encode(), 0)
+    reward = SetReward(session_id, interaction.id, None, value, "test", at=1.0, combined=value)
+    return [
+        (PutSession(make_row(session_id)), PutInteraction(interaction, b"key", mark)),
+        (reward, MarkDelivered((interaction.id,))),
+        (
+            SetFinal(session_id, SessionState.FINALIZED, value),
+            PutAnswer("session", session_id, b"hash", 200, b"{}", 1.0),
+        ),
+        (SetState((session_id,), SessionState.REJECTED, "deleted"), EraseContent((session_id,))),
+    ]
 
 
 async def main(path: Path, prefix: str) -> None:
@@ -20,17 +50,11 @@ async def main(path: Path, prefix: str) -> None:
     async def work(worker: int) -> None:
         number = 0
         while True:
-            session_id = f"{prefix}-{worker}-{number}"
-            interaction = make_interaction(f"i-{session_id}", session_id)
-            await journal.commit(
-                PutSession(make_row(session_id, state=SessionState.FINALIZED)),
-                PutInteraction(interaction),
-            )
-            value = number + 0.5
-            await journal.commit(
-                SetReward(session_id, interaction.id, None, value, "test", at=1.0, combined=value)
-            )
-            print(session_id, number + 0.5, flush=True)
+            session_id, value = f"{prefix}-{worker}-{number}", number + 0.5
+            steps = statements(session_id, value)
+            for step, written in zip(STEPS[: 4 - number % 2], steps, strict=False):
+                await journal.commit(*written)
+                print(session_id, step, value, flush=True)
             number += 1
 
     await asyncio.gather(*(work(k) for k in range(8)))

@@ -30,6 +30,7 @@ from proxy_ext.journal import (
     PutSession,
     RequestMark,
     RewardRow,
+    SessionRow,
     SetAwaiting,
     SetFinal,
     SetReward,
@@ -39,6 +40,7 @@ from proxy_ext.journal import (
     writer,
 )
 from tests.proxy_ext.journal_lab import make_interaction, make_row
+from tests.proxy_ext.journal_writer import STEPS
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -407,19 +409,39 @@ def killed_writer(path: Path, prefix: str, lines: int) -> list[str]:
 async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     chance = random.Random(0)
-    acknowledged: dict[str, float] = {}
+    acknowledged: dict[str, tuple[int, float]] = {}
     for k in range(5):
-        for line in killed_writer(path, f"r{k}", chance.randrange(1, 200)):
-            session_id, reward = line.split()
-            acknowledged[session_id] = float(reward)
+        for line in killed_writer(path, f"r{k}", chance.randrange(1, 400)):
+            session_id, step, value = line.split()
+            acknowledged[session_id] = STEPS.index(step), float(value)
     assert len(acknowledged) >= 5
     journal = SQLiteJournal(path)
     assert [r[0] for r in journal._writer.connection.execute("PRAGMA integrity_check")] == ["ok"]
-    rows = {row.id for row in await journal.sessions([SessionState.FINALIZED])}
-    assert rows >= acknowledged.keys()
-    for session_id in rows:
-        # A session and its interaction were one write.
-        (interaction,) = await journal.interactions(session_id)
-        if session_id in acknowledged:
-            assert interaction.interaction.reward == acknowledged[session_id]
+    rows = {row.id: row for row in await journal.sessions(list(SessionState))}
+    assert rows.keys() >= acknowledged.keys()
+    for row in rows.values():
+        reached, value = await reached_step(journal, row)
+        least, told = acknowledged.get(row.id, (0, None))
+        assert reached >= least
+        assert told is None or value in (None, told)
     await journal.close()
+
+
+async def reached_step(journal: SQLiteJournal, row: SessionRow) -> tuple[int, float | None]:
+    """How far a session came, and its reward; what is written at once is there at once."""
+    stored = await journal.interactions(row.id)
+    answer = await journal.answer("session", row.id)
+    rewards = await journal.rewards(row.id)
+    value = rewards[0].value if rewards else None
+    ended = row.state in (SessionState.FINALIZED, SessionState.REJECTED)
+    assert (answer is not None) is ended
+    assert row.final_reward == (value if ended else None)
+    if row.state is SessionState.REJECTED:
+        assert (row.content, stored) == ("deleted", [])
+        return 3, value
+    (one,) = stored
+    (request,) = await journal.requests(row.id)
+    assert (one.key, request.mark.hash) == (b"key", row.id.encode())
+    assert one.interaction.reward == value
+    assert request.delivered is (value is not None)
+    return 2 if ended else int(bool(rewards)), value

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import sqlite3
 from pathlib import Path
 
 import pytest
 
 from any_agent.errors import StartupError
+from any_agent.launcher.trial import trial_dir
 from any_agent.record import pack_interaction
-from any_agent.types import SessionState
-from proxy_ext.journal import PutMeta, PutSession, SQLiteJournal, schema
+from any_agent.types import SessionState, id_array, logprob_array
+from proxy_ext.journal import (
+    PutInteraction,
+    PutMeta,
+    PutSession,
+    RequestMark,
+    SQLiteJournal,
+    schema,
+)
 from proxy_ext.journal.wal import has_lost_commits
+from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.journal_lab import make_interaction, make_row
+from tests.proxy_ext.proxy_lab import config_for
 
 VERSION_1 = Path(__file__).with_name("journal_1.sql")
 
@@ -150,3 +162,48 @@ def test_lost_commits_in_a_log(tmp_path: Path) -> None:
     assert has_lost_commits(tmp_path / "copy.sqlite-wal")
     assert not has_lost_commits(tmp_path / "none-wal")
     connection.close()
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(125, 125), (250, 60), (40, 300), (500, 500)])
+async def test_an_episode_takes_what_its_tokens_do(
+    tmp_path: Path, prompt: int, output: int
+) -> None:
+    """200 turns: each is stored as what it adds, so the size grows with the tokens, not with
+    their square; and little is lost between the rows."""
+    path = tmp_path / "j.sqlite"
+    await SQLiteJournal(path).close()
+    empty = path.stat().st_size
+    journal = SQLiteJournal(path)
+    chance, messages = random.Random(1), 0
+    parent = None
+    for number in range(200):
+        turn = make_interaction(f"chatcmpl-{number:032d}", "ses-0-0123456789abcdef", parent)
+        parent = turn.id
+        turn.prompt_delta_ids = id_array(chance.choices(range(150_000), k=prompt))
+        turn.output_ids = id_array(chance.choices(range(150_000), k=output))
+        turn.output_logprobs = logprob_array([chance.random() for _ in range(output)])
+        turn.output_versions = id_array([number // 50] * output)
+        turn.message_delta = [{"role": "user", "content": "word " * (prompt // 2)}]
+        messages += len(json.dumps([*turn.message_delta, turn.output_message]))
+        mark = RequestMark(chance.randbytes(16), 0)
+        await journal.commit(PutInteraction(turn, chance.randbytes(16), mark))
+    await journal.close()
+    tokens = 200 * (4 * prompt + 12 * output)
+    assert path.stat().st_size - empty <= 1.3 * tokens + messages
+
+
+async def test_a_trial_that_was_started_before(start: Start, tmp_path: Path) -> None:
+    """Its folder is of the same format, and its journal is taken over: its sessions go on."""
+    path = trial_dir(config_for(tmp_path)).journal(0)
+    path.parent.mkdir(parents=True)
+    (path.parent.parent / "format").write_text("2\n")
+    old_journal(path)
+    proxy = await start()
+    ended = (await proxy.http.get("/rl/v1/sessions/ses-0-3")).json()
+    assert (ended["state"], ended["interactions"]) == ("evaluated", 2)
+    # Continued under the keys that version 1 did not store.
+    session = await proxy.service.sessions.by_id("ses-0-2")
+    await proxy.service.sessions.load(session)
+    keys = [session.tree.key(i.id) for i in session.tree]
+    assert len({*keys}) == 2
+    assert None not in keys
