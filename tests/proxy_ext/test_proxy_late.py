@@ -16,6 +16,7 @@ from any_agent.types import SessionState
 from proxy_ext.grading import Grader, GraderFailed
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy, until
+from tests.proxy_ext.test_proxy_metrics import scrape
 from tests.proxy_ext.test_proxy_refusals import refusal
 
 GRADERS = "tests.proxy_ext.graders"
@@ -173,6 +174,20 @@ async def test_the_client(proxy: Proxy) -> None:
     assert (await client.set_final_reward(session.api_key, {"judge": 0.5})).reward == 0.5
     info = await client.finalize(session.api_key)
     assert (info.state, info.final_reward) == ("finalized", 0.5)
+
+
+async def test_the_metrics(proxy: Proxy) -> None:
+    session = await awaiting(proxy)
+    await proxy.post("/rl/v1/set_reward", {"reward": {"a": 1, "b": 1}}, session["api_key"])
+    await proxy.post("/rl/v1/set_reward", {"final_reward": 1}, session["api_key"])
+    await ended(proxy, await awaiting(proxy, 0.01))
+    now = await scrape(proxy)
+    assert now("any_agent_sessions", mode="train", state="awaiting_reward") == 1
+    assert now("any_agent_rewards_total", of="completion") == 2
+    assert now("any_agent_rewards_total", of="final") == 1
+    assert now("any_agent_late_rewards_total", outcome="rejected") == 1
+    assert now("any_agent_late_rewards_total", outcome="graded") == 0
+    assert now("any_agent_sessions_grading") == 0
 
 
 # -- graders ---------------------------------------------------------------------------------------
