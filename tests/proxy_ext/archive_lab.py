@@ -1,12 +1,16 @@
-"""A rank's sessions and archives over a journal on disk, without HTTP."""
+"""A rank's sessions and archives over a journal on disk, without HTTP; and their export."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from any_agent.config import load_config
+from any_agent.config import Config, load_config
 from any_agent.types import SessionState
 from proxy_ext.archive.sweep import Archive
 from proxy_ext.journal import PutInteraction, PutSession, SetReward, SQLiteJournal
@@ -66,3 +70,19 @@ class Rank:
     def files(self) -> list[str]:
         folder = self.folder / "archive"
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+class Exported:
+    """What one run of `any-agent export` did."""
+
+    def __init__(self, config: Config, *arguments: str) -> None:
+        names = ("root", "user", "experiment", "trial")
+        settings = [f"{name}={getattr(config, name)}" for name in names]
+        command = [sys.executable, "-m", "any_agent.cli", "export", *settings, *arguments]
+        done = subprocess.run(command, capture_output=True, timeout=60)
+        self.code, self.said = done.returncode, done.stderr.decode()
+        self.lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+
+    @property
+    def ids(self) -> list[str]:
+        return [line["session"]["id"] for line in self.lines]

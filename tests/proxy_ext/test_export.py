@@ -10,35 +10,26 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
 from any_agent import protocol
+from any_agent.config import load_config
 from any_agent.export_cli import _STATES
 from any_agent.types import SessionState
 from proxy_ext.archive.records import read_record
 from proxy_ext.journal import EraseContent
-from tests.proxy_ext.archive_lab import CALLS, Rank
+from tests.proxy_ext.archive_lab import CALLS, Exported, Rank
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO
 
 TRIAL = Path("u") / "e" / "t"
 
 
-class Exported:
-    """What one run of the command did."""
-
-    def __init__(self, root: Path, *arguments: str) -> None:
-        settings = [f"root={root}", "user=u", "experiment=e", "trial=t"]
-        command = [sys.executable, "-m", "any_agent.cli", "export", *settings, *arguments]
-        done = subprocess.run(command, capture_output=True, timeout=60)
-        self.code, self.said = done.returncode, done.stderr.decode()
-        self.lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
-
-    @property
-    def ids(self) -> list[str]:
-        return [line["session"]["id"] for line in self.lines]
+def export(root: Path, *arguments: str) -> Exported:
+    settings = [f"root={root}", "user=u", "experiment=e", "trial=t"]
+    return Exported(load_config(None, settings, {}), *arguments)
 
 
 @pytest.fixture
@@ -63,7 +54,7 @@ async def test_each_session_once(rank: Rank, tmp_path: Path, serving: bool) -> N
     await fill(rank)
     if not serving:
         await rank.stop()
-    done = Exported(tmp_path)
+    done = export(tmp_path)
     assert (done.code, done.ids) == (0, list("abcde")), done.said
     assert "5 sessions (2 of them from archives)" in done.said
     for line in done.lines:
@@ -79,10 +70,10 @@ async def test_each_session_once(rank: Rank, tmp_path: Path, serving: bool) -> N
 
 async def test_filters(rank: Rank, tmp_path: Path) -> None:
     await fill(rank)
-    assert Exported(tmp_path, "--state", "trained", "--state", "evaluated").ids == list("bcd")
-    assert Exported(tmp_path, "--task", "none").ids == []
-    assert Exported(tmp_path, "--rank", "0", "--since", "1970-01-01").ids == list("abcde")
-    assert Exported(tmp_path, "--since", "12h").ids == []
+    assert export(tmp_path, "--state", "trained", "--state", "evaluated").ids == list("bcd")
+    assert export(tmp_path, "--task", "none").ids == []
+    assert export(tmp_path, "--rank", "0", "--since", "1970-01-01").ids == list("abcde")
+    assert export(tmp_path, "--since", "12h").ids == []
     for wrong in (
         ["--rank", "1"],
         ["--since", "soon"],
@@ -91,7 +82,7 @@ async def test_filters(rank: Rank, tmp_path: Path) -> None:
         ["--state", "done"],
         ["trial=other"],
     ):
-        done = Exported(tmp_path, *wrong)
+        done = export(tmp_path, *wrong)
         assert (done.code, done.lines) == (2, []), wrong
         assert "error:" in done.said and "Traceback" not in done.said
 
@@ -103,9 +94,9 @@ async def test_ranks_are_merged(rank: Rank, tmp_path: Path) -> None:
     await other.archive.sweep()
     await rank.add("c")
     await other.stop()
-    done = Exported(tmp_path)
+    done = export(tmp_path)
     assert sorted(done.ids) == list("abc")
-    assert Exported(tmp_path, "--rank", "1").ids == ["b"]
+    assert export(tmp_path, "--rank", "1").ids == ["b"]
 
 
 async def test_archives_alone_can_be_read(rank: Rank, tmp_path: Path) -> None:
@@ -113,8 +104,8 @@ async def test_archives_alone_can_be_read(rank: Rank, tmp_path: Path) -> None:
     await rank.stop()
     for path in (tmp_path / TRIAL / "journal").iterdir():
         path.unlink()
-    assert Exported(tmp_path).ids == ["a", "c"]
-    assert Exported(tmp_path, "--state", "aborted").ids == ["a"]
+    assert export(tmp_path).ids == ["a", "c"]
+    assert export(tmp_path, "--state", "aborted").ids == ["a"]
     await rank.start()
 
 
@@ -123,7 +114,7 @@ async def test_what_is_deleted_is_not_there(rank: Rank, tmp_path: Path) -> None:
     for id in ("a", "b"):
         more = await rank.archive.remove(id) if id == "a" else []
         await rank.journal.commit(EraseContent((id,)), *more)
-    assert Exported(tmp_path).ids == list("cde")
+    assert export(tmp_path).ids == list("cde")
 
 
 async def test_damage_is_reported_and_passed_over(rank: Rank, tmp_path: Path) -> None:
@@ -135,11 +126,11 @@ async def test_damage_is_reported_and_passed_over(rank: Rank, tmp_path: Path) ->
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x55
     path.write_bytes(data)
-    done = Exported(tmp_path)
+    done = export(tmp_path)
     assert (done.code, done.ids) == (1, ["a", "c", "d"])
     assert "damaged at byte" in done.said and "session b is in no archive" in done.said
     path.unlink()
-    done = Exported(tmp_path)
+    done = export(tmp_path)
     assert (done.code, done.ids) == (1, ["d"])
 
 
@@ -150,17 +141,17 @@ async def test_damage_in_the_journal_costs_one_session(rank: Rank, tmp_path: Pat
     await rank.stop()
     path = tmp_path / TRIAL / "journal" / "rank-0.sqlite"
     change(path, "UPDATE interactions SET data = x'00' WHERE session_id = 'a'")
-    done = Exported(tmp_path)
+    done = export(tmp_path)
     assert (done.code, done.ids) == (1, ["b"])
     assert "session a is damaged in the journal" in done.said
     change(path, "PRAGMA user_version = 1")
-    done = Exported(tmp_path)
+    done = export(tmp_path)
     assert (done.code, done.lines) == (1, [])
     assert "start the service once" in done.said
     for other in path.parent.iterdir():
         other.unlink()
     path.write_bytes(b"no journal" * 1000)
-    done = Exported(tmp_path)
+    done = export(tmp_path)
     assert done.code == 1 and "cannot be read" in done.said
     path.unlink()
     await rank.start()
@@ -174,11 +165,11 @@ def change(path: Path, sql: str) -> None:
 async def test_a_file_is_there_when_it_is_whole(rank: Rank, tmp_path: Path) -> None:
     await fill(rank)
     out = tmp_path / "out.jsonl"
-    done = Exported(tmp_path, "--out", str(out))
+    done = export(tmp_path, "--out", str(out))
     assert (done.code, done.lines) == (0, [])
     assert len(out.read_text().splitlines()) == 5
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
-    assert Exported(tmp_path, "--out", str(tmp_path / "no" / "out")).code == 1
+    assert export(tmp_path, "--out", str(tmp_path / "no" / "out")).code == 1
 
 
 async def test_a_reader_that_leaves(rank: Rank, tmp_path: Path) -> None:
@@ -210,22 +201,22 @@ async def test_styles(start: Start, tmp_path: Path) -> None:
     for archived in (False, True):
         if archived:
             assert await proxy.service.archive.sweep() == 1
-        one, two = Exported(tmp_path, "--style", "individual", "--discount", "0.5").lines
+        one, two = export(tmp_path, "--style", "individual", "--discount", "0.5").lines
         assert (one["interaction_id"], two["interaction_id"]) == (first["id"], second["id"])
         assert (one["rewards"], two["rewards"]) == (2.0, 2.0)
         assert (one["session_id"], one["task_id"]) == (session["session_id"], "t")
         assert sum(one["loss_mask"]) == 8 and one["versions"].count(-1) == one["loss_mask"].count(0)
-        (row,) = Exported(tmp_path, "--style", "concat").lines
+        (row,) = export(tmp_path, "--style", "concat").lines
         assert row["input_ids"] == two["input_ids"]
         assert sum(row["loss_mask"]) == 16
-        (talk,) = Exported(tmp_path, "--style", "messages").lines
+        (talk,) = export(tmp_path, "--style", "messages").lines
         assert [m["role"] for m in talk["messages"]] == ["user", "assistant"] * 2
         assert talk["reward"] == 2.0
         # The run's own discount, 1 by default.
-        one, two = Exported(tmp_path, "--style", "individual").lines
+        one, two = export(tmp_path, "--style", "individual").lines
         assert (one["rewards"], two["rewards"]) == (3.0, 2.0)
     (tmp_path / TRIAL / "config.yaml").write_text("train:\n  discount: 0.25\n")
-    one, _ = Exported(tmp_path, "--style", "individual").lines
+    one, _ = export(tmp_path, "--style", "individual").lines
     assert one["rewards"] == 1.5
 
 
@@ -237,7 +228,7 @@ async def test_a_path_that_is_not_exact_is_left_out(start: Start, tmp_path: Path
     await proxy.complete(session["api_key"], [*HELLO, answer["choices"][0]["message"]])
     other = await proxy.open(mode="eval")
     await proxy.complete(other["api_key"])
-    done = Exported(tmp_path, "--style", "concat")
+    done = export(tmp_path, "--style", "concat")
     assert [line["session_id"] for line in done.lines] == [other["session_id"]]
     assert done.code == 1
     assert f"session {session['session_id']} is left out" in done.said
