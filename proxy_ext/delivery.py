@@ -1,18 +1,21 @@
 """Which recorded answers reached their agents: what did not is never trained on.
 
 An answer is recorded before its end is sent, and marked as delivered once that was handed to a
-client that is there. The mark is written with whatever is committed next, so it costs no fsync; a
-process that dies may take the latest ones with it. So what an earlier process left without a mark
-counts as received only if something came of it: it was continued, rewarded by name, or asked for
-again by a marked retry. What was not when its session is finalized counts as undelivered, also if
-its agent did have it: at most the answers of the last second before a crash, and never the other
-way round.
+client that is there. The mark is written at once, with whatever else is, but it costs no fsync. So
+a process that dies may take the marks of its last moment with it, and a machine those since the
+last other write. What an earlier process left without a mark counts as received only if something
+came of it: it was continued, rewarded by name, or asked for again by a marked retry. What was not
+when its session is finalized counts as undelivered, also if its agent did have it, and never the
+other way round.
 """
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from dataclasses import replace
 
+from any_agent.errors import StoreUnavailable
 from any_agent.record import was_received
 from any_agent.types import Interaction, SessionState
 from proxy_ext.journal import Journal, MarkDelivered, RequestMark, Statement
@@ -34,10 +37,13 @@ class Deliveries:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._unwritten: list[str] = []
+        self._writing: asyncio.Task[None] | None = None
 
     def delivered(self, interaction_id: str) -> None:
         """Its client has the answer."""
         self._unwritten.append(interaction_id)
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
 
     async def load(self, session: Session) -> None:
         """Find out which of a session's answers are not known to have reached its agent."""
@@ -63,8 +69,15 @@ class Deliveries:
             raise
 
     async def flush(self) -> None:
-        """Write the marks that nothing took along."""
-        await self.commit()
+        """Write the marks that are left: the store had failed, or this is the end."""
+        if self._unwritten:
+            await self.commit()
+
+    async def _write(self) -> None:
+        # Those that come meanwhile share the next write.
+        with suppress(StoreUnavailable):
+            while self._unwritten:
+                await self.commit()
 
 
 def unreceived(session: Session, *, for_good: bool) -> list[Interaction]:

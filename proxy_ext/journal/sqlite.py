@@ -34,7 +34,7 @@ from proxy_ext.journal.rows import (
     StoredInteraction,
     StoredRequest,
 )
-from proxy_ext.journal.statements import EraseContent, Statement
+from proxy_ext.journal.statements import EraseContent, MarkDelivered, Statement
 from proxy_ext.journal.writer import Job, Writer, is_damage
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,8 @@ class SQLiteJournal:
                 connection.execute(sql, values)
 
         wipes = any(isinstance(statement, EraseContent) for statement in statements)
-        await self._writer.submit(Job(write, writes=True, wipes=wipes))
+        lazy = all(isinstance(statement, MarkDelivered) for statement in statements)
+        await self._writer.submit(Job(write, writes=True, wipes=wipes, lazy=lazy))
 
     async def sessions(self, states: Iterable[SessionState]) -> list[SessionRow]:
         wanted = tuple(str(state) for state in states)

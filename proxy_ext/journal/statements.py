@@ -77,7 +77,10 @@ class SetReward:
 
 @dataclass(frozen=True, slots=True)
 class MarkDelivered:
-    """The answers of these interactions reached their clients."""
+    """The answers of these interactions reached their clients.
+
+    A write of nothing else is not synced: it outlives the process, perhaps not the machine.
+    """
 
     interaction_ids: tuple[str, ...]
 

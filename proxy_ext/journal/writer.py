@@ -33,13 +33,21 @@ _ROOM = 1 << 20
 class Job:
     """Something for the thread, and the future that learns how it ended."""
 
-    __slots__ = ("future", "loop", "run", "wipes", "writes")
+    __slots__ = ("future", "lazy", "loop", "run", "wipes", "writes")
 
     def __init__(
-        self, run: Callable[[sqlite3.Connection], Any], *, writes: bool, wipes: bool = False
+        self,
+        run: Callable[[sqlite3.Connection], Any],
+        *,
+        writes: bool,
+        wipes: bool = False,
+        lazy: bool = False,
     ) -> None:
         self.run = run
         self.writes = writes
+        self.lazy = lazy
+        """A write that need not be on the disk when it is reported: it outlives the process, and
+        a crash of the machine only if others followed it."""
         self.wipes = wipes
         """What it removes is to be in no file when it is reported."""
         self.loop = asyncio.get_running_loop()
@@ -115,7 +123,10 @@ class Writer:
     def _transact(self, jobs: list[Job]) -> list[Any]:
         connection = self.connection
         began = time.perf_counter()
+        lazy = all(job.lazy for job in jobs)
         try:
+            if lazy:
+                connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("BEGIN IMMEDIATE")
             results = []
             for job in jobs:
@@ -134,6 +145,9 @@ class Writer:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
             raise
+        finally:
+            if lazy:
+                connection.execute("PRAGMA synchronous = FULL")
         if any(job.wipes for job in jobs):
             self._empty_wal()
         self._stats.commit_seconds.observe(time.perf_counter() - began)

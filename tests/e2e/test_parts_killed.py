@@ -77,7 +77,7 @@ def entry(node: Node, name: str) -> Entry:
     return found
 
 
-async def call(session: SessionStarted) -> str:
+async def call(session: SessionStarted, text: str = "hello") -> str:
     """A model call of an agent that tries again, also where it is not told whether it was done."""
     async with openai.AsyncOpenAI(
         base_url=session.base_url, api_key=session.api_key, max_retries=8, timeout=120
@@ -85,7 +85,7 @@ async def call(session: SessionStarted) -> str:
         for _ in range(3):
             with contextlib.suppress(openai.InternalServerError):
                 done = await agent.chat.completions.create(
-                    model="any", messages=[{"role": "user", "content": "hello"}]
+                    model="any", messages=[{"role": "user", "content": text}]
                 )
                 return done.id
     raise AssertionError("three replies were lost")
@@ -104,7 +104,7 @@ def is_back(part: Part, restarts: int) -> bool:
 async def one_on_each_rank(client: RLClient) -> list[SessionStarted]:
     """Open eval sessions until there is one on each rank."""
     found: dict[int | None, SessionStarted] = {}
-    for _ in range(8):
+    for _ in range(40):
         session = await client.start_session(mode="eval")
         found.setdefault(rank_of_session(session.session_id), session)
     assert set(found) == {0, 1}, "opens are not spread over the ranks"
@@ -124,7 +124,7 @@ def test_a_killed_part_is_back_and_sessions_go_on(node: Node, said: list[str], n
             before = [await call(session) for session in sessions]
             os.kill(part.pid, signal.SIGKILL)
             # At once, while the part is away: whoever meets it waits, the others go on.
-            after = await asyncio.gather(*(call(session) for session in sessions))
+            after = await asyncio.gather(*(call(session, "again") for session in sessions))
             await until(lambda: is_back(part, restarts))
             for session, *completions in zip(sessions, before, after, strict=True):
                 await client.set_reward(session.api_key, 1.0, completion_id=completions[0])

@@ -139,6 +139,27 @@ async def test_marked_requests(journal: SQLiteJournal) -> None:
     assert [i.key for i in await journal.interactions("s1")] == [b"key", None]
 
 
+async def test_a_mark_of_delivery_alone_waits_for_no_disk(journal: SQLiteJournal) -> None:
+    connection = journal._writer.connection
+    statements: list[str] = []
+    connection.set_trace_callback(statements.append)
+
+    def how() -> list[str]:
+        """How what was written since was synced."""
+        return [s.split()[-1] for s in statements if "synchronous" in s]
+
+    await journal.commit(PutSession(make_row("s")), PutInteraction(make_interaction("i", "s")))
+    assert how() == []
+    await journal.commit(MarkDelivered(("i",)))
+    assert how() == ["NORMAL", "FULL"]
+    statements.clear()
+    # With another write it is as durable as that one.
+    await asyncio.gather(journal.commit(MarkDelivered(("i",))), journal.commit(PutMeta("k", 1)))
+    await journal.commit(MarkDelivered(("i",)), PutMeta("k", 2))
+    assert how() in ([], ["NORMAL", "FULL"])
+    assert connection.execute("PRAGMA synchronous").fetchone()[0] == 2
+
+
 async def test_answers_are_kept_once_and_dropped_by_age(journal: SQLiteJournal) -> None:
     first = PutAnswer("admin", "k", b"hash", 200, b"{}", 10.0)
     await journal.commit(first, PutMeta("effect", 1))

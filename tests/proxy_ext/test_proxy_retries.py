@@ -17,6 +17,7 @@ from any_agent.chat import ChatFormat
 from any_agent.types import Interaction
 from proxy_ext import retries, service
 from proxy_ext.call import Call
+from proxy_ext.delivery import Deliveries
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, config_for, running_proxy, until
@@ -387,6 +388,10 @@ async def restart(
         yield again
 
 
+async def nothing(_: Any) -> None:
+    return None
+
+
 async def unheard(restart: Restart, engine: ScriptedEngine, **fields: Any) -> Agent:
     """An agent of a proxy in its second life; its answer was recorded, not sent, in the first."""
     agent = await agent_of(await restart(), engine, **fields)
@@ -444,12 +449,14 @@ async def test_an_answer_of_an_earlier_process_that_was_used_is(
     assert set(await agent.end()) == {None}
 
 
-@pytest.mark.parametrize("how", ["by itself", "at the end", "with the next write"])
+@pytest.mark.parametrize("how", ["at once", "later", "at the end", "with the next write"])
 async def test_what_was_delivered_stays_so(
     restart: Restart, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Its mark is written with whatever is, soon by itself, and at the end of the process."""
-    if how != "by itself":
+    """Its mark is written at once; if the store fails, with the next write, soon, or at the end."""
+    if how != "at once":
+        monkeypatch.setattr(Deliveries, "_write", nothing)
+    if how != "later":
         monkeypatch.setattr(service, "_SWEEP_SECONDS", 3600.0)
     first = await restart()
     agent = await agent_of(first, engine)
@@ -461,7 +468,7 @@ async def test_what_was_delivered_stays_so(
     async def written() -> bool:
         return await marks() == [True]
 
-    if how == "by itself":
+    if how in ("at once", "later"):
         await until(written)
     else:
         assert await marks() == [False]
