@@ -49,21 +49,27 @@ class Rank:
         await self.journal.close()
 
     async def add(
-        self, id: str, state: SessionState = SessionState.ABORTED, *, step: int | None = None
+        self,
+        id: str,
+        state: SessionState = SessionState.ABORTED,
+        *,
+        step: int | None = None,
+        text: str = "hi",
     ) -> None:
         """An ended session of some calls, each of them rewarded."""
         row = make_row(id, state=state, step=step, ended_at=time.time() - 10, final_reward=2.0)
         calls = [
-            replace(make_interaction(f"{id}-{k}", id, f"{id}-{k - 1}" if k else None), reward=k / 8)
+            replace(
+                make_interaction(f"{id}-{k}", id, f"{id}-{k - 1}" if k else None),
+                message_delta=[{"role": "user", "content": text}],
+                reward=k / 8,
+            )
             for k in range(CALLS)
         ]
         await self.journal.commit(
             PutSession(row),
             *(PutInteraction(call) for call in calls),
-            *(
-                SetReward(id, call.id, None, k / 8, "me", 5.0, k / 8)
-                for k, call in enumerate(calls)
-            ),
+            *(SetReward(id, c.id, None, k / 8, "me", 5.0, k / 8) for k, c in enumerate(calls)),
         )
 
     @property

@@ -239,3 +239,23 @@ async def test_killed_at_each_boundary(tmp_path: Path, where: str) -> None:
         path.stat().st_size for path in (tmp_path / "archive").iterdir()
     )
     await rank.stop()
+
+
+async def test_the_journal_does_not_grow_for_ever(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "_PAUSE", 0.0)
+    sizes = []
+    for turn in range(8):
+        for k in range(20):
+            await rank.add(f"s{turn}-{k}", text="x" * 20_000)
+        await rank.archive._sweep_all()
+        sizes.append(rank.journal.size())
+    # What one turn needed, the next one uses again; rows without content are small.
+    assert sizes[-1] < 2 * sizes[0]
+    assert rank.archive.sessions == 160
+    monkeypatch.setattr(sweep, "_FREE", 0)
+    await rank.archive._sweep_all()
+    await rank.stop()
+    assert rank.journal.size() < sizes[0] / 4
+    await rank.start()

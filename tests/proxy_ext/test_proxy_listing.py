@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy
+from tests.proxy_ext.test_proxy_tenants import ADMIN, Tenants
 
 AFTER = "x-any-agent-after"
 
@@ -82,3 +83,29 @@ async def test_groups_by_the_name_that_was_given(proxy: Proxy) -> None:
         await proxy.open(group_id="g", group_size=2)
     await proxy.open(group_id="h", group_size=2)
     assert [s["group_id"] for s in await listed(proxy, group_id="g")] == ["g", "g"]
+
+
+async def test_a_tenant_sees_its_own(start: Start) -> None:
+    proxy = await start(ADMIN)
+    await proxy.admit(9)
+    tenants = Tenants(proxy)
+    keys = {name: tenants.key(name) for name in ("alice", "bob")}
+    own = {
+        name: (await tenants.open(key, mode="train", group_id="g", group_size=1)).json()
+        for name, key in keys.items()
+    }
+    for name, key in keys.items():
+        for query in ("", "?group_id=g", f"?tenant={name}"):
+            response = await proxy.http.get(
+                f"/rl/v1/sessions{query}", headers={"authorization": f"Bearer {key}"}
+            )
+            (shown,) = response.json()
+            assert (shown["session_id"], shown["tenant"]) == (own[name]["session_id"], name)
+            assert shown["group_id"] == "g"
+    refused = await proxy.http.get(
+        "/rl/v1/sessions?tenant=bob", headers={"authorization": f"Bearer {keys['alice']}"}
+    )
+    assert refused.status_code == 403
+    # The operator sees both, by their tenants or all.
+    assert len(await listed(proxy)) == 2
+    assert [s["tenant"] for s in await listed(proxy, tenant="bob", group_id="g")] == ["bob"]
