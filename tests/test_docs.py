@@ -17,7 +17,8 @@ from proxy_ext.lifecycle import Event
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md"]
-DOCUMENTS += ["docs/metrics.md", "docs/sessions.md", "docs/keys.md"]
+DOCUMENTS += ["docs/metrics.md", "docs/sessions.md", "docs/keys.md", "docs/from-areal.md"]
+DOCUMENTS += ["docs/reliability.md"]
 
 
 @pytest.fixture(scope="module")
