@@ -31,6 +31,11 @@ UPDATE sessions SET
     {also} reason = 'damaged', owner = NULL
 WHERE id IN (SELECT id FROM damaged)
 """
+_LIKE_ITS_GROUP = """
+UPDATE sessions SET group_size = (
+    SELECT MAX(group_size) FROM sessions AS other WHERE other.group_id = sessions.group_id
+) WHERE id = ? AND group_id IS NOT NULL
+"""
 _OPEN = "state IN ('open', 'awaiting_reward')"
 _LIVE = "state IN ('open', 'awaiting_reward', 'finalized', 'leased')"
 _INCOMPLETE = """
@@ -150,8 +155,11 @@ def salvage(source: sqlite3.Connection, path: Path, *, commits_lost: bool) -> Da
         damage.sessions = _end(target, lost)
         target.execute(f"PRAGMA user_version = {version}")
         target.execute("COMMIT")
-    finally:
+    except BaseException:
         target.close()
+        new.unlink()
+        raise
+    target.close()
     fsync(new)
     new.rename(_salvaged(path))
     _set_aside(path, damage.quarantine)
@@ -288,13 +296,15 @@ def _bury(table: _Table, target: sqlite3.Connection, lost: list[int]) -> set[str
             "group_id": known.get("group_id"),
             "group_size": 1,
             "metadata": b"{}",
-            "created_at": 0.0,
-            "expires_at": 0.0,
+            # So that its group has as much time as it can have had.
+            "created_at": time.time(),
+            "expires_at": time.time(),
         }
         marks = ", ".join(f":{name}" for name in values)
         with contextlib.suppress(sqlite3.IntegrityError):
             target.execute(f"INSERT INTO sessions ({', '.join(values)}) VALUES ({marks})", values)
             buried.add(str(known["id"]))
+    target.executemany(_LIKE_ITS_GROUP, [(id,) for id in buried])
     return buried
 
 

@@ -31,7 +31,9 @@ from proxy_ext.journal import (
     SetState,
     SQLiteJournal,
     Statement,
+    schema,
 )
+from proxy_ext.journal.schema import shape
 from tests.chaos.conftest import Figure
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.journal_lab import make_interaction, make_row
@@ -316,7 +318,8 @@ async def test_a_garbage_log(
 
 def dying_at(number: int) -> Callable[[Path, Path], Path]:
     """A rename that is not reached any more, after so many that were."""
-    rename, done = Path.rename, []
+    rename = Path.rename
+    done: list[Path] = []
 
     def killed(file: Path, to: Path) -> Path:
         if len(done) == number:
@@ -343,6 +346,32 @@ async def test_a_kill_amid_the_salvage(
         assert any(row.reason == "damaged" for row in rows)
         await journal.close()
         assert list((path.parent / "quarantine").rglob("rank-0.sqlite")) != []
+
+
+async def test_no_room_for_what_is_saved(
+    written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start says so, and everything is as it was: the next one may have more room."""
+    path = written.copy(tmp_path / "damaged")
+    overwrite(path, page_of(path, "interactions"), os.urandom(PAGE))
+    before = path.read_bytes()
+
+    def small(connection: sqlite3.Connection) -> None:
+        shape(connection)
+        connection.execute("PRAGMA max_page_count = 40")
+
+    with monkeypatch.context() as full:
+        full.setattr(schema, "shape", small)
+        with pytest.raises(StartupError, match="disk is full"):
+            SQLiteJournal(path)
+    assert path.read_bytes() == before
+    assert {file.name for file in path.parent.iterdir()} <= {
+        path.name,
+        f"{path.name}-wal",
+        f"{path.name}-shm",
+    }
+    seen = await check(path, written)
+    assert seen["damaged"] > 0
 
 
 async def test_nothing_can_be_read(written: Written, tmp_path: Path) -> None:
