@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,10 @@ from any_agent.errors import RunFinished
 from any_agent.keys import rank_of_session
 from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.trial import trial_dir
+from any_agent.types import SessionState
+from proxy_ext.journal import SessionRow
 from tests.e2e.live_run import live_config
+from tests.proxy_ext.archive_lab import Exported, Rank
 
 STEPS = 6
 DEATHS = ("lease=1", "step=2", "publish=3", "checkpoint=4", "ack=5")
@@ -177,6 +181,48 @@ def test_killed_at_each_boundary(
         if not torch.equal(tensor, uninterrupted.tensors[name])
     ]
     assert different == []
+
+
+async def archive(config: Config) -> dict[str, SessionRow]:
+    """What the ranks' sweeps do in time; every session then."""
+    found = {}
+    for number in range(config.server.ranks):
+        rank = await Rank(trial_dir(config).path, number=number).start()
+        rank.oldest_step = (await rank.journal.meta("run"))["oldest_step"]
+        while await rank.archive.sweep():
+            pass
+        found |= {row.id: row for row in await rank.journal.sessions(SessionState)}
+        await rank.stop()
+    return found
+
+
+def test_the_oldest_checkpoint_is_enough_after_retention(
+    whole: Config, uninterrupted: Outcome, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """The newest checkpoint is lost, and what only it could do without is in archives."""
+    config = config_for(tmp_path / "runs", tiny_model_dir)
+    shutil.copytree(trial_dir(whole).path, trial_dir(config).path)
+    rows = asyncio.run(archive(config))
+    taken = [row for row in rows.values() if row.step is not None]
+    assert len(taken) == 4 * STEPS
+    # Of six steps the first four are in the oldest checkpoint.
+    assert {row.step for row in taken if row.content == "archived"} == {1, 2, 3, 4}
+    assert {row.step for row in taken if row.content == "stored"} == {5, 6}
+    checkpoints = trial_dir(config).checkpoints
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == [
+        f"step-{step:08d}" for step in (STEPS - 2, STEPS)
+    ]
+    (checkpoints / f"step-{STEPS:08d}" / "manifest.json").unlink()
+    with Node(config, NodeOptions(say=lambda _: None)) as node:
+        asyncio.run(drive(node))
+        assert node.parts["trainer"].restarts == 0
+    again = outcome(config)
+    assert (again.rewards, again.consumed) == (uninterrupted.rewards, uninterrupted.consumed)
+    for name, tensor in uninterrupted.tensors.items():
+        assert torch.equal(tensor, again.tensors[name]), name
+    done = Exported(config)
+    assert done.code == 0 and set(done.ids) >= rows.keys(), done.said
+    assert len(set(done.ids)) == len(done.ids)
 
 
 async def visit(node: Node) -> None:
