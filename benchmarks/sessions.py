@@ -50,11 +50,12 @@ Messages = list[dict[str, Any]]
 
 @dataclass(slots=True)
 class Proxy:
-    """A running proxy; ``start``: seconds from its start to its first answer."""
+    """A running proxy; ``start`` and ``cpu``: seconds from its start to its first answer."""
 
     url: str
     pid: int
     start: float
+    cpu: float
 
 
 @dataclass(slots=True)
@@ -94,7 +95,8 @@ class Bench:
         with child(command, log, environment) as process:
             url = f"http://127.0.0.1:{port}"
             wait_until_up(process, f"{url}/healthz", log)
-            yield Proxy(url, process.pid, time.monotonic() - began)
+            start, cpu = time.monotonic() - began, cpu_seconds(process.pid)
+            yield Proxy(url, process.pid, start, cpu)
 
     # -- open + finalize -----------------------------------------------------------------------
 
@@ -178,8 +180,12 @@ class Bench:
             async with client() as http:
                 recorded = await self._recorded(proxy, http)
         talks = await copy_session(full, recorded, count)
-        with self.proxy(empty) as proxy:
-            imports, base = proxy.start, resident_mib(proxy.pid)
+        starts: list[tuple[Proxy, Proxy]] = []
+        for _ in range(self._args.starts):
+            with self.proxy(empty) as without:
+                base = resident_mib(without.pid)
+            with self.proxy(full) as proxy:
+                starts.append((without, proxy))
         with self.proxy(full) as proxy:
             started = resident_mib(proxy.pid)
             async with client() as http:
@@ -187,10 +193,11 @@ class Bench:
                 touched = resident_mib(proxy.pid)
                 # The last ones are the warm ones.
                 warm = await self._continue(proxy, http, talks[-200:])
-            took = proxy.start
         print(f"\n{count} open sessions of {TURNS} turns, {TURN_USER} + {TURN_OUTPUT} tokens each")
-        print(f"{'restart':<18} {took:.1f} s; with an empty journal {imports:.1f} s", end="")
-        print(f": {took - imports:+.1f} s")
+        for name, what in (("restart", "start"), ("restart, CPU", "cpu")):
+            imports, took = (median(getattr(pair[k], what) for pair in starts) for k in range(2))
+            print(f"{name:<18} {took:.1f} s; with an empty journal {imports:.1f} s", end="")
+            print(f": {took - imports:+.1f} s")
         for name, now in (("after the start", started), ("after a call of each", touched)):
             print(f"{'memory, ' + name:<28} {1024 * (now - base) / count:.1f} KB a session")
         print(f"{'first touch':<18} {1e3 * cold:.2f} ms CPU a call, {1e3 * warm:.2f} ms when warm")
@@ -302,11 +309,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=1600, help="sessions opened and ended a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sessions", type=int, default=10_000, help="open at once")
-    parser.add_argument("--quick", action="store_true", help="2 rounds, 1000 sessions")
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="2 rounds, 1000 sessions, 1 start")
     parser.add_argument("--only", choices=["rates", "crowd"])
     args = parser.parse_args()
     if args.quick:
-        args.rounds, args.sessions = 2, 1000
+        args.rounds, args.sessions, args.starts = 2, 1000, 1
     print(machine(), flush=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         bench = Bench(Path(folder), stack, args)
