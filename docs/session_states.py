@@ -35,8 +35,10 @@ TAIL = """## Rewards
   `{"reward": {"correct": 1, "format": 0.2}}` for a completion (`completion_id`; default: the last
   one), and `{"final_reward": ...}` for the session. The same name again replaces its value; other
   names stay.
-- Rewards can be revised until the session is leased, also when it is finalized: the trainer gets
-  what was last acknowledged. A lease that runs out makes them revisable again.
+- Rewards can be revised until a trainer leases the session, also when it is finalized: the trainer
+  gets what was last acknowledged. From then on they are fixed, also if the lease runs out: a step
+  may have taken the session that was killed before it could say so, and a resume makes that step
+  again as it was. (An export that is given back fixes nothing.)
 - No session becomes worth 0 in silence. `finalize` without any reward is refused (422 `no_reward`,
   `sessions.require_reward`); with `{"await_reward": true, "deadline": seconds}` it waits, and at
   the deadline a session without a reward goes by `sessions.late_reward`: `reject` (the reason says
@@ -61,8 +63,9 @@ After a reboot of the machine only the wall clock is left.
 `POST /rl/v1/sessions/{id}/veto` keeps a finalized session out of training and keeps its record.
 `DELETE /rl/v1/sessions/{id}` erases texts, tokens and metadata from the store's files, ends the
 session first if it is not over, and leaves its row (ids, states, times, rewards) so that counts and
-refusals stay right. It is refused (409 `in_training`) while the trainer has it, and after it was
-trained on until no checkpoint is kept that a resume could begin from before it.
+refusals stay right. Both are refused (409 `in_training`) once a trainer has had the session; it can
+be deleted when it was trained on, or left out, and no checkpoint is kept that a resume could begin
+from before that step. When training has ended, what waits can be vetoed and deleted again.
 
 ## Eval sessions
 

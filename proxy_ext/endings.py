@@ -151,6 +151,8 @@ class Endings:
         """Keep a finalized session out of training; Conflict or SessionClosed for others."""
         async with session.lock:
             state = target(session.row, Event.VETO)
+            if self._needed(session.row):
+                raise refusal(session.row, Event.VETO)
             await self._sessions.load(session)
             row = ended(session.row, state, f"vetoed: {reason}")
             return await self._write(session, row, [set_state(row)], keep)

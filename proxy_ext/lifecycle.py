@@ -196,6 +196,7 @@ EVENTS = {
 ENDED = (TRAINED, REJECTED, EVALUATED, EXPIRED, ABORTED)
 _TRAIN, _EVAL = SessionMode.TRAIN, SessionMode.EVAL
 _NOT_NEEDED = "no checkpoint that is kept needs it"
+_NOT_HAD = "no trainer has had it"
 TRANSITIONS = (
     Transition(None, Event.OPEN, OPEN),
     Transition(OPEN, Event.CALL, OPEN),
@@ -215,9 +216,9 @@ TRANSITIONS = (
     Transition(AWAITING, Event.DEADLINE, EVALUATED, _EVAL),
     Transition(AWAITING, Event.ABORT, ABORTED),
     Transition(AWAITING, Event.DELETE, ABORTED),
-    Transition(FINALIZED, Event.REWARD, FINALIZED),
-    Transition(FINALIZED, Event.VETO, REJECTED),
-    Transition(FINALIZED, Event.DELETE, REJECTED),
+    Transition(FINALIZED, Event.REWARD, FINALIZED, when=_NOT_HAD),
+    Transition(FINALIZED, Event.VETO, REJECTED, when=_NOT_HAD),
+    Transition(FINALIZED, Event.DELETE, REJECTED, when=_NOT_HAD),
     Transition(FINALIZED, Event.DISCARD, REJECTED),
     Transition(FINALIZED, Event.LEASE, LEASED),
     Transition(FINALIZED, Event.REPLAY, LEASED),
@@ -267,9 +268,20 @@ def target(row: SessionRow, event: Event, to: SessionState | None = None) -> Ses
     return to
 
 
+def handed_out(row: SessionRow) -> bool:
+    """Whether a trainer has had it, and it waits again.
+
+    A step may have taken it that was killed before it could say so: then a resume makes that step
+    again, as it was, and nothing of it must have changed.
+    """
+    return row.state is FINALIZED and row.owner is not None
+
+
 def allowed(row: SessionRow, event: Event) -> bool:
-    """Whether the table has a line for it; what is not stored cannot be trained on again."""
+    """Whether the table has a line for it, and its condition on the row holds."""
     if event is Event.REPLAY and row.content != "stored":
+        return False
+    if event is Event.REWARD and handed_out(row):
         return False
     return any(t.mode in (None, row.mode) for t in transitions(row.state, event))
 
@@ -277,6 +289,8 @@ def allowed(row: SessionRow, event: Event) -> bool:
 def refusal(row: SessionRow, event: Event) -> AnyAgentError:
     """What the caller of a forbidden event is told."""
     code, advice = refused_with(row.state, event)
+    if handed_out(row) and event in _HANDED_OUT:
+        code, advice = _HANDED_OUT[event]
     why = f" ({row.reason})" if row.reason else ""
     gone = "" if row.content == "stored" else f", and its content was {row.content}"
     message = f"session {row.id} is {_IN_WORDS.get(row.state, row.state)}{why}{gone}; {advice}"
@@ -319,6 +333,13 @@ _EXCEPTIONS = {
 """Refusals that are not their event's usual one."""
 for _ended in ENDED:
     _EXCEPTIONS[Event.VETO, _ended] = ("session_closed", "it is over, there is nothing to veto")
+
+_HANDED_OUT = {
+    Event.REWARD: ("session_closed", "a trainer has had it, so its rewards are fixed"),
+    Event.VETO: ("in_training", "a trainer has had it, and may train on it again"),
+    Event.DELETE: ("in_training", "a trainer has had it, and may train on it again"),
+}
+"""Refusals of sessions that were given back."""
 
 _ADVICE = {
     Event.DELETE: (

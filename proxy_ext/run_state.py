@@ -15,6 +15,7 @@ from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, RunFini
 from any_agent.protocol import PublishedVersion, RunInfo, SetRun
 from any_agent.types import SessionState
 from proxy_ext.journal import Journal, PutMeta, SessionRow
+from proxy_ext.lifecycle import handed_out
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +132,8 @@ class RunState:
 
     def may_want(self, row: SessionRow) -> bool:
         """Whether a training that resumes from a kept checkpoint may train on it again."""
+        if row.state is SessionState.FINALIZED:
+            return handed_out(row) and self.state != "finished"
         if row.state not in (SessionState.TRAINED, SessionState.REJECTED):
             return False
         if row.step is None:

@@ -39,7 +39,7 @@ from proxy_ext.journal import (
 )
 from proxy_ext.keep import Keep, keep_nothing
 from proxy_ext.leasable import Leasable
-from proxy_ext.lifecycle import Event, target
+from proxy_ext.lifecycle import EXPORT_OWNER, Event, target
 from proxy_ext.names import Names
 from proxy_ext.session import LIVE_STATES, Session
 from proxy_ext.task_names import TaskNames
@@ -285,8 +285,13 @@ class Sessions:
             # In the order of their ids, so that two callers cannot wait for each other.
             for session in chosen:
                 await locks.enter_async_context(session.lock)
-            held = [replace(session.row, owner=owner, step=step) for session in chosen]
-            rows = [ended(row, target(row, event), reasons.get(row.id)) for row in held]
+            rows = []
+            for row in (session.row for session in chosen):
+                state = target(row, event)
+                # One that a trainer gives back stays known as one that it has had.
+                had = row.owner if event is Event.RELEASE and row.owner != EXPORT_OWNER else owner
+                held = replace(row, owner=had, step=step)
+                rows.append(ended(held, state, reasons.get(row.id)))
             await self.journal.commit(*_set_states(rows))
             for session, row in zip(chosen, rows, strict=True):
                 self._set_row(session, row)

@@ -46,7 +46,7 @@ class Session:
 
     @property
     def revisable(self) -> bool:
-        return self.state in ("open", "awaiting_reward", "finalized")
+        return self.working or (self.state == "finalized" and not self.owner)
 
     def own_rewards(self) -> dict[str, float]:
         return {id: sum(named.values()) for id, named in self.rewards.items()}
@@ -151,7 +151,7 @@ class Model:
     def veto(self, session: Session) -> Verdict:
         if session.working:
             return 409, "not_finalized"
-        if session.state == "leased":
+        if session.state == "leased" or (session.state == "finalized" and session.owner):
             return IN_TRAINING
         if session.state != "finalized":
             return CLOSED
@@ -162,6 +162,8 @@ class Model:
     def delete(self, session: Session) -> Verdict:
         """No checkpoint is kept, so whatever was trained on may still be needed."""
         if session.state == "leased" or (session.state in TAKEN and session.step is not None):
+            return IN_TRAINING
+        if session.state == "finalized" and session.owner:
             return IN_TRAINING
         if session.working:
             session.state = "aborted"

@@ -134,6 +134,22 @@ async def test_what_training_needs_is_kept(proxy: Proxy) -> None:
     assert found_on_disk(proxy) == []
 
 
+async def test_what_a_killed_trainer_had_is_kept(proxy: Proxy, start: Start) -> None:
+    """The step that it was at may be made again; when training has ended, none will be."""
+    session, other = await finalized(proxy), await finalized(proxy)
+    assert len(await proxy.lease(owner="killed")) == 1
+    assert len(await proxy.lease(owner="killed")) == 1
+    await proxy.admit(1000, owner="next")
+    for again in (proxy, await start()):
+        refusal(await delete(again, session), 409, "in_training", "a trainer has had it")
+        veto = await again.post(f"/rl/v1/sessions/{session['session_id']}/veto", {})
+        refusal(veto, 409, "in_training", "a trainer has had it")
+    await again.client.set_run("finished", step=1, checkpoint=None)
+    assert (await delete(again, session)).json()["reason"] == "deleted"
+    veto = await again.post(f"/rl/v1/sessions/{other['session_id']}/veto", {})
+    assert veto.json()["state"] == "rejected"
+
+
 async def test_what_a_step_of_unknown_number_used_is_kept(proxy: Proxy) -> None:
     session = await finalized(proxy)
     await proxy.lease()

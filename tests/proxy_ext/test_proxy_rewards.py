@@ -151,14 +151,27 @@ async def test_the_trainer_gets_what_was_last_acknowledged(proxy: Proxy) -> None
     for body in ({"reward": 9}, {"final_reward": 9}):
         response = await proxy.post("/rl/v1/set_reward", body, key)
         refusal(response, 410, "session_closed", "handed to training")
-    # Taken back from one that has died, it can again.
+    # Nor when it is taken back: a step that has just been killed may be made again, as it was.
     await proxy.admit(1000, owner="b")
-    assert await give(proxy, key, final_reward=-2) == 0
+    assert (await shown(proxy, id))["state"] == "finalized"
+    for body in ({"reward": 9}, {"final_reward": 9}):
+        response = await proxy.post("/rl/v1/set_reward", body, key)
+        refusal(response, 410, "session_closed", "a trainer has had it")
     (trajectory,) = await proxy.lease(owner="b")
-    assert trajectory.final_reward == 0
+    assert trajectory.final_reward == 1
     info = await shown(proxy, id)
-    assert [r["value"] for r in info["reward_history"]] == [1, 0.5, 2, -1, -2]
+    assert [r["value"] for r in info["reward_history"]] == [1, 0.5, 2, -1]
     assert info["rewards"] == {completion: 0.5}
+
+
+async def test_an_export_that_is_given_back_fixes_nothing(proxy: Proxy) -> None:
+    id, key, _ = await begun(proxy)
+    await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
+    await proxy.export(id)
+    response = await proxy.post("/rl/v1/set_reward", {"final_reward": 2}, key)
+    refusal(response, 410, "session_closed", "finalized")
+    await proxy.service.leases.give_back([id], "export")
+    assert await give(proxy, key, final_reward=2) == 2
 
 
 async def test_a_revision_and_a_lease_do_not_cross(proxy: Proxy) -> None:
