@@ -19,11 +19,14 @@ _FRAME_HEADER = 24
 _MAGIC = {0x377F0682: "<u4", 0x377F0683: ">u4"}
 """Which byte order the checksums were made in."""
 _FRAMES_AT_ONCE = 256
+UNSYNCED = 3
+"""Commits in a row that the writer may leave to the next one's fsync: with it, or while one more
+is written, a crash of the machine may damage so many of them, and nothing acknowledged is lost."""
 _MASK = 0xFFFFFFFF
 
 
 def has_lost_commits(log: Path) -> bool:
-    """Whether what follows the log's readable part is more than one write that a crash cut off."""
+    """Whether what follows the log's readable part is more than a crash can have cut off."""
     if not log.exists() or log.stat().st_size <= _HEADER.size + _FRAME_HEADER:
         return False
     with log.open("rb") as file:
@@ -50,7 +53,7 @@ def has_lost_commits(log: Path) -> bool:
                 readable = readable and ours and state == (sum0, sum1)
                 commits_behind += not readable and ours and commit != 0
         # The last commit, too, may have been under way: it was not fsynced, nor acknowledged.
-        return commits_behind > 1
+        return commits_behind > 1 + UNSYNCED
 
 
 class _Checksums:

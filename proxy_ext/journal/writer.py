@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 from any_agent.errors import AnyAgentError, StoreBusy, StoreFull, StoreUnavailable
 from proxy_ext.journal.base import JournalStats
+from proxy_ext.journal.wal import UNSYNCED
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class Writer:
         self._stats = stats
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._closed = False
+        self._unsynced = 0
+        """Commits since the last one that was synced."""
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
         self._thread.start()
 
@@ -123,7 +126,7 @@ class Writer:
     def _transact(self, jobs: list[Job]) -> list[Any]:
         connection = self.connection
         began = time.perf_counter()
-        lazy = all(job.lazy for job in jobs)
+        lazy = self._unsynced < UNSYNCED and all(job.lazy for job in jobs)
         try:
             if lazy:
                 connection.execute("PRAGMA synchronous = NORMAL")
@@ -148,6 +151,7 @@ class Writer:
         finally:
             if lazy:
                 connection.execute("PRAGMA synchronous = FULL")
+        self._unsynced = self._unsynced + 1 if lazy else 0
         if any(job.wipes for job in jobs):
             self._empty_wal()
         self._stats.commit_seconds.observe(time.perf_counter() - began)

@@ -160,6 +160,27 @@ async def test_a_mark_of_delivery_alone_waits_for_no_disk(journal: SQLiteJournal
     assert connection.execute("PRAGMA synchronous").fetchone()[0] == 2
 
 
+async def test_few_commits_in_a_row_are_left_unsynced(
+    journal: SQLiteJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a log which lost more than these is known to be damaged."""
+    writer, synced = journal._writer, []
+    transact = writer._transact
+
+    def watched(jobs: list) -> list:  # type: ignore[type-arg]
+        results = transact(jobs)
+        synced.append(writer._unsynced == 0)
+        return results
+
+    monkeypatch.setattr(writer, "_transact", watched)
+    for _ in range(6):
+        await journal.commit(MarkDelivered(("i1",)))
+    await journal.commit(PutMeta("a", 1))
+    assert synced == [False, False, False, True, False, False, True]
+    (mode,) = writer.connection.execute("PRAGMA synchronous").fetchone()
+    assert mode == 2
+
+
 async def test_answers_are_kept_once_and_dropped_by_age(journal: SQLiteJournal) -> None:
     first = PutAnswer("admin", "k", b"hash", 200, b"{}", 10.0)
     await journal.commit(first, PutMeta("effect", 1))
