@@ -1,5 +1,6 @@
 """Ten times as many calls as the engine keeps up with: those that are admitted are hardly slower,
-the others are told at once when to come again, and no part's memory grows."""
+the others are told at once when to come again, no part's memory grows, and a tenant that asks for
+more than its quota slows no other one down."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event, Thread
@@ -22,12 +24,15 @@ import psutil
 import yaml
 
 from any_agent.config import load_config
+from any_agent.keystore import TenantLimits, create_key
 from any_agent.launcher.trial import trial_dir
 from any_agent.ports import free_port
 from any_agent.registry import Entry, publish
+from any_agent.rundir import RunDir
 from tests.chaos.conftest import Figure
 from tests.chaos.killable import KillableProxy
 from tests.fakes.scripted_engine import ScriptedEngine
+from tests.proxy_ext.proxy_lab import until
 from tests.proxy_ext.real_parts import await_url, process
 
 SLOTS = 16
@@ -93,6 +98,7 @@ def present(folder: Path, url: str) -> Iterator[None]:
 class Parts:
     url: str
     pids: dict[str, int]
+    run_dir: RunDir
 
     def memory(self) -> dict[str, int]:
         """Resident bytes."""
@@ -132,7 +138,7 @@ def service(folder: Path, model: Path) -> Iterator[Parts]:
         arguments = ("--config", str(path), "--host", "127.0.0.1", "--port", str(port))
         router = stack.enter_context(process(log, "router", *arguments))
         await_url(f"{url}/readyz", router, log)
-        yield Parts(url, {"proxy": proxy.pid, "router": router.pid})
+        yield Parts(url, {"proxy": proxy.pid, "router": router.pid}, run_dir)
 
 
 @dataclass
@@ -189,14 +195,14 @@ def p99(seconds: list[float]) -> float:
     return sorted(seconds)[math.ceil(0.99 * len(seconds)) - 1]
 
 
-async def flood(crowd: Crowd, seconds: float, rate: float) -> None:
+async def flood(crowd: Crowd, seconds: float, rate: float, *, opens: bool = True) -> None:
     """``rate`` calls a second, and opens of train sessions beside them."""
     began, tasks = time.monotonic(), []
     for number in range(int(seconds * rate)):
         due = began + number / rate
         await asyncio.sleep(max(0.0, due - time.monotonic()))
         tasks.append(asyncio.create_task(crowd.call(number, due)))
-        if number % 10 == 0:
+        if opens and number % 10 == 0:
             tasks.append(asyncio.create_task(crowd.open(number % 20 / 10, due)))
     await asyncio.gather(*tasks)
 
@@ -208,15 +214,29 @@ async def watch(parts: Parts, most: dict[str, int]) -> None:
         await asyncio.sleep(0.25)
 
 
-async def measure(parts: Parts, seconds: float, figure: Figure) -> None:
+def connected(parts: Parts) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(total=LIMIT)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(parts.url, timeout=timeout, connector=connector) as http:
-        keys = []
-        for _ in range(2 * SLOTS):
-            async with http.post("/rl/v1/start_session", json={"mode": "eval"}) as response:
-                assert response.status == 200, await response.text()
-                keys.append((await response.json())["api_key"])
+    return aiohttp.ClientSession(parts.url, timeout=timeout, connector=connector)
+
+
+async def eval_sessions(
+    http: aiohttp.ClientSession, number: int, key: str | None = None
+) -> list[str]:
+    """The keys of new sessions."""
+    headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+    keys = []
+    for _ in range(number):
+        body = {"mode": "eval"}
+        async with http.post("/rl/v1/start_session", json=body, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            keys.append((await response.json())["api_key"])
+    return keys
+
+
+async def measure(parts: Parts, seconds: float, figure: Figure) -> None:
+    async with connected(parts) as http:
+        keys = await eval_sessions(http, 2 * SLOTS)
         idle = Crowd(http, keys)
         for _ in range(4):
             now = time.monotonic()
@@ -257,3 +277,44 @@ def test_ten_times_the_capacity(
 ) -> None:
     with service(tmp_path, tiny_model_dir) as parts:
         asyncio.run(measure(parts, 60.0 if long else 8.0, figure))
+
+
+async def measure_tenants(parts: Parts, seconds: float, figure: Figure) -> None:
+    keys = parts.run_dir.keys
+    create_key(keys, "admin")
+    limits = TenantLimits(requests_per_second=CAPACITY / 4)
+    greedy_key, _ = create_key(keys, "tenant", tenant="greedy", limits=limits)
+    modest_key, _ = create_key(keys, "tenant", tenant="modest")
+    async with connected(parts) as http:
+        await until(partial(known, http, modest_key))
+        modest = Crowd(http, await eval_sessions(http, SLOTS, modest_key))
+        greedy = Crowd(http, await eval_sessions(http, SLOTS, greedy_key))
+        await flood(modest, 2.0, CAPACITY / 4, opens=False)
+        alone, modest.seconds = p99(modest.seconds), []
+        await asyncio.gather(
+            flood(greedy, seconds, OVERLOAD * CAPACITY, opens=False),
+            flood(modest, seconds, CAPACITY / 4, opens=False),
+        )
+    figure(
+        f"{seconds:g} s beside a tenant that asks for {OVERLOAD}x the capacity and may have a "
+        f"quarter of it ({dict(greedy.said)}): a modest one's p99 {p99(modest.seconds):.2f} s, "
+        f"alone {alone:.2f} s; {dict(modest.said)}"
+    )
+    assert not greedy.wrong and not modest.wrong, (greedy.wrong[:5], modest.wrong[:5])
+    assert greedy.said["429 quota_exceeded"] > 0.5 * seconds * OVERLOAD * CAPACITY
+    assert set(modest.said) == {"200"}
+    assert p99(modest.seconds) <= SLOWER * alone
+
+
+async def known(http: aiohttp.ClientSession, key: str) -> bool:
+    """Whether every part has read the new keys."""
+    headers = {"Authorization": f"Bearer {key}"}
+    async with http.get("/rl/v1/run", headers=headers) as response:
+        return response.status == 200
+
+
+def test_a_tenant_over_its_quota_slows_nobody_down(
+    tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
+) -> None:
+    with service(tmp_path, tiny_model_dir) as parts:
+        asyncio.run(measure_tenants(parts, 60.0 if long else 8.0, figure))
