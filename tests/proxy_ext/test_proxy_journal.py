@@ -459,6 +459,8 @@ async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
     assert len(acknowledged) >= 5
     journal = SQLiteJournal(path)
     assert [r[0] for r in journal._writer.connection.execute("PRAGMA integrity_check")] == ["ok"]
+    # No kill was ever taken for damage.
+    assert not (tmp_path / "quarantine").exists()
     rows = {row.id: row for row in await journal.sessions(list(SessionState))}
     assert rows.keys() >= acknowledged.keys()
     for row in rows.values():
