@@ -40,6 +40,8 @@ _MAX_WAITING = 1024
 """Requests that wait for an equal one, in all."""
 _LONGEST_WAIT = 330.0
 """Seconds: more than any route takes that is not a poll."""
+_PARSED_BYTES = 1 << 20
+"""Longer bodies are the same if their bytes are: sorting them would hold everything up."""
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _JSON = "application/json"
 
@@ -69,9 +71,10 @@ def idempotency_key(request: Request) -> str | None:
 
 def request_hash(request: Request, body: bytes) -> bytes:
     """The same for requests that ask for the same."""
-    # What is no JSON its route refuses, or takes to be empty.
-    with suppress(ValueError):
-        body = orjson.dumps(orjson.loads(body), option=orjson.OPT_SORT_KEYS)
+    # What is no JSON, or too deep, its route refuses, or takes to be empty.
+    with suppress(orjson.JSONDecodeError, orjson.JSONEncodeError):
+        if len(body) <= _PARSED_BYTES:
+            body = orjson.dumps(orjson.loads(body), option=orjson.OPT_SORT_KEYS)
     digest = hashlib.blake2b(digest_size=16)
     named = ",".join(request.headers.getlist(SESSION_HEADER))
     for part in (request.url.query.encode(), named.encode("latin-1"), body):

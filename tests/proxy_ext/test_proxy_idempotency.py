@@ -78,6 +78,27 @@ async def test_two_keys_are_none(proxy: Proxy) -> None:
     assert answer.json()["error"]["code"] == "bad_idempotency_key"
 
 
+@pytest.mark.parametrize("depth", [300, 2000, 20_000])
+async def test_deep_bodies_are_refused_as_without_a_key(proxy: Proxy, depth: int) -> None:
+    body = b'{"metadata": {"a": ' + b"[" * depth + b"]" * depth + b"}}"
+    plain, with_key = await proxy.post(START, body), await proxy.post(START, body, **keyed("k"))
+    assert plain.status_code == with_key.status_code == 400
+    assert plain.content == with_key.content
+    # The key was good for nothing yet.
+    assert (await proxy.post(START, {}, **keyed("k"))).status_code == 200
+
+
+async def test_long_bodies_are_the_same_by_their_bytes(proxy: Proxy) -> None:
+    session = await proxy.open()
+    body = b'{"reason": "a"' + b" " * (1 << 20) + b"}"
+    path = f"/rl/v1/sessions/{session['session_id']}/abort"
+    first, again = [
+        await proxy.post(path, body, session["api_key"], **keyed("k")) for _ in range(2)
+    ]
+    assert first.status_code == 200
+    assert again.content == first.content
+
+
 async def test_a_key_belongs_to_its_caller_and_path(start: Start) -> None:
     proxy = await start(f"server.admin_key={ADMIN}")
     await proxy.admit(10)
