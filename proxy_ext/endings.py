@@ -28,6 +28,7 @@ from proxy_ext.rewards import NOTHING, Parts, Rewards
 from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions, ended, set_state
 
+UNREWARDED = "no reward was given: it counts as 0 (sessions.require_reward=false)"
 _SETTLED_WITHIN = 30.0
 """Seconds for the end of calls that are being recorded; longer only if the store hangs."""
 
@@ -72,7 +73,9 @@ class Endings:
             row, rewards = await self._final(session, final, by)
             self._require_calls(session)
             self._require_reward(session, row)
-            return await self._close(session, ended(row, state), rewards, keep)
+            train = state is SessionState.FINALIZED
+            reason = UNREWARDED if train and not is_rewarded(session, row) else None
+            return await self._close(session, ended(row, state, reason), rewards, keep)
 
     async def await_reward(
         self,

@@ -279,6 +279,9 @@ async def test_without_require_reward_it_is_said(start: Start) -> None:
     _, key, _ = await begun(proxy)
     response: httpx.Response = await proxy.post("/rl/v1/finalize", {}, key)
     assert (response.json()["state"], response.json()["rewarded"]) == ("finalized", False)
+    assert response.json()["reason"] == (
+        "no reward was given: it counts as 0 (sessions.require_reward=false)"
+    )
 
 
 async def test_rewards_of_a_migrated_row_without_history(proxy: Proxy) -> None:
