@@ -20,7 +20,7 @@ from starlette.responses import Response
 from any_agent.errors import AnyAgentError, TooManyRequests
 from any_agent.protocol import Ack, SessionInfo, SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
-from proxy_ext.auth import Caller, Scope
+from proxy_ext.auth import SESSIONS_SCOPE_KEY, Caller, Scope
 from proxy_ext.grants import Granted
 from proxy_ext.keep import Keep, keep_nothing
 from proxy_ext.leases import trajectory
@@ -213,6 +213,7 @@ def _ended(info: BaseModel) -> ArealEnded:
 @router.post("/export_trajectories", response_model=ArealTrajectories)
 async def export_trajectories(body: ArealExport, request: Request, service: Anyone) -> Response:
     """One session's interactions as tensors, once it has ended; it is trained on by the caller."""
+    request.scope[SESSIONS_SCOPE_KEY] = [body.session_id]
     session = await service.sessions.by_id(body.session_id)
     await while_present(request, _until_ended(service, session))
     return await _export(service, session, body)
