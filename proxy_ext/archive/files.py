@@ -1,4 +1,6 @@
-"""Archive files: `rank-<rank>-<first>-<last>.jsonl.gz`, by the numbers of the sessions in them.
+"""Archive files: `rank-<rank>-<first>-<last>-<token>.jsonl.gz`, by the sessions' numbers.
+
+The token is random: whatever becomes of a journal and its numbers, no file is ever overwritten.
 
 Each line is a gzip member of its own, so that `zcat` reads the file, and a reader loses one line to
 damage and goes on with the next. The first line says what the file is; each other one is a record
@@ -10,19 +12,21 @@ from __future__ import annotations
 
 import mmap
 import re
+import secrets
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from any_agent.atomic import fsync
 
 FORMAT = 1
-_NAME = re.compile(r"rank-(\d+)-(\d+)-(\d+)\.jsonl\.gz")
-_NUMBER = re.compile(rb'\{"number":(\d+),')
+_NAME = re.compile(r"rank-(\d+)-(\d+)-(\d+)-[0-9a-f]+\.jsonl\.gz")
+_HEAD = re.compile(rb'\{"number":(\d+),"session":\{"id": "([^"\\]*)"')
+"""Of a record, as :func:`proxy_ext.archive.records.record_line` begins it."""
 _MEMBER = b"\x1f\x8b\x08"
 _GZIP = 31
 """zlib's name for gzip's framing, with its checksum."""
@@ -64,6 +68,7 @@ class Writer:
         self._rank = rank
         self.partial = folder / f"{_PARTIAL}rank-{rank}-new"
         self._file = open(self.partial, "wb")  # noqa: SIM115
+        self._token = secrets.token_hex(4)
         self._numbers: list[int] = []
         self.raw = 0
         """Bytes of the lines before they were compressed."""
@@ -71,8 +76,9 @@ class Writer:
 
     @property
     def name(self) -> str:
-        """Follows from what is in it, so that no two files have the same."""
-        return f"rank-{self._rank}-{self._numbers[0]}-{self._numbers[-1]}.jsonl.gz"
+        """What it is called once it is whole."""
+        ends = f"{self._numbers[0]}-{self._numbers[-1]}"
+        return f"rank-{self._rank}-{ends}-{self._token}.jsonl.gz"
 
     def add(self, number: int, line: bytes) -> None:
         """Numbers ascend."""
@@ -103,7 +109,7 @@ def remove_partial(folder: Path, rank: int) -> None:
         path.unlink()
 
 
-def remove_from(file: ArchiveFile, number: int, report: Report) -> int:
+def remove_from(file: ArchiveFile, session_id: str, report: Report) -> int:
     """Take a session out of a file; the bytes that it became smaller by, 0 if it was not there.
 
     What is damaged is kept as it is, so that nothing is lost that another reader might save.
@@ -111,12 +117,13 @@ def remove_from(file: ArchiveFile, number: int, report: Report) -> int:
     data = file.path.read_bytes()
     kept, found, others = [], False, False
     for start, end, line in _members(data):
-        if line is not None and number_of(line) == number:
+        head = None if line is None else head_of(line)
+        if head is not None and head.session_id == session_id:
             found = True
             continue
         if line is None:
             report(f"{file.path.name}: damaged at byte {start}")
-        others = others or line is None or number_of(line) is not None
+        others = others or line is None or head is not None
         kept.append(data[start:end])
     if not found:
         return 0
@@ -131,10 +138,23 @@ def remove_from(file: ArchiveFile, number: int, report: Report) -> int:
     return len(data) - (sum(map(len, kept)) if others else 0)
 
 
-def number_of(line: bytes) -> int | None:
-    """The number of the session that a line holds; None for the line that says what the file is."""
-    match = _NUMBER.match(line)
-    return int(match[1]) if match else None
+class Head(NamedTuple):
+    """Which session a line holds."""
+
+    number: int
+    session_id: str
+
+
+def head_of(line: bytes) -> Head | None:
+    """The beginning of a record; None for the line that says what the file is."""
+    match = _HEAD.match(line)
+    return Head(int(match[1]), match[2].decode()) if match else None
+
+
+def first_session(file: ArchiveFile, report: Report) -> str | None:
+    """The id of the first session in a file that can be read."""
+    heads = map(head_of, read_lines(file.path, report))
+    return next((head.session_id for head in heads if head is not None), None)
 
 
 def read_lines(path: Path, report: Report) -> Iterator[bytes]:
@@ -182,66 +202,71 @@ def _member(data: mmap.mmap | bytes, start: int) -> tuple[int, bytes | None]:
 
 
 class Archives:
-    """A rank's archives, for one pass in the order of numbers."""
+    """Some of a rank's archives, for one pass in the order of numbers.
 
-    def __init__(self, folder: Path, rank: int, report: Report) -> None:
-        self._folder = folder
-        self._rank = rank
+    ``look`` gives the files, again when one is missed: more may have been written meanwhile.
+    """
+
+    def __init__(self, look: Callable[[], list[ArchiveFile]], report: Report) -> None:
+        self._look = look
         self._report = report
         self._seen: set[Path] = set()
         self._waiting: list[ArchiveFile] = []
         self._open: list[_Cursor] = []
-        self._look()
+        self._more()
 
-    def find(self, number: int) -> bytes | None:
+    def find(self, number: int, session_id: str) -> bytes | None:
         """The line of a session; the numbers asked for ascend."""
-        line = self._find(number)
-        if line is None and self._look():
-            # It was archived since the files were listed.
-            line = self._find(number)
-        return line
+        for _ in range(2):
+            for cursor in self._at(number):
+                if cursor.head == (number, session_id):
+                    return cursor.line
+            if not self._more():
+                break
+        return None
 
     def all(self) -> Iterator[bytes]:
-        """Every session's line, each number once."""
+        """Every session's line, each session once."""
         number = 0
         while self._waiting or self._open:
-            line = self._find(number)
-            if line is not None:
-                yield line
-            ahead = [cursor.number for cursor in self._open]
+            same = {cursor.head: cursor.line for cursor in self._at(number)}
+            for head, line in same.items():
+                if head.number == number:
+                    yield line
+            ahead = [cursor.head.number for cursor in self._open]
             ahead += [file.first for file in self._waiting[:1]]
             number = max(number + 1, min(ahead, default=0))
 
-    def _find(self, number: int) -> bytes | None:
+    def _at(self, number: int) -> list[_Cursor]:
+        """Every open file at its first session with at least this number."""
         while self._waiting and self._waiting[0].first <= number:
             self._open.append(_Cursor(self._waiting.pop(0), self._report))
-        found = None
-        for cursor in self._open:
-            cursor.seek(number)
-            if cursor.line is not None and cursor.number == number:
-                found = cursor.line
-        self._open = [cursor for cursor in self._open if cursor.line is not None]
-        return found
+        self._open = [cursor for cursor in self._open if cursor.seek(number)]
+        return self._open
 
-    def _look(self) -> bool:
+    def _more(self) -> bool:
         """Whether there are new files."""
-        new = [f for f in list_archives(self._folder, self._rank) if f.path not in self._seen]
+        new = [file for file in self._look() if file.path not in self._seen]
         self._seen.update(file.path for file in new)
         self._waiting = sorted([*self._waiting, *new], key=lambda file: file.first)
         return bool(new)
 
 
 class _Cursor:
-    """A place in one file: the next line that was not asked for yet."""
+    """A place in one file."""
 
     def __init__(self, file: ArchiveFile, report: Report) -> None:
         self._lines = read_lines(file.path, report)
-        self.number = -1
-        self.line: bytes | None = b""
+        self.line = b""
+        self.head = Head(-1, "")
 
-    def seek(self, number: int) -> None:
-        """Go on to the first line with at least this number; without one, ``line`` is None."""
-        while self.line is not None and self.number < number:
-            self.line = next(self._lines, None)
-            if self.line is not None:
-                self.number = number_of(self.line) or -1
+    def seek(self, number: int) -> bool:
+        """Go on to the first session with at least this number; False if there is none."""
+        while self.head.number < number:
+            line = next(self._lines, None)
+            if line is None:
+                return False
+            head = head_of(line)
+            if head is not None:
+                self.line, self.head = line, head
+        return True

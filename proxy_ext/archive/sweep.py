@@ -138,7 +138,8 @@ class Archive:
         async with self._files:
             for file in list_archives(self._folder, self._sessions.rank):
                 if number is not None and file.first <= number <= file.last:
-                    self.bytes -= await asyncio.to_thread(remove_from, file, number, log.warning)
+                    gone = await asyncio.to_thread(remove_from, file, session_id, log.warning)
+                    self.bytes -= gone
             return [self._totals()]
 
     async def _batch(self) -> list[NumberedRow]:

@@ -6,6 +6,7 @@ service that runs is not held up, and what is moved to an archive meanwhile is f
 
 from __future__ import annotations
 
+import heapq
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from any_agent.errors import StartupError
 from any_agent.record import unpack_interaction
 from any_agent.types import Interaction
-from proxy_ext.archive.files import Archives
+from proxy_ext.archive.files import ArchiveFile, Archives, first_session, list_archives
 from proxy_ext.archive.records import read_record, record_line
 from proxy_ext.journal import RewardRow, schema
 from proxy_ext.journal.listing import session_row
@@ -61,13 +62,20 @@ def read_rank(
     Raises:
         StartupError: the journal cannot be read at all.
     """
-    archives = Archives(folder, rank, report)
     if not journal.exists():
-        yield from _archived_alone(archives, rank, wanted, report)
+        alone = Archives(lambda: list_archives(folder, rank), report)
+        yield from _archived_alone(alone, rank, wanted, report)
         return
     try:
         with closing(_open(journal)) as connection:
-            yield from _read(connection, archives, rank, wanted, report)
+            foreign = _foreign(connection, folder, rank)
+            earlier = _archived_alone(Archives(lambda: foreign, report), rank, wanted, report)
+
+            def own() -> list[ArchiveFile]:
+                return [file for file in list_archives(folder, rank) if file not in foreign]
+
+            mine = _read(connection, Archives(own, report), rank, wanted, report)
+            yield from heapq.merge(earlier, mine, key=lambda found: found.created_at)
     except sqlite3.Error as error:
         raise StartupError(
             f"the journal {journal} cannot be read ({error}): start the service, which saves what "
@@ -75,10 +83,22 @@ def read_rank(
         ) from error
 
 
+def _foreign(connection: sqlite3.Connection, folder: Path, rank: int) -> list[ArchiveFile]:
+    """The files of an earlier journal, which is not there any more."""
+    out = []
+    for file in list_archives(folder, rank):
+        # What is damaged is reported when it is read for its content.
+        first = first_session(file, lambda _: None)
+        sql = "SELECT 1 FROM sessions WHERE id = ?"
+        if first is not None and connection.execute(sql, (first,)).fetchone() is None:
+            out.append(file)
+    return out
+
+
 def _archived_alone(
     archives: Archives, rank: int, wanted: Wanted, report: Report
 ) -> Iterator[Found]:
-    """Of a rank whose journal is not there any more."""
+    """Sessions whose journal is not there any more."""
     for line in archives.all():
         try:
             session = read_record(line).session
@@ -132,7 +152,7 @@ def _read(
             connection.execute("COMMIT")
         archived = line is None
         if line is None:
-            line = archives.find(number)
+            line = archives.find(number, row.id)
             if line is None:
                 report(f"session {row.id} is in no archive that can be read")
                 continue

@@ -17,6 +17,7 @@ from proxy_ext.journal import PutInteraction, PutSession, SetReward, SQLiteJourn
 from proxy_ext.names import Names
 from proxy_ext.sessions import Sessions
 from tests.proxy_ext.journal_lab import make_interaction, make_row
+from tests.proxy_ext.proxy_lab import Proxy
 
 CALLS = 3
 
@@ -92,3 +93,10 @@ class Exported:
     @property
     def ids(self) -> list[str]:
         return [line["session"]["id"] for line in self.lines]
+
+
+async def archive_now(proxy: Proxy) -> int:
+    """A sweep over all that has ended, however lately."""
+    archive = proxy.service.archive
+    archive._keep = 0.0
+    return await archive.sweep()

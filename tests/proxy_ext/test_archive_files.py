@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,8 +17,8 @@ from any_agent.types import Interaction, id_array, logprob_array
 from proxy_ext.archive.files import (
     Archives,
     Writer,
+    head_of,
     list_archives,
-    number_of,
     read_lines,
     remove_from,
     remove_partial,
@@ -44,7 +45,12 @@ def write(folder: Path, *numbers: int, text: str = "x", rank: int = 0) -> Path:
 
 
 def numbers(lines: list[bytes]) -> list[int | None]:
-    return [number_of(line) for line in lines]
+    heads = map(head_of, lines)
+    return [None if head is None else head.number for head in heads]
+
+
+def archives_of(folder: Path) -> Archives:
+    return Archives(lambda: list_archives(folder, 0), pytest.fail)
 
 
 def test_a_record_is_what_was_recorded() -> None:
@@ -90,7 +96,7 @@ def test_any_tool_can_read_a_file(tmp_path: Path) -> None:
     first, *records = map(json.loads, shown.splitlines())
     assert first == {"archive": 1, "rank": 0, "experiment": "e"}
     assert [record["session"]["id"] for record in records] == ["s3", "s5"]
-    assert path.name == "rank-0-3-5.jsonl.gz"
+    assert re.fullmatch(r"rank-0-3-5-[0-9a-f]{8}\.jsonl\.gz", path.name)
     assert list_archives(tmp_path, 1) == list_archives(tmp_path / "none", 0) == []
 
 
@@ -139,29 +145,43 @@ def test_one_pass_in_the_order_of_numbers(tmp_path: Path) -> None:
     write(tmp_path, 4)
     write(tmp_path, 10, 11)
     write(tmp_path, 6, rank=1)
-    archives = Archives(tmp_path, 0, pytest.fail)
-    assert numbers(list(archives.all())) == [1, 2, 3, 4, 5, 7, 9, 10, 11]
-    archives = Archives(tmp_path, 0, pytest.fail)
-    found = {n: archives.find(n) for n in (2, 4, 6, 7, 8, 9)}
+    assert numbers(list(archives_of(tmp_path).all())) == [1, 2, 3, 4, 5, 7, 9, 10, 11]
+    archives = archives_of(tmp_path)
+    found = {n: archives.find(n, f"s{n}") for n in (2, 4, 6, 7, 8, 9)}
     assert [n for n, line in found.items() if line is not None] == [2, 4, 7, 9]
-    assert all(line is None or number_of(line) == n for n, line in found.items())
+    assert all(line is None or head_of(line) == (n, f"s{n}") for n, line in found.items())
     # Written while the pass is under way.
     write(tmp_path, 8, 12)
-    assert [archives.find(n) is not None for n in (11, 12, 13)] == [True, True, False]
-    assert list(Archives(tmp_path / "none", 0, pytest.fail).all()) == []
+    after = [archives.find(n, f"s{n}") is not None for n in (11, 12, 13)]
+    assert after == [True, True, False]
+    assert list(archives_of(tmp_path / "none").all()) == []
+
+
+def test_a_number_that_two_journals_used(tmp_path: Path) -> None:
+    """The first one was lost, and counting began anew."""
+    write(tmp_path, 1, 2)
+    writer = Writer(tmp_path, 0, {})
+    other = record_line(1, make_row("other"), [], [])
+    writer.add(1, other)
+    writer.finish()
+    assert len(list_archives(tmp_path, 0)) == 2
+    assert archives_of(tmp_path).find(1, "other") == other
+    assert archives_of(tmp_path).find(1, "s1") == line(1)
+    assert archives_of(tmp_path).find(1, "third") is None
+    assert numbers(list(archives_of(tmp_path).all())) == [1, 1, 2]
 
 
 def test_a_session_is_taken_out_of_a_file(tmp_path: Path) -> None:
     path = write(tmp_path, 1, 2, 3, text="secret")
     (file,) = list_archives(tmp_path, 0)
     before = path.stat().st_size
-    assert remove_from(file, 9, pytest.fail) == 0
+    assert remove_from(file, "s9", pytest.fail) == 0
     assert path.stat().st_size == before
-    gone = remove_from(file, 2, pytest.fail)
+    gone = remove_from(file, "s2", pytest.fail)
     assert path.stat().st_size == before - gone
     assert numbers(list(read_lines(path, pytest.fail))) == [None, 1, 3]
     for number in (1, 3):
-        remove_from(file, number, pytest.fail)
+        remove_from(file, f"s{number}", pytest.fail)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,6 +192,6 @@ def test_taking_one_out_keeps_what_is_damaged(tmp_path: Path) -> None:
     data[-20] ^= 0x55
     path.write_bytes(data)
     reports: list[str] = []
-    assert remove_from(file, 1, reports.append) > 0
+    assert remove_from(file, "s1", reports.append) > 0
     assert len(reports) == 1
     assert path.read_bytes().endswith(bytes(data[-40:]))

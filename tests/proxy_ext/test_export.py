@@ -20,7 +20,7 @@ from any_agent.export_cli import _STATES
 from any_agent.types import SessionState
 from proxy_ext.archive.records import read_record
 from proxy_ext.journal import EraseContent
-from tests.proxy_ext.archive_lab import CALLS, Exported, Rank
+from tests.proxy_ext.archive_lab import CALLS, Exported, Rank, archive_now
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO
 
@@ -109,6 +109,21 @@ async def test_archives_alone_can_be_read(rank: Rank, tmp_path: Path) -> None:
     await rank.start()
 
 
+async def test_a_journal_that_began_anew(rank: Rank, tmp_path: Path) -> None:
+    """The numbers of its sessions are those of others in the archives."""
+    await fill(rank)
+    await rank.stop()
+    for path in (tmp_path / TRIAL / "journal").iterdir():
+        path.unlink()
+    await rank.start()
+    for id in ("x", "y"):
+        await rank.add(id)
+        await rank.archive.sweep()
+    await rank.add("z")
+    done = export(tmp_path)
+    assert (done.code, done.ids) == (0, ["a", "c", "x", "y", "z"]), done.said
+
+
 async def test_what_is_deleted_is_not_there(rank: Rank, tmp_path: Path) -> None:
     await fill(rank)
     for id in ("a", "b"):
@@ -188,7 +203,7 @@ def leave(tmp_path: Path) -> None:
 
 
 async def test_styles(start: Start, tmp_path: Path) -> None:
-    options = ("user=u", "experiment=e", "trial=t", "sessions.keep_hours=0")
+    options = ("user=u", "experiment=e", "trial=t")
     proxy = await start(*options)
     await proxy.admit(9)
     session = await proxy.open(mode="eval", task_id="t")
@@ -200,7 +215,7 @@ async def test_styles(start: Start, tmp_path: Path) -> None:
     await proxy.post("/rl/v1/finalize", {"final_reward": 2}, key)
     for archived in (False, True):
         if archived:
-            assert await proxy.service.archive.sweep() == 1
+            assert await archive_now(proxy) == 1
         one, two = export(tmp_path, "--style", "individual", "--discount", "0.5").lines
         assert (one["interaction_id"], two["interaction_id"]) == (first["id"], second["id"])
         assert (one["rewards"], two["rewards"]) == (2.0, 2.0)

@@ -21,7 +21,6 @@ from any_agent.errors import StoreUnavailable
 from any_agent.keys import KeySigner
 from any_agent.protocol import Ack, Lease, Rejection, StartSession
 from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
-from proxy_ext.archive.files import Archives
 from proxy_ext.archive.records import read_record
 from proxy_ext.archive.sweep import Archive
 from proxy_ext.endings import Endings
@@ -38,6 +37,7 @@ from proxy_ext.run_state import RunState
 from proxy_ext.session import Session
 from proxy_ext.sessions import Sessions
 from tests.proxy_ext.journal_lab import make_interaction, make_row
+from tests.proxy_ext.test_archive_files import archives_of
 
 STEPS = ("open", "finalize", "abort", "expire", "lease", "train", "reject", "lapse", "restart")
 STEPS += ("replay", "archive")
@@ -201,10 +201,7 @@ def require_index(rank: Rank) -> None:
 
 async def require_content(rank: Rank) -> None:
     """Every session is recorded once: in the journal or in an archive."""
-    archived = {
-        read_record(line).session["id"]
-        for line in Archives(rank.archive._folder, 0, pytest.fail).all()
-    }
+    archived = {read_record(line).session["id"] for line in archives_of(rank.archive._folder).all()}
     for row in await rank.journal.sessions(SessionState):
         stored = bool(await rank.journal.interactions(row.id))
         assert stored is (row.content == "stored"), row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.proxy_ext.archive_lab import archive_now
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy
 from tests.proxy_ext.test_proxy_tenants import ADMIN, Tenants
@@ -39,11 +40,11 @@ async def test_ended_sessions_are_listed_too(proxy: Proxy) -> None:
 
 
 async def test_an_archived_one_says_so(start: Start) -> None:
-    proxy = await start("sessions.keep_hours=0")
+    proxy = await start()
     session = await proxy.open(mode="eval")
     await proxy.complete(session["api_key"])
     await proxy.post("/rl/v1/finalize", {}, session["api_key"])
-    assert await proxy.service.archive.sweep() == 1
+    assert await archive_now(proxy) == 1
     (shown,) = await listed(proxy)
     assert (shown["content"], shown["state"]) == ("archived", "evaluated")
     id = session["session_id"]

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from any_agent.types import SessionState
 from proxy_ext.metrics import METRICS
 from tests.fakes.scripted_engine import ScriptedEngine
+from tests.proxy_ext.archive_lab import archive_now
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
 
@@ -288,14 +289,14 @@ async def test_what_is_in_memory_and_what_was_read_again(start: Start) -> None:
 
 
 async def test_where_the_bytes_are(start: Start) -> None:
-    proxy = await start("sessions.keep_hours=0")
+    proxy = await start()
     session = await proxy.open(mode="eval")
     await proxy.complete(session["api_key"])
     await proxy.post("/rl/v1/finalize", {}, session["api_key"])
     before = await scrape(proxy)
     assert before("any_agent_journal_bytes") > 4096
     assert before("any_agent_archived_sessions") == before("any_agent_archive_bytes") == 0
-    await proxy.service.archive.sweep()
+    await archive_now(proxy)
     now = await scrape(proxy)
     assert now("any_agent_archived_sessions") == 1
     assert now("any_agent_archive_bytes") > 100
