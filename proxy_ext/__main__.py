@@ -81,6 +81,7 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
     import uvicorn
 
     from proxy_ext.app import create_app
+    from proxy_ext.connections import Connection
     from proxy_ext.grading import check_grader
     from proxy_ext.presence import PresentServer, entry_of
     from proxy_ext.service import Service, load_chat
@@ -104,6 +105,7 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
     server = PresentServer(
         uvicorn.Config(
             app,
+            http=Connection,
             loop="uvloop",
             lifespan="on",
             access_log=False,

@@ -100,6 +100,7 @@ def serve_proxy(
     import uvicorn
 
     from proxy_ext.app import create_app
+    from proxy_ext.connections import Connection
     from tests.proxy_ext.proxy_lab import litellm_stand_in
 
     config = load_config(None, settings, {})
@@ -112,7 +113,9 @@ def serve_proxy(
         training=True,
         litellm_app=litellm_stand_in(),
     )
-    options = uvicorn.Config(app, loop="uvloop", lifespan="on", access_log=False, log_config=None)
+    options = uvicorn.Config(
+        app, http=Connection, loop="uvloop", lifespan="on", access_log=False, log_config=None
+    )
     uvicorn.Server(options).run(sockets=[listener])
 
 

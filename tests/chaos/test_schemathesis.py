@@ -36,7 +36,16 @@ SHORT, LONG = 300, 5000
 ROUTES = [
     route for route in OPERATIONS if route[1].startswith(("/rl/", "/grant", "/export", "/health"))
 ]
-API = schemathesis.openapi.from_dict(SCHEMA)
+API = schemathesis.openapi.from_dict(
+    # Keys are ours to send.
+    {
+        **SCHEMA,
+        "paths": {
+            path: {m: {**o, "security": []} for m, o in methods.items()}
+            for path, methods in SCHEMA["paths"].items()
+        },
+    }
+)
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     checks.status_code_conformance,
@@ -61,6 +70,9 @@ class Service:
         self._sessions: dict[str, tuple[str, str]] = {}
         """By what is to be true of it: a session's id and its key."""
         self._numbers = itertools.count()
+
+    def unique(self) -> str:
+        return f"-{next(self._numbers)}"
 
     def recover(self) -> None:
         """Undo what a case may have done: the run trains, its engine samples, slots are free."""
@@ -138,7 +150,8 @@ def test_it_is_as_it_says(
 ) -> None:
     method, path = route
     operation = API[path][method]
-    share = (LONG if long else SHORT) // len(ROUTES) + 1
+    # All but the health routes take something that may be wrong.
+    share = (LONG if long else SHORT) // (len(ROUTES) - 2) + 1
     statuses: Counter[int] = Counter()
     for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
         try:
@@ -170,9 +183,9 @@ def _run(
     @given(case=cases, kind=st.sampled_from((*KINDS, None)), own=st.booleans())
     def run(case: Any, kind: str | None, own: bool) -> None:
         key = ADMIN
-        if mode is GenerationMode.POSITIVE:
-            for name in ("x-api-key", "Authorization"):
-                case.headers.pop(name, None)
+        if "Idempotency-Key" in case.headers:
+            # Else an earlier case's answer may come again, whatever is wrong with this one.
+            case.headers["Idempotency-Key"] += service.unique()
         if kind is not None and mode is GenerationMode.POSITIVE:
             if case.path == "/export_trajectories" and kind in ("open", "called"):
                 # It would wait for their end.
