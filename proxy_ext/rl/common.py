@@ -18,12 +18,17 @@ def service_of(request: Request) -> Service:
     return service
 
 
-def caller_of(request: Request) -> Caller:
+# FastAPI runs plain functions in threads, which costs more than what these do.
+async def _service(request: Request) -> Service:
+    return service_of(request)
+
+
+async def _caller(request: Request) -> Caller:
     return service_of(request).auth.caller(request)
 
 
-Anyone = Annotated[Service, Depends(service_of)]
-Who = Annotated[Caller, Depends(caller_of)]
+Anyone = Annotated[Service, Depends(_service)]
+Who = Annotated[Caller, Depends(_caller)]
 
 
 async def receipt_of(request: Request, service: Anyone, caller: Who) -> AsyncIterator[Receipt]:
