@@ -22,7 +22,6 @@ _TENANT_ENDS = "/"
 _GENERATION = "~"
 """Between a task's name and its generation's. No name that a client gives holds either."""
 _UNDECIDED = {SessionState.OPEN, SessionState.AWAITING_REWARD}
-_TAKEN = {SessionState.LEASED, SessionState.TRAINED, SessionState.REJECTED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +116,9 @@ class Group:
     def note(self, row: SessionRow) -> None:
         """A member's state, as the journal has it."""
         self.members[row.id] = row.state
-        # An export leases single sessions, also of groups that are still open; and a session that
-        # its agent took back is rejected without an owner.
-        if row.state in _TAKEN and row.owner not in (None, EXPORT_OWNER):
+        # The trainer that leases a session stays its owner, whatever becomes of it then. An export
+        # leases single sessions, also of groups that are still open.
+        if row.owner not in (None, EXPORT_OWNER):
             self.handed_out = True
 
     @property
