@@ -21,6 +21,7 @@ from any_agent.errors import AnyAgentError, TooManyRequests
 from any_agent.protocol import Ack, SessionInfo, SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.auth import SESSIONS_SCOPE_KEY, Caller, Scope
+from proxy_ext.draining import draining
 from proxy_ext.grants import Granted
 from proxy_ext.keep import Keep, keep_nothing
 from proxy_ext.leases import trajectory
@@ -223,7 +224,8 @@ async def _export(service: Service, session: Session, body: ArealExport) -> Resp
     row = session.row
     if row.state is SessionState.ABORTED and row.reason == _EMPTY:
         return exported([], body.discount, body.style)
-    if row.state is SessionState.TRAINED and row.owner == EXPORT_OWNER:
+    ours = row.state is SessionState.TRAINED and row.owner == EXPORT_OWNER
+    if ours and row.content == "stored":
         # Its first answer may have been lost.
         await service.sessions.load(session)
         return exported([trajectory(session)], body.discount, body.style)
@@ -238,16 +240,21 @@ async def _export(service: Service, session: Session, body: ArealExport) -> Resp
 
 
 async def _until_ended(service: Service, session: Session) -> None:
-    """Wait, for so long as clients do. What does not end then, the lease refuses with its state."""
+    """Wait, for so long as clients do. What does not end then, the lease refuses with its state.
+
+    Draining if the rank stops meanwhile.
+    """
     if session.mode is not SessionMode.TRAIN:
         return
     ready = service.sessions.ready
     going_on = (SessionState.OPEN, SessionState.AWAITING_REWARD)
     try:
         async with asyncio.timeout(_EXPORT_WAIT), ready:
-            await ready.wait_for(lambda: session.state not in going_on)
+            await ready.wait_for(lambda: session.state not in going_on or service.calls.draining)
     except TimeoutError:
         pass
+    if session.state in going_on and service.calls.draining:
+        raise draining()
 
 
 def _shaped(keep: Keep, shape: Callable[[BaseModel], BaseModel]) -> Keep:

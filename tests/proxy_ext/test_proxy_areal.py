@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
+from any_agent.errors import StoreUnavailable
 from any_agent.types import SessionState
 from tests.proxy_ext.areal_client import ArealClient
 from tests.proxy_ext.conftest import Start
@@ -246,6 +247,38 @@ async def test_an_export_waits_for_the_end(client: ArealClient) -> None:
     assert not export.done()
     await episode.end()
     assert [row["reward"] for row in (await export).values()] == [1.0]
+
+
+async def test_an_export_does_not_hold_up_a_stop(proxy: Proxy, client: ArealClient) -> None:
+    await client.grant_capacity()
+    episode = await client.start("task")
+    export = asyncio.create_task(client.export(episode.session_id))
+    # It waits by the time that another request was answered.
+    await client.health()
+    await proxy.service.drain()
+    with pytest.raises(httpx.HTTPStatusError) as error:
+        await export
+    refused(error, 503, "draining")
+
+
+async def test_a_grant_is_not_lost_with_a_failed_open(
+    proxy: Proxy, client: ArealClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.grant_capacity()
+    with monkeypatch.context() as broken:
+
+        async def fail(*_: object) -> None:
+            raise StoreUnavailable("no room")
+
+        broken.setattr(proxy.service.journal, "commit", fail)
+        for work in (client.start("task"), client.grant_capacity()):
+            with pytest.raises(httpx.HTTPStatusError) as error:
+                await work
+            refused(error, 503, "store_unavailable")
+    await client.start("task")
+    with pytest.raises(httpx.HTTPStatusError) as error:
+        await client.start("task")
+    refused(error, 429, "no_capacity")
 
 
 async def test_an_export_takes_a_session_out_of_our_training(
