@@ -2,8 +2,8 @@
 
 docs/configuration.md from any_agent/config.py: a setting's meaning is the docstring under its
 field, its section's the docstring of the class. docs/metrics.md from each part's table of metrics.
-docs/sessions.md from the table of states in proxy_ext/lifecycle.py, docs/keys.md from the one of
-routes and scopes in proxy_ext/scopes.py.
+docs/sessions.md from the table of states in proxy_ext/sessions/lifecycle.py, docs/keys.md from the
+one of routes and scopes in proxy_ext/scopes.py.
 """
 
 from __future__ import annotations

@@ -82,9 +82,9 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
 
     from proxy_ext.app import create_app
     from proxy_ext.connections import Connection
-    from proxy_ext.grading import check_grader
     from proxy_ext.presence import PresentServer, entry_of
     from proxy_ext.service import Service, load_chat
+    from proxy_ext.sessions.grading import check_grader
 
     url = url_of(*listener.getsockname()[:2])
     chat = load_chat(config, args.model_path)

@@ -8,9 +8,9 @@ from any_agent import keys
 from any_agent.access import ANYONE, NOBODY, Access, Caller, Scope
 from any_agent.errors import NotFound, SessionMismatch, Unauthenticated
 from any_agent.keys import SESSION_KEY_PREFIX, Lane
-from proxy_ext.quotas import Quotas
-from proxy_ext.session import Session
-from proxy_ext.sessions import Sessions
+from proxy_ext.opening.quotas import Quotas
+from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.session import Session
 
 __all__ = ["ANYONE", "NOBODY", "Auth", "Caller", "Scope"]
 

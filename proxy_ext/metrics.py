@@ -9,10 +9,10 @@ from typing import TypeVar, get_args
 from any_agent.metrics import Exposition, Metric, Reading, Values
 from any_agent.registry import rank_name
 from any_agent.types import Continuation, SessionMode, SessionState
-from proxy_ext import late
-from proxy_ext.call_stats import FIRST, NO_SESSION, Outcome, Retried
-from proxy_ext.quotas import QUOTAS
+from proxy_ext.calls.stats import FIRST, NO_SESSION, Outcome, Retried
+from proxy_ext.opening.quotas import QUOTAS
 from proxy_ext.service import Service
+from proxy_ext.sessions import late
 
 S = TypeVar("S", bound=str)
 CREATED = Metric(

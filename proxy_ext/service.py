@@ -21,23 +21,23 @@ from any_agent.rundir import RunDir
 from any_agent.types import GenerationHyperparameters
 from proxy_ext.archive.sweep import Archive
 from proxy_ext.auth import Auth
-from proxy_ext.calls import Calls
-from proxy_ext.closing import close_groups
-from proxy_ext.endings import Endings
-from proxy_ext.expiry import Expiry
-from proxy_ext.fence import Fence
-from proxy_ext.grading import grader_of
+from proxy_ext.calls.calls import Calls
+from proxy_ext.calls.inflight import most_calls
 from proxy_ext.idempotency import Answers
-from proxy_ext.inflight import most_calls
 from proxy_ext.journal import Journal, SQLiteJournal
-from proxy_ext.late import LateRewards
-from proxy_ext.leases import Leases
-from proxy_ext.names import Names
-from proxy_ext.opening import Opening
-from proxy_ext.quotas import Limits, Quotas
-from proxy_ext.rewards import Rewards
+from proxy_ext.leases.fence import Fence
+from proxy_ext.leases.leases import Leases
+from proxy_ext.opening.closing import close_groups
+from proxy_ext.opening.opening import Opening
+from proxy_ext.opening.quotas import Limits, Quotas
 from proxy_ext.run_state import RunState
-from proxy_ext.sessions import Sessions
+from proxy_ext.sessions.endings import Endings
+from proxy_ext.sessions.expiry import Expiry
+from proxy_ext.sessions.grading import grader_of
+from proxy_ext.sessions.late import LateRewards
+from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.names import Names
+from proxy_ext.sessions.rewards import Rewards
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import pytest
 from any_agent.config import Config, known_keys, load_config
 from any_agent.types import SessionState
 from proxy_ext.app import create_app
-from proxy_ext.lifecycle import Event
+from proxy_ext.sessions.lifecycle import Event
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md"]

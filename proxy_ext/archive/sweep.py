@@ -27,7 +27,7 @@ from proxy_ext.journal import (
     RewardRow,
     Statement,
 )
-from proxy_ext.sessions import Sessions
+from proxy_ext.sessions.live import Sessions
 
 log = logging.getLogger(__name__)
 

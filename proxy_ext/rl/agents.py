@@ -23,9 +23,9 @@ from any_agent.protocol import (
     StartSession,
     Veto,
 )
-from proxy_ext.rewards import parts_of
 from proxy_ext.rl.common import Anyone, Once, Who
 from proxy_ext.rl.strict import StrictRoute
+from proxy_ext.sessions.rewards import parts_of
 from proxy_ext.wire.http import while_present
 
 router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)

@@ -22,17 +22,17 @@ from any_agent.protocol import Ack, SessionInfo, SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.auth import SESSIONS_SCOPE_KEY, Caller, Scope
 from proxy_ext.draining import draining
-from proxy_ext.grants import Granted
 from proxy_ext.keep import Keep, keep_nothing
-from proxy_ext.leases import trajectory
-from proxy_ext.lifecycle import EXPORT_OWNER
-from proxy_ext.opening import Numbered
-from proxy_ext.rewards import parts_of
+from proxy_ext.leases.leases import trajectory
+from proxy_ext.opening.grants import Granted
+from proxy_ext.opening.opening import Numbered
 from proxy_ext.rl.areal_export import ArealTrajectories, exported
 from proxy_ext.rl.common import Anyone, Once, Who
 from proxy_ext.rl.strict import StrictRoute
 from proxy_ext.service import Service
-from proxy_ext.session import Session
+from proxy_ext.sessions.lifecycle import EXPORT_OWNER
+from proxy_ext.sessions.rewards import parts_of
+from proxy_ext.sessions.session import Session
 from proxy_ext.wire.http import while_present
 
 router = APIRouter(route_class=StrictRoute)

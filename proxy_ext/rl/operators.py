@@ -21,11 +21,11 @@ from any_agent.record import InteractionTree, export_rows, propagate_rewards
 from any_agent.record import to_json as row_to_json
 from any_agent.types import SessionState, Trajectory
 from proxy_ext.auth import SESSIONS_SCOPE_KEY
-from proxy_ext.groups import group_key, public_id
 from proxy_ext.journal import NumberedRow, SessionFilter
-from proxy_ext.lifecycle import EXPORT_OWNER
+from proxy_ext.opening.groups import group_key, public_id
 from proxy_ext.rl.common import Anyone, Who
 from proxy_ext.rl.strict import StrictRoute
+from proxy_ext.sessions.lifecycle import EXPORT_OWNER
 from proxy_ext.wire.http import JSONResponse
 
 router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)

@@ -15,11 +15,11 @@ from starlette.responses import Response
 from any_agent.completions import ChatCall, Delta, parse_chat
 from any_agent.errors import AnyAgentError, Unauthenticated
 from any_agent.types import Interaction, SessionMode
-from proxy_ext.call import Head, Item, Listener
-from proxy_ext.inflight import Place
-from proxy_ext.retries import mark_of, take_up
+from proxy_ext.calls.call import Head, Item, Listener
+from proxy_ext.calls.inflight import Place
+from proxy_ext.calls.retries import mark_of, take_up
 from proxy_ext.service import Service
-from proxy_ext.session import Session
+from proxy_ext.sessions.session import Session
 from proxy_ext.wire.http import Client, EventStream, JSONResponse, read_json
 
 _LONG_BODY = 65_536

@@ -25,7 +25,7 @@ from any_agent.types import Interaction, SessionState
 from proxy_ext.journal import SetFinal, SetState, SQLiteJournal, Statement
 from proxy_ext.run_state import RunState
 from proxy_ext.scopes import RULES
-from proxy_ext.session import Session
+from proxy_ext.sessions.session import Session
 from tests.chaos.conftest import Figure
 from tests.chaos.killable import KillableProxy, engine_in_thread
 from tests.fakes.scripted_engine import ScriptedEngine

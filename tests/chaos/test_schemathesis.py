@@ -150,8 +150,8 @@ def test_it_is_as_it_says(
 ) -> None:
     method, path = route
     operation = API[path][method]
-    # All but the health routes take something that may be wrong.
-    share = (LONG if long else SHORT) // (len(ROUTES) - 2) + 1
+    # Some take nothing, or nothing that may be wrong.
+    share = (LONG if long else SHORT) // (len(ROUTES) - 5) + 1
     statuses: Counter[int] = Counter()
     for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
         try:
@@ -269,7 +269,7 @@ def test_zz_in_all(figure: Figure, long: bool) -> None:
     """No 5xx; the store was not made to fail here, so none may be explained by it."""
     total = sum(SEEN.values())
     figure(f"{total} cases over {len(ROUTES)} routes: {dict(sorted(SEEN.items()))}")
-    assert total >= (LONG if long else SHORT) * 0.9
+    assert total >= (LONG if long else SHORT)
     assert not [status for status in SEEN if status >= 500]
     assert StoreUnavailable.status not in SEEN
     assert SEEN[200] > total / 10, "nearly everything was refused: that proves little"

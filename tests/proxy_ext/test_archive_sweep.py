@@ -16,9 +16,9 @@ from any_agent.types import SessionState
 from proxy_ext.archive import sweep
 from proxy_ext.archive.files import Writer
 from proxy_ext.archive.records import read_record
-from proxy_ext.fence import Fence
 from proxy_ext.journal import ArchiveContent, EraseContent
-from proxy_ext.leases import Leases
+from proxy_ext.leases.fence import Fence
+from proxy_ext.leases.leases import Leases
 from tests.proxy_ext.archive_lab import CALLS, Rank
 from tests.proxy_ext.test_archive_files import archives_of
 

@@ -23,19 +23,19 @@ from any_agent.protocol import Ack, Lease, Rejection, StartSession
 from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
 from proxy_ext.archive.records import read_record
 from proxy_ext.archive.sweep import Archive
-from proxy_ext.endings import Endings
-from proxy_ext.expiry import Expiry
-from proxy_ext.fence import Fence
 from proxy_ext.journal import PutSession, SetState, SQLiteJournal, Statement
-from proxy_ext.late import LateRewards
-from proxy_ext.leases import Leases
-from proxy_ext.names import Names
-from proxy_ext.opening import Opening
-from proxy_ext.quotas import Limits, Quotas
-from proxy_ext.rewards import Rewards
+from proxy_ext.leases.fence import Fence
+from proxy_ext.leases.leases import Leases
+from proxy_ext.opening.opening import Opening
+from proxy_ext.opening.quotas import Limits, Quotas
 from proxy_ext.run_state import RunState
-from proxy_ext.session import Session
-from proxy_ext.sessions import Sessions
+from proxy_ext.sessions.endings import Endings
+from proxy_ext.sessions.expiry import Expiry
+from proxy_ext.sessions.late import LateRewards
+from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.names import Names
+from proxy_ext.sessions.rewards import Rewards
+from proxy_ext.sessions.session import Session
 from tests.proxy_ext.journal_lab import make_interaction, make_row
 from tests.proxy_ext.test_archive_files import archives_of
 

@@ -27,23 +27,24 @@ from any_agent.errors import (
 from any_agent.keys import KeySigner
 from any_agent.protocol import Ack, Lease, Rejection, StartSession
 from any_agent.types import SessionMode, SessionState
-from proxy_ext import clock, closing, groups
 from proxy_ext.auth import Caller, Scope
-from proxy_ext.closing import close_groups
-from proxy_ext.endings import Endings
-from proxy_ext.expiry import Expiry
-from proxy_ext.fence import Fence
-from proxy_ext.groups import Group
 from proxy_ext.journal import SessionRow, SQLiteJournal, Statement
-from proxy_ext.late import LateRewards
-from proxy_ext.leases import Leases
-from proxy_ext.names import Names
-from proxy_ext.opening import Opening
-from proxy_ext.quotas import Limits, Quotas
-from proxy_ext.rewards import Rewards
+from proxy_ext.leases.fence import Fence
+from proxy_ext.leases.leases import Leases
+from proxy_ext.opening import closing, groups
+from proxy_ext.opening.closing import close_groups
+from proxy_ext.opening.groups import Group
+from proxy_ext.opening.opening import Opening
+from proxy_ext.opening.quotas import Limits, Quotas
 from proxy_ext.run_state import RunState
-from proxy_ext.session import Session
-from proxy_ext.sessions import Sessions
+from proxy_ext.sessions import clock
+from proxy_ext.sessions.endings import Endings
+from proxy_ext.sessions.expiry import Expiry
+from proxy_ext.sessions.late import LateRewards
+from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.names import Names
+from proxy_ext.sessions.rewards import Rewards
+from proxy_ext.sessions.session import Session
 from tests.proxy_ext.journal_lab import make_interaction
 
 OWNER = "trainer"

@@ -13,7 +13,7 @@ import pytest
 from any_agent.config import load_config
 from any_agent.errors import ConfigError
 from any_agent.types import SessionState
-from proxy_ext.grading import Grader, GraderFailed
+from proxy_ext.sessions.grading import Grader, GraderFailed
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy, until
 from tests.proxy_ext.test_proxy_metrics import scrape
@@ -322,7 +322,7 @@ def test_workers_die_with_their_proxy(tmp_path: Path) -> None:
     """Also one whose grader hangs, and also of a kill -9."""
     script = (
         "import asyncio, sys, os\n"
-        "from proxy_ext.grading import Grader\n"
+        "from proxy_ext.sessions.grading import Grader\n"
         "async def main():\n"
         "    g = Grader('tests.proxy_ext.graders.misbehaves', timeout=60)\n"
         "    await g.grade({'metadata': {'how': 'hangs', 'pid': sys.argv[1]}})\n"

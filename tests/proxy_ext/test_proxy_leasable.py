@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from any_agent.types import SessionState
-from proxy_ext.groups import Groups
-from proxy_ext.leasable import Leasable
-from proxy_ext.names import Names
-from proxy_ext.session import Session
+from proxy_ext.leases.leasable import Leasable
+from proxy_ext.opening.groups import Groups
+from proxy_ext.sessions.names import Names
+from proxy_ext.sessions.session import Session
 from tests.proxy_ext.journal_lab import make_row
 
 

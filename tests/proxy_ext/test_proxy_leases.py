@@ -11,9 +11,9 @@ import pytest
 from any_agent.errors import Conflict, NotFound
 from any_agent.protocol import MAX_NAMED, Rejection
 from any_agent.record import unpack_trajectories
-from proxy_ext import leases
 from proxy_ext.journal import Statement
-from proxy_ext.leases import _UNHEARD_OF
+from proxy_ext.leases import leases
+from proxy_ext.leases.leases import _UNHEARD_OF
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until

@@ -11,8 +11,15 @@ import pytest
 
 from any_agent.access import Scope
 from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
-from proxy_ext.lifecycle import EVENTS, STATES, TRANSITIONS, Event, refused_with, transitions
 from proxy_ext.scopes import AGENTS, OPENERS, RULES, TRAINERS
+from proxy_ext.sessions.lifecycle import (
+    EVENTS,
+    STATES,
+    TRANSITIONS,
+    Event,
+    refused_with,
+    transitions,
+)
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
 

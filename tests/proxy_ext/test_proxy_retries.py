@@ -15,9 +15,10 @@ import pytest
 
 from any_agent.chat import ChatFormat
 from any_agent.types import Interaction
-from proxy_ext import retries, service
-from proxy_ext.call import Call
-from proxy_ext.delivery import Deliveries
+from proxy_ext import service
+from proxy_ext.calls import retries
+from proxy_ext.calls.call import Call
+from proxy_ext.calls.delivery import Deliveries
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, config_for, running_proxy, until

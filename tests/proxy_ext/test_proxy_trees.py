@@ -11,8 +11,8 @@ import pytest
 
 from any_agent.errors import StoreUnavailable
 from any_agent.types import Interaction, Trajectory
-from proxy_ext.session import Session
-from proxy_ext.trees import Trees
+from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.trees import Trees
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until

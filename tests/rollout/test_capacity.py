@@ -16,7 +16,7 @@ from any_agent.protocol import Capacity
 from any_agent.rollout import Ranks
 from any_agent.rollout import capacity as module
 from any_agent.rollout.capacity import CapacityKeeper
-from proxy_ext.admission import Admission, Ticket
+from proxy_ext.opening.slots import Admission, Ticket
 
 
 @dataclass(slots=True)

@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeAlias
 
 from any_agent.config import SessionConfig
 from any_agent.errors import AnyAgentError, SessionClosed, Unprocessable
-from proxy_ext.endings import Endings, is_rewarded
-from proxy_ext.grading import Grader, GraderFailed, graded_session
-from proxy_ext.session import Session
-from proxy_ext.sessions import Sessions
+from proxy_ext.sessions.endings import Endings, is_rewarded
+from proxy_ext.sessions.grading import Grader, GraderFailed, graded_session
+from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.session import Session
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The live sessions of one rank: found, recovered, recorded, and moved from state to state.
 
-Each change is checked against the table of :mod:`proxy_ext.lifecycle`, written to the journal, then
-made in memory, under the session's lock. What ends sessions is in endings.py, what rewards them in
+Each change is checked against the table of states (lifecycle.py), written to the journal, then made
+in memory, under the session's lock. What ends sessions is in endings.py, what rewards them in
 rewards.py, what watches their time in expiry.py.
 """
 
@@ -21,13 +21,7 @@ from any_agent.config import SessionConfig
 from any_agent.errors import NotFound, SessionDamaged, StoreUnavailable
 from any_agent.record import InteractionTree, without_texts
 from any_agent.types import TERMINAL_STATES, Interaction, SessionMode, SessionState
-from proxy_ext import clock
-from proxy_ext.admission import Admission
-from proxy_ext.counts import SessionCounts
-from proxy_ext.deadlines import Deadlines
-from proxy_ext.delivery import UNDELIVERED, UNMARKED, Deliveries, undelivered, was_used
-from proxy_ext.grants import Grants
-from proxy_ext.groups import Group, Groups
+from proxy_ext.calls.delivery import UNDELIVERED, UNMARKED, Deliveries, undelivered, was_used
 from proxy_ext.journal import (
     EraseContent,
     Journal,
@@ -38,12 +32,18 @@ from proxy_ext.journal import (
     Statement,
 )
 from proxy_ext.keep import Keep, keep_nothing
-from proxy_ext.leasable import Leasable
-from proxy_ext.lifecycle import EXPORT_OWNER, Event, target
-from proxy_ext.names import Names
-from proxy_ext.session import LIVE_STATES, Session
-from proxy_ext.task_names import TaskNames
-from proxy_ext.trees import Trees
+from proxy_ext.leases.leasable import Leasable
+from proxy_ext.opening.grants import Grants
+from proxy_ext.opening.groups import Group, Groups
+from proxy_ext.opening.slots import Admission
+from proxy_ext.sessions import clock
+from proxy_ext.sessions.counts import SessionCounts
+from proxy_ext.sessions.deadlines import Deadlines
+from proxy_ext.sessions.lifecycle import EXPORT_OWNER, Event, target
+from proxy_ext.sessions.names import Names
+from proxy_ext.sessions.session import LIVE_STATES, Session
+from proxy_ext.sessions.task_names import TaskNames
+from proxy_ext.sessions.trees import Trees
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from any_agent.errors import InvalidRequest, Unprocessable
 from any_agent.protocol import SessionInfo
 from any_agent.record import InteractionTree
 from any_agent.types import SessionMode, SessionState
-from proxy_ext.delivery import UNDELIVERED, undelivered, unreceived
+from proxy_ext.calls.delivery import UNDELIVERED, undelivered, unreceived
 from proxy_ext.journal import (
     EraseContent,
     PutInteraction,
@@ -23,10 +23,10 @@ from proxy_ext.journal import (
     Statement,
 )
 from proxy_ext.keep import Keep, keep_nothing
-from proxy_ext.lifecycle import Event, refusal, target
-from proxy_ext.rewards import NOTHING, Parts, Rewards
-from proxy_ext.session import Session
-from proxy_ext.sessions import Sessions, ended, set_state
+from proxy_ext.sessions.lifecycle import Event, refusal, target
+from proxy_ext.sessions.live import Sessions, ended, set_state
+from proxy_ext.sessions.rewards import NOTHING, Parts, Rewards
+from proxy_ext.sessions.session import Session
 
 UNREWARDED = "no reward was given: it counts as 0 (sessions.require_reward=false)"
 _SETTLED_WITHIN = 30.0

@@ -14,13 +14,13 @@ from any_agent.errors import VersionGone
 from any_agent.protocol import Heartbeat, SessionInfo
 from any_agent.record import InteractionTree
 from any_agent.types import SessionMode, SessionState
-from proxy_ext import clock, lifecycle
-from proxy_ext.groups import public_id
 from proxy_ext.journal import RequestMark, SessionRow, StoredInteraction
-from proxy_ext.lifecycle import Event
+from proxy_ext.opening.groups import public_id
+from proxy_ext.sessions import clock, lifecycle
+from proxy_ext.sessions.lifecycle import Event
 
 if TYPE_CHECKING:
-    from proxy_ext.call import Call
+    from proxy_ext.calls.call import Call
 
 LIVE_STATES = (
     SessionState.OPEN,

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 from any_agent.types import SessionMode, SessionState
-from proxy_ext.groups import Groups
 from proxy_ext.journal import SessionRow
-from proxy_ext.session import Session
+from proxy_ext.opening.groups import Groups
+from proxy_ext.sessions.session import Session
 
 _Key: TypeAlias = tuple[bool, str]
 """A group's (True) or, for one without a group, a session's id."""

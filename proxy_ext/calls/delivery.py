@@ -19,7 +19,7 @@ from any_agent.errors import StoreUnavailable
 from any_agent.record import was_received
 from any_agent.types import Interaction, SessionState
 from proxy_ext.journal import Journal, MarkDelivered, RequestMark, Statement
-from proxy_ext.session import Session
+from proxy_ext.sessions.session import Session
 
 UNDELIVERED = "undelivered"
 UNMARKED = RequestMark(b"", 0)

@@ -1,7 +1,7 @@
 """Handing finalized trajectories to the trainer: lease, redelivery, acknowledgement.
 
 Only closed groups are handed out. A lease ends by an ack, by its holder's silence, or when another
-start of the trainer appears; what an earlier one still sends is refused (:mod:`proxy_ext.fence`).
+start of the trainer appears; what an earlier one still sends is refused (fence.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from any_agent.errors import Conflict, InvalidRequest, SessionClosed, SessionDamaged
 from any_agent.protocol import Ack, Capacity, Lease, SetCapacity
 from any_agent.types import Interaction, SessionMode, SessionState, Trajectory
-from proxy_ext.fence import Fence
-from proxy_ext.leasable import Leasable
-from proxy_ext.lifecycle import EXPORT_OWNER, Event, allowed, refusal, target
-from proxy_ext.session import Session
-from proxy_ext.sessions import Sessions
+from proxy_ext.leases.fence import Fence
+from proxy_ext.leases.leasable import Leasable
+from proxy_ext.sessions.lifecycle import EXPORT_OWNER, Event, allowed, refusal, target
+from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.session import Session
 
 log = logging.getLogger(__name__)
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 from any_agent.completions import ChatCall, Completer, Prepared
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
-from proxy_ext.call import Call, Head, Listener
-from proxy_ext.call_stats import CallStats, CallTimer
+from proxy_ext.calls.call import Call, Head, Listener
+from proxy_ext.calls.inflight import InFlight, Place
+from proxy_ext.calls.stats import CallStats, CallTimer
 from proxy_ext.draining import draining
-from proxy_ext.inflight import InFlight, Place
 from proxy_ext.journal import RequestMark
-from proxy_ext.quotas import Quotas
-from proxy_ext.session import Session
-from proxy_ext.sessions import Sessions
+from proxy_ext.opening.quotas import Quotas
+from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.session import Session
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from contextlib import suppress
 from starlette.requests import Request
 
 from any_agent.completions import ChatCall
-from proxy_ext.call import Call, Listener
-from proxy_ext.calls import Calls
-from proxy_ext.delivery import UNDELIVERED, was_used
+from proxy_ext.calls.call import Call, Listener
+from proxy_ext.calls.calls import Calls
+from proxy_ext.calls.delivery import UNDELIVERED, was_used
 from proxy_ext.journal import RequestMark
-from proxy_ext.session import Session
+from proxy_ext.sessions.session import Session
 
 HEADER = "x-stainless-retry-count"
 NEWS_SECONDS = 2.0

@@ -13,11 +13,11 @@ from any_agent.chat import MessageDelta
 from any_agent.completions import VERSION_GONE, Completer, Completion, Delta, Prepared
 from any_agent.errors import AnyAgentError, InvalidRequest, SessionClosed, VersionGone
 from any_agent.types import GenerationHyperparameters, Interaction
-from proxy_ext.call_stats import CallTimer
-from proxy_ext.inflight import Place
+from proxy_ext.calls.inflight import Place
+from proxy_ext.calls.stats import CallTimer
 from proxy_ext.journal import RequestMark
-from proxy_ext.session import Session
-from proxy_ext.sessions import Sessions
+from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.session import Session
 
 log = logging.getLogger(__name__)
 

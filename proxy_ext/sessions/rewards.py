@@ -18,12 +18,12 @@ from any_agent.config import SessionConfig
 from any_agent.errors import NotFound, Unprocessable
 from any_agent.protocol import RewardEntry, RewardSet, SessionDetails
 from any_agent.types import Interaction
-from proxy_ext.delivery import last_received
+from proxy_ext.calls.delivery import last_received
 from proxy_ext.journal import SetReward
 from proxy_ext.keep import Keep, keep_nothing
-from proxy_ext.lifecycle import Event, target
-from proxy_ext.session import Session
-from proxy_ext.sessions import Sessions
+from proxy_ext.sessions.lifecycle import Event, target
+from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.session import Session
 
 Parts: TypeAlias = Mapping[str | None, float]
 """What a reward is made of: values by name, None for the unnamed one."""

@@ -8,10 +8,10 @@ import time
 
 from any_agent.errors import AnyAgentError, SessionClosed
 from any_agent.types import SessionState
-from proxy_ext.endings import Endings
-from proxy_ext.late import LateRewards
-from proxy_ext.session import Session
-from proxy_ext.sessions import Sessions
+from proxy_ext.sessions.endings import Endings
+from proxy_ext.sessions.late import LateRewards
+from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.session import Session
 
 log = logging.getLogger(__name__)
 

@@ -20,17 +20,17 @@ from any_agent.keys import KeySigner, Lane
 from any_agent.protocol import SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.auth import Caller, Scope
-from proxy_ext.clock import stamp
 from proxy_ext.draining import draining
-from proxy_ext.endings import Endings
-from proxy_ext.groups import Group, closed_error, group_key, public_id
 from proxy_ext.journal import PutSession, SessionRow
 from proxy_ext.keep import Keep, keep_nothing
-from proxy_ext.quotas import Quotas
+from proxy_ext.opening.groups import Group, closed_error, group_key, public_id
+from proxy_ext.opening.quotas import Quotas
 from proxy_ext.run_state import RunState
-from proxy_ext.session import Session
-from proxy_ext.sessions import Sessions
-from proxy_ext.task_names import TaskNumbers
+from proxy_ext.sessions.clock import stamp
+from proxy_ext.sessions.endings import Endings
+from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.task_names import TaskNumbers
 
 
 @dataclass(frozen=True, slots=True)

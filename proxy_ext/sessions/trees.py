@@ -15,9 +15,9 @@ from typing import Any
 
 from any_agent.record import InteractionTree
 from any_agent.types import Interaction
-from proxy_ext.delivery import Deliveries
+from proxy_ext.calls.delivery import Deliveries
 from proxy_ext.journal import Journal
-from proxy_ext.session import Session, add_to_tree
+from proxy_ext.sessions.session import Session, add_to_tree
 
 _TREE = 1_500
 """Bytes of an empty tree."""

@@ -18,10 +18,10 @@ from pebble import ProcessExpired, ProcessPool
 from any_agent.config import SessionConfig
 from any_agent.errors import ConfigError
 from any_agent.protocol import as_reward
-from proxy_ext import grader_worker
-from proxy_ext.grader_worker import short
-from proxy_ext.rewards import Parts, parts_of
-from proxy_ext.session import Session
+from proxy_ext.sessions import grader_worker
+from proxy_ext.sessions.grader_worker import short
+from proxy_ext.sessions.rewards import Parts, parts_of
+from proxy_ext.sessions.session import Session
 
 _WORKERS = 2
 

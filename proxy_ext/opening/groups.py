@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from any_agent.errors import Conflict
 from any_agent.types import SessionState
-from proxy_ext.admission import Ticket
 from proxy_ext.journal import SessionRow
-from proxy_ext.lifecycle import EXPORT_OWNER
-from proxy_ext.names import Names
+from proxy_ext.opening.slots import Ticket
+from proxy_ext.sessions.lifecycle import EXPORT_OWNER
+from proxy_ext.sessions.names import Names
 
 _TENANT_ENDS = "/"
 """After a tenant's name in the ids of its groups: one tenant's "g1" is not another's."""

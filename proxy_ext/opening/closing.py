@@ -7,10 +7,10 @@ import time
 
 from any_agent.errors import AnyAgentError
 from any_agent.types import SessionState
-from proxy_ext.expiry import Expiry
-from proxy_ext.groups import Group
-from proxy_ext.lifecycle import Event
-from proxy_ext.sessions import Sessions
+from proxy_ext.opening.groups import Group
+from proxy_ext.sessions.expiry import Expiry
+from proxy_ext.sessions.lifecycle import Event
+from proxy_ext.sessions.live import Sessions
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Handing finalized sessions to the trainer, once each."""

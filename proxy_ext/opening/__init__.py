@@ -1,0 +1,1 @@
+"""Opening sessions: slots, groups, what tenants may use."""

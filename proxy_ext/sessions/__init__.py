@@ -1,0 +1,1 @@
+"""Sessions of one rank: their states, rewards, endings and time; in memory and in the journal."""
