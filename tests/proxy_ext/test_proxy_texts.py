@@ -7,6 +7,7 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -109,6 +110,47 @@ async def test_what_is_said_is_nowhere(
     assert bool(said_on_disk(tmp_path)) is kept
 
 
+async def unheard(proxy: Proxy, engine: ScriptedEngine, key: str, id: str, text: str) -> None:
+    """A marked call whose client leaves before it is answered; it is recorded all the same."""
+    before, sent = len(await proxy.recorded(id)), len(engine.requests)
+    say(proxy, engine, text)
+    go_on = engine.hold(2)
+    asked = asyncio.create_task(marked(proxy, key, 0))
+    await until(lambda: len(engine.requests) > sent)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    go_on.set()
+
+    async def recorded() -> bool:
+        return len(await proxy.recorded(id)) > before
+
+    await until(recorded)
+
+
+async def marked(proxy: Proxy, key: str, count: int) -> httpx.Response:
+    body = {"model": "m", "messages": SAID, **FIELDS}
+    headers = {"authorization": f"Bearer {key}", "x-stainless-retry-count": str(count)}
+    return await proxy.http.post("/v1/chat/completions", json=body, headers=headers)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_retry_is_told_what_was_said(
+    start: Start, engine: ScriptedEngine, tmp_path: Path, restarted: bool
+) -> None:
+    """While the call waits for it, and by its ids in the next process."""
+    proxy = await start("sessions.store_content=false")
+    await proxy.admit(10)
+    session = await proxy.open()
+    key, id = session["api_key"], session["session_id"]
+    await unheard(proxy, engine, key, id, f"{SECRET} and lost")
+    if restarted:
+        proxy = await start("sessions.store_content=false")
+    again = await marked(proxy, key, 1)
+    assert again.json()["choices"][0]["message"]["content"] == f"{SECRET} and lost"
+    assert len(engine.requests) == 1
+    assert said_on_disk(tmp_path) == []
+
+
 async def test_an_answer_that_reached_nobody(
     start: Start, engine: ScriptedEngine, tmp_path: Path
 ) -> None:
@@ -118,46 +160,10 @@ async def test_an_answer_that_reached_nobody(
     session = await proxy.open()
     key, id = session["api_key"], session["session_id"]
     await talk(proxy, engine, key, 1)
-    say(proxy, engine, f"{SECRET} to nobody, who has left long before it ends")
-    go_on = engine.hold(2)
-    headers = {"authorization": f"Bearer {key}", "x-stainless-retry-count": "0"}
-    body = {"model": "m", "messages": SAID, **FIELDS}
-    asked = asyncio.create_task(proxy.http.post("/v1/chat/completions", json=body, headers=headers))
-    await until(lambda: len(engine.requests) == 2)
-    asked.cancel()
-    await asyncio.gather(asked, return_exceptions=True)
-    go_on.set()
-
-    async def recorded() -> bool:
-        return len(await proxy.recorded(id)) == 2
-
-    await until(recorded)
-    # A marked retry is answered with what was said, as long as somebody may come for it.
-    headers["x-stainless-retry-count"] = "1"
-    again = await proxy.http.post("/v1/chat/completions", json=body, headers=headers)
-    assert f"{SECRET} to nobody" in again.json()["choices"][0]["message"]["content"]
+    await unheard(proxy, engine, key, id, f"{SECRET} to nobody")
     await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
-    assert said_on_disk(tmp_path) == []
-
-
-async def test_a_retry_after_a_restart(
-    start: Start, engine: ScriptedEngine, tmp_path: Path
-) -> None:
-    """The answer is read from its ids once more."""
-    proxy = await start("sessions.store_content=false")
-    await proxy.admit(10)
-    session = await proxy.open()
-    headers = {"authorization": f"Bearer {session['api_key']}", "x-stainless-retry-count": "0"}
-    body = {"model": "m", "messages": SAID, **FIELDS}
-    say(proxy, engine, f"{SECRET} and lost")
-    first = await proxy.http.post("/v1/chat/completions", json=body, headers=headers)
-    # Killed here: that it was delivered was not written yet.
-    proxy = await start("sessions.store_content=false")
-    headers["x-stainless-retry-count"] = "1"
-    again = await proxy.http.post("/v1/chat/completions", json=body, headers=headers)
-    assert again.json() == first.json()
-    assert SECRET in again.json()["choices"][0]["message"]["content"]
-    assert len(engine.requests) == 1
+    recorded = await proxy.recorded(id)
+    assert [i.untrainable_reason for i in recorded] == [None, "undelivered"]
     assert said_on_disk(tmp_path) == []
 
 
