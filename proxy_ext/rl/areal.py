@@ -131,7 +131,8 @@ async def _start(service: Service, body: ArealStart, caller: Caller, keep: Keep)
     deadline = time.monotonic() + (_REFRESH_WAIT if ended else 0.0)
     numbered = Numbered(body.task_id, body.grant_only)
     while True:
-        wait = min(_SLICE, max(0.0, deadline - time.monotonic()))
+        began = time.monotonic()
+        wait = min(_SLICE, max(0.0, deadline - began))
         start = StartSession(
             task_id=body.task_id, group_size=None, ttl=None, wait=wait, api_key=body.api_key
         )
@@ -140,6 +141,8 @@ async def _start(service: Service, body: ArealStart, caller: Caller, keep: Keep)
         except TooManyRequests:
             if not wait or body.grant_only:
                 raise
+        # What is refused at once, as for a quota, has not waited.
+        await asyncio.sleep(began + wait - time.monotonic())
 
 
 async def _end_earlier(service: Service, api_key: str, caller: Caller) -> bool:

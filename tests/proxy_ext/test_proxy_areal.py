@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
 from any_agent.errors import StoreUnavailable
+from any_agent.keystore import TenantLimits, create_key
+from any_agent.launcher.trial import trial_dir
 from any_agent.types import SessionState
+from proxy_ext.opening.opening import Opening
+from proxy_ext.rl import areal
 from tests.proxy_ext.areal_client import ArealClient
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy, until
@@ -202,6 +207,35 @@ async def test_the_next_episode_waits_for_its_slot(proxy: Proxy, client: ArealCl
     await until(ended)
     await client.grant_capacity()
     assert (await following).session_id == "task-0-1"
+
+
+async def test_an_open_that_is_refused_at_once_is_not_asked_for_again_and_again(
+    proxy: Proxy, client: ArealClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait for a slot takes its time; a refusal for a quota takes none."""
+    path = trial_dir(proxy.service.config).keys
+    key, _ = create_key(path, "tenant", tenant="alice")
+    opened = []
+    for _ in range(2):
+        await client.grant_capacity()
+        opened.append(await client.post("rl/start_session", {"task_id": "task"}, key))
+    key, _ = create_key(path, "tenant", tenant="alice", limits=TenantLimits(open_sessions=1))
+    monkeypatch.setattr(areal, "_REFRESH_WAIT", 0.3)
+    asked = 0
+    open_one = Opening.open
+
+    async def counted(self: Opening, *args: Any, **fields: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return await open_one(self, *args, **fields)
+
+    monkeypatch.setattr(Opening, "open", counted)
+    with pytest.raises(httpx.HTTPStatusError) as error:
+        await client.post(
+            "rl/start_session", {"task_id": "task", "api_key": opened[0]["api_key"]}, key
+        )
+    refused(error, 429, "quota_exceeded")
+    assert asked == 2, "at once, and at the end of its time"
 
 
 async def test_an_episode_without_reward_is_not_taken_for_zero(client: ArealClient) -> None:
