@@ -104,9 +104,10 @@ class Access:
     def open_mode(self) -> bool:
         """Whether whoever reaches us is the operator: no admin key is anywhere, on loopback.
 
-        The first admin key ends it, and while this process lives it does not come back.
+        The first admin key ends it, and while this process lives it does not come back. One that
+        has expired keeps it ended.
         """
-        if not self._closed and self._kept.get().has_admin:
+        if not self._closed and self._kept.get().wants_admin:
             self._closed = True
         return not self._closed
 

@@ -18,6 +18,7 @@ from any_agent.access import run_dir_of
 from any_agent.atomic import append_line, fsync
 from any_agent.config import load_config
 from any_agent.errors import StartupError
+from any_agent.keys import key_id
 from any_agent.keys_cli import LIMITS
 from any_agent.keystore import (
     KeptKey,
@@ -92,15 +93,15 @@ def _list(arguments: argparse.Namespace, run_dir: RunDir) -> int:
 
 
 def _revoke(arguments: argparse.Namespace, run_dir: RunDir) -> int:
-    key, done = revoke_key(
-        run_dir.keys, arguments.id, told=lambda key: _note(run_dir, "keys revoke", key)
-    )
+    # Whoever gives the key itself means it, and it is not repeated.
+    id = key_id(arguments.id) or arguments.id
+    key, done = revoke_key(run_dir.keys, id, told=lambda key: _note(run_dir, "keys revoke", key))
     if arguments.json:
         print(json.dumps(_shown(key)))
     else:
         whose = f"tenant {key.tenant}" if key.tenant is not None else key.scope
         print(f"key {key.id} ({whose}) {'is revoked' if done else 'was revoked already'}")
-    if key.scope == "admin" and not read_keys(run_dir.keys).has_admin:
+    if key.scope == "admin" and not read_keys(run_dir.keys).wants_admin:
         _say(
             "no admin key is left in keys.json: without server.admin_key a service on 127.0.0.1 "
             "starts open to everybody there, and one on another address does not start"

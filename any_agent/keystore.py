@@ -47,7 +47,7 @@ class KeptKey(_Model):
     id: str
     scope: KeptScope
     tenant: Name | None = None
-    hash: str
+    hash: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     """SHA-256 of the key's text, in hexadecimal digits."""
     limits: TenantLimits = TenantLimits()
     created_at: float
@@ -99,8 +99,13 @@ class Keys:
         return any(key.state(now) == "live" for key in self._admins)
 
     @cached_property
+    def wants_admin(self) -> bool:
+        """Whether there is an admin key that nobody revoked: to run out opens nothing."""
+        return bool(self._admins)
+
+    @cached_property
     def _admins(self) -> tuple[KeptKey, ...]:
-        return tuple(key for key in self.keys if key.scope == "admin")
+        return tuple(k for k in self.keys if k.scope == "admin" and k.revoked_at is None)
 
     @cached_property
     def limits(self) -> dict[str, TenantLimits]:
@@ -194,8 +199,9 @@ def revoke_key(
     with _changed(path) as change:
         key = change.keys.by_id.get(id)
         if key is None:
+            # No more of it than an id has: it may be a key.
             raise NotFound(
-                f"there is no key {id[:40]!r}; `any-agent keys list` shows those there are"
+                f"there is no key {id[:8]!r}; `any-agent keys list` shows those there are"
             )
         if key.revoked_at is not None:
             return key, False

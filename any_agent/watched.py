@@ -22,7 +22,8 @@ class Watched(Generic[T]):
 
     A look costs one `stat`, and there is at most one in ``every`` seconds. A file that is broken,
     or gone after it had been there, is said once and keeps the last good content: to take it for
-    an empty one could open what it closes. The first reading raises what ``parse`` raises.
+    an empty one could open what it closes. One that cannot be read is tried again at each look.
+    The first reading raises what ``parse`` raises.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Watched(Generic[T]):
         self._parse = parse
         self._every = every
         self._looked = time.monotonic()
+        self._complaint = ""
         self._mark = self._find()
         self._value = missing if self._mark is None else parse(path.read_bytes())
 
@@ -52,7 +54,17 @@ class Watched(Generic[T]):
         try:
             self._value = self._parse(self._path.read_bytes())
         except (OSError, ValueError, AnyAgentError) as error:
-            log.error("%s cannot be used, and goes on as it was: %s", self._path, error)
+            if isinstance(error, OSError):
+                # The next look may do better: what the file says must not be missed for good.
+                self._mark = None
+            self._complain(str(error))
+        else:
+            self._complaint = ""
+
+    def _complain(self, what: str) -> None:
+        if what != self._complaint:
+            log.error("%s cannot be used, and goes on as it was: %s", self._path, what)
+        self._complaint = what
 
     def _find(self) -> Mark | None:
         try:

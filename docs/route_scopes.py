@@ -24,8 +24,8 @@ first part of the path, `/<key>/v1/...`.
 
 Without any admin key, a service on a loopback address is open: whoever reaches it is the operator,
 a session may be named by its id, and web pages are refused. The first admin key ends that, also
-while the service runs; it does not come back before the next start. Another address is not bound
-without an admin key.
+while the service runs; it does not come back before the next start, and only if every admin key was
+revoked: one that has expired opens nothing. Another address is not bound without an admin key.
 
 ## Making, revoking, rotating
 

@@ -101,6 +101,18 @@ def test_open_mode_ends_with_the_first_admin_key(configured: Callable[..., Confi
     assert is_open(Access(config))
 
 
+def test_an_admin_key_that_runs_out_opens_nothing(configured: Callable[..., Config]) -> None:
+    """Not at the next start either, nor when a part is restarted."""
+    config = configured()
+    path = trial_dir(config).keys
+    key, kept = create_key(path, "admin", expires_in=1e-6)
+    until_expired = Access(config)
+    assert refused(until_expired, key) and not is_open(until_expired)
+    assert not is_open(Access(config)) and Access(config).caller("") is NOBODY
+    revoke_key(path, kept.id)
+    assert is_open(Access(config)), "somebody said so"
+
+
 def test_a_service_for_others_is_never_open(configured: Callable[..., Config]) -> None:
     assert not Access(configured("server.host=0.0.0.0")).open_mode
 

@@ -81,6 +81,17 @@ def test_revoking(run: Run) -> None:
     assert code == 1 and "0badcafe" in err and "any-agent keys list" in err
 
 
+def test_a_key_that_is_given_for_its_id_is_not_repeated(run: Run) -> None:
+    _, out, _ = run("create", "--scope", "trainer")
+    key = out.strip()
+    secret = key.rpartition(".")[2]
+    for wrong in (f"{key}x", secret):
+        code, out, err = run("revoke", wrong)
+        assert code == 1 and secret[:9] not in out + err
+    code, out, err = run("revoke", key)
+    assert code == 0 and "is revoked" in out and secret not in out + err
+
+
 @pytest.mark.parametrize("command", [("list",), ("revoke", "00000000"), ("rotate",)])
 def test_no_such_trial(run: Run, trial: RunDir, command: tuple[str, ...]) -> None:
     code, _, err = run(*command)

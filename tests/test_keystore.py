@@ -111,6 +111,7 @@ def test_limits_of_a_tenant_are_of_its_newest_keys(path: Path) -> None:
         '{"format": 2, "keys": []}',
         '{"format": 1, "keys": [{"id": "secret-looking"}]}',
         '{"format": 1, "keys": [], "more": 1}',
+        '{"format": 1, "keys": [{"id": "a", "scope": "admin", "created_at": 1, "hash": "no"}]}',
     ],
 )
 def test_a_broken_file_is_said(path: Path, content: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from pathlib import Path
@@ -57,6 +58,25 @@ def test_what_is_broken_or_gone_goes_on_as_it_was(
     assert len(caplog.records) == 1, "said once"
     path.write_text("22")
     assert watched.get() == 22
+
+
+def test_what_could_not_be_read_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a process has no file descriptor left at the moment of a revocation."""
+    path = tmp_path / "n"
+    path.write_text("1")
+    watched = Watched(path, number, 0, every=0.0)
+    path.write_text("22")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", _too_many_files)
+        assert [watched.get() for _ in range(3)] == [1, 1, 1]
+    assert len(caplog.records) == 1, "said once"
+    assert watched.get() == 22
+
+
+def _too_many_files(_: Path) -> bytes:
+    raise OSError(errno.EMFILE, "Too many open files")
 
 
 def test_broken_from_the_start_is_an_error(tmp_path: Path) -> None:
