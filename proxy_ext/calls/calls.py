@@ -10,6 +10,7 @@ from any_agent.completions import ChatCall, Completer, Prepared
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 from proxy_ext.calls.call import Call, Head, Listener
+from proxy_ext.calls.delivery import UNMARKED
 from proxy_ext.calls.inflight import InFlight, Place
 from proxy_ext.calls.stats import CallStats, CallTimer
 from proxy_ext.draining import draining
@@ -172,11 +173,15 @@ class Calls:
         call.abort("the client left")
         if call.task is not None:
             await asyncio.wait([call.task])
+        session, interaction = call.session, call.interaction
         try:
-            if call.session is not None and call.interaction is not None:
-                await self._sessions.mark_undelivered(call.session, call.interaction)
+            if session is not None and interaction is not None:
+                await self._sessions.mark_undelivered(session, interaction)
         except AnyAgentError as error:
-            log.error("could not mark %s undelivered: %s", call.head.id, error.message)
+            log.error("could not mark %s undelivered yet: %s", call.head.id, error.message)
+            if session is not None:
+                # The session's end marks it, unless a retry takes it up.
+                session.unconfirmed[call.head.id] = call.mark or UNMARKED
         finally:
             call.close()
 

@@ -47,14 +47,13 @@ class Deliveries:
 
     async def load(self, session: Session) -> None:
         """Find out which of a session's answers are not known to have reached its agent."""
+        if session.state in (SessionState.OPEN, SessionState.AWAITING_REWARD):
+            session.unconfirmed = {
+                request.interaction_id: request.mark
+                for request in await self._journal.requests(session.id)
+                if not request.delivered and request.interaction_id not in self._unwritten
+            }
         session.recovered = False
-        if session.state not in (SessionState.OPEN, SessionState.AWAITING_REWARD):
-            return
-        session.unconfirmed = {
-            request.interaction_id: request.mark
-            for request in await self._journal.requests(session.id)
-            if not request.delivered and request.interaction_id not in self._unwritten
-        }
 
     async def commit(self, *statements: Statement) -> None:
         """Write these, and the marks with them."""

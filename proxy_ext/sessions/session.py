@@ -44,9 +44,10 @@ class Session:
     _tree: InteractionTree | None = field(default=None, init=False, repr=False)
     calls: set[Call] = field(default_factory=set)
     unconfirmed: dict[str, RequestMark] = field(default_factory=dict)
-    """Answers of an earlier process that are not known to have reached the agent, oldest first."""
+    """Answers that are not known to have reached the agent, oldest first: an earlier process's, and
+    those that nobody heard while the store could not be told."""
     recovered: bool = False
-    """It is an earlier process's, and those answers are still to be looked for."""
+    """It is an earlier process's, and its answers are still to be looked for."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     lease_began: float = 0.0
     lease_expires: float = 0.0

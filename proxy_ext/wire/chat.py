@@ -100,9 +100,10 @@ async def _whole(
     try:
         async with Client(request, on_leave=listener.leave) as client:
             interaction = await listener.next()
-            assert isinstance(interaction, Interaction)
-            listener.delivered = not client.gone
-            return JSONResponse(answer.whole(interaction), headers=answer.headers(interaction))
+        assert isinstance(interaction, Interaction)
+        response = JSONResponse(answer.whole(interaction), headers=answer.headers(interaction))
+        listener.delivered = not client.gone
+        return response
     finally:
         await service.calls.release(listener)
 

@@ -12,6 +12,7 @@ from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import Proxy, config_for, running_proxy
 
 Start: TypeAlias = Callable[..., Awaitable[Proxy]]
+Restart: TypeAlias = Callable[[], Awaitable[Proxy]]
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +46,20 @@ async def proxy(start: Start) -> Proxy:
     proxy = await start()
     await proxy.admit(1000)
     return proxy
+
+
+@pytest.fixture
+async def restart(
+    tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine
+) -> AsyncIterator[Restart]:
+    """End the proxy that runs, if one does, and start the next one on its journal."""
+    async with AsyncExitStack() as stack:
+
+        async def again() -> Proxy:
+            await stack.aclose()
+            context = running_proxy(config_for(tmp_path), chat, engine_url=engine.url)
+            proxy = await stack.enter_async_context(context)
+            await proxy.admit(5)
+            return proxy
+
+        yield again
