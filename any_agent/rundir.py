@@ -13,12 +13,12 @@
     registry/         who serves where, written by each part itself
     state.json        the highest version ever published, the steps done
     metrics.jsonl     one line per training step
-    journal/          the durable record of each rank's sessions
-    archive/          sessions that ended long ago, compressed; `any-agent export` reads them
+    journal/          the durable record of each rank's sessions; mode 0700
+    archive/          sessions that ended long ago, compressed; `any-agent export` reads them; 0700
     manifests/        what each training step consumed, written before the step
     weights/          published versions, v00000001 ...
     checkpoints/      step-00000010 ..., and `latest`
-    logs/             one file per process
+    logs/             one file per process; mode 0700
 """
 
 from __future__ import annotations
@@ -90,9 +90,11 @@ class RunDir:
     def create(self) -> None:
         """Make what is missing; ConfigError for a folder of another layout."""
         self.check_format()
-        for folder in (self.weights, self.checkpoints, self.manifests, self.logs, self.registry):
+        for folder in (self.weights, self.checkpoints, self.manifests, self.registry):
             folder.mkdir(parents=True, exist_ok=True)
-        self.journal(0).parent.mkdir(exist_ok=True)
+        # What agents and models said is nobody else's on this machine, unless its owner says so.
+        for folder in (self.journal(0).parent, self.archive, self.logs):
+            folder.mkdir(mode=0o700, exist_ok=True)
         if not self._format.exists():
             write_whole(self._format, f"{FORMAT}\n")
 

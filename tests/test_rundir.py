@@ -26,6 +26,14 @@ def test_where_files_lie(run: RunDir, tmp_path: Path) -> None:
     run.create()  # again: nothing happens
 
 
+def test_what_was_said_is_its_owners(run: RunDir) -> None:
+    for folder in (run.journal(0).parent, run.archive, run.logs):
+        assert folder.stat().st_mode & 0o777 == 0o700, folder
+    run.logs.chmod(0o750)
+    run.create()
+    assert run.logs.stat().st_mode & 0o777 == 0o750, "an owner who shares it knows why"
+
+
 def test_one_service_at_a_time(run: RunDir) -> None:
     with run.lock():
         code = (
