@@ -2,8 +2,9 @@
 
 ``at`` (UTC), ``event`` (``refused`` or ``used``), ``who`` and ``key`` (never a key itself; of a
 refused one ``claimed``, the id in it), ``route``, ``sessions``, ``status``, ``client`` (and
-``for``: whom the router named), and ``suppressed``: refusals that were counted and not written
-since the line before, so that a flood of them does not fill the disk.
+``for``: whom the router named), and ``suppressed``: refusals and failures that were counted and not
+written since the line before, so that a flood of them neither fills the disk nor pushes out the
+rest.
 """
 
 from __future__ import annotations
@@ -53,6 +54,22 @@ class AuditLog:
     def refusal(self, code: str, **fields: Any) -> None:
         """A request that was refused for its key; a flood of them is counted, not written."""
         self.refused[code] += 1
+        self._add_in_vain({"event": "refused", "code": code, **fields})
+
+    def use(self, *, sessions: Iterable[str] = (), status: int = 200, **fields: Any) -> None:
+        """Something that was asked for with a key that is good for it, and how it ended.
+
+        What was not done is written as refusals are: else an agent could have its own mistakes, as
+        many as it likes, push out what others did.
+        """
+        named = list(sessions)
+        if len(named) > _MOST_SESSIONS:
+            fields["more_sessions"] = len(named) - _MOST_SESSIONS
+        line = {"event": "used", "sessions": named[:_MOST_SESSIONS], "status": status, **fields}
+        (self._add if status < 400 else self._add_in_vain)(line)
+
+    def _add_in_vain(self, line: dict[str, Any]) -> None:
+        """A line of what changed nothing, unless there are too many of them."""
         now = time.monotonic()
         rested = (now - self._filled) * _REFUSALS_PER_SECOND
         self._tokens, self._filled = min(_BURST, self._tokens + rested), now
@@ -61,15 +78,8 @@ class AuditLog:
             return
         self._tokens -= 1
         if self._suppressed:
-            fields["suppressed"], self._suppressed = self._suppressed, 0
-        self._add({"event": "refused", "code": code, **fields})
-
-    def use(self, *, sessions: Iterable[str] = (), **fields: Any) -> None:
-        """Something that was asked for with a key that is good for it, and how it ended."""
-        named = list(sessions)
-        if len(named) > _MOST_SESSIONS:
-            fields["more_sessions"] = len(named) - _MOST_SESSIONS
-        self._add({"event": "used", "sessions": named[:_MOST_SESSIONS], **fields})
+            line["suppressed"], self._suppressed = self._suppressed, 0
+        self._add(line)
 
     def _add(self, fields: dict[str, Any]) -> None:
         at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -64,11 +64,11 @@ the trainer's and the operator's.
 
 `<trial>/audit/rank-<n>.jsonl`, `router.jsonl` (at most 8 files of 4 MB each) and `keys.jsonl`:
 when, who (never a key, only its id), route, sessions, status, and the client's address: `client` as
-the part itself sees it, `for` as the router says. Refused keys are written, too; in a flood of them
-five a second, and the next line says how many are missing (`suppressed`); all of them are counted
-in `any_agent_keys_refused_total`. Writing is done beside the requests, so a line of the last moment
-may be lost with its process, and `any_agent_audit_lines_lost_total` counts what a disk did not
-take.
+the part itself sees it, `for` as the router says. Refused keys are written, too, and what failed;
+in a flood of these five a second, and the next one says how many are missing (`suppressed`), so
+that no flood pushes out what was done. All refusals are counted in `any_agent_keys_refused_total`.
+Writing is done beside the requests, so a line of the last moment may be lost with its process, and
+`any_agent_audit_lines_lost_total` counts what a disk did not take.
 `keys.jsonl` is on disk before the key that it tells of is good.
 """
 

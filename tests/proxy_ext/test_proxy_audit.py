@@ -84,6 +84,24 @@ def test_a_flood_of_refusals_is_counted_and_not_written(tmp_path: Path) -> None:
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
+def test_what_failed_pushes_nothing_out(tmp_path: Path) -> None:
+    """An agent that vetoes what is not its own, or not finalized, again and again."""
+    path = tmp_path / "rank-0.jsonl"
+    audit = AuditLog(path)
+    audit.use(who="admin", route="PUT /rl/v1/run", status=200)
+    for _ in range(10_000):
+        audit.use(who="session", route="POST /rl/v1/sessions/{session_id}/veto", status=409)
+    audit.use(who="admin", route="POST /rl/v1/pause", status=200)
+    audit.close()
+    found = lines_in(path)
+    assert len(found) < 200 and audit.dropped == 0
+    assert [line["route"] for line in found if line["who"] == "admin"] == [
+        "PUT /rl/v1/run",
+        "POST /rl/v1/pause",
+    ]
+    assert audit._suppressed > 9000
+
+
 def test_it_takes_bounded_space(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.jsonl"
     audit = AuditLog(path, max_bytes=2000, files=3)
