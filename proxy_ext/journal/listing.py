@@ -15,10 +15,12 @@ _LOOKED_AT = 20_000
 _TRIMMED = 1 << 20
 """Bytes that are given back to the file system at once, within some milliseconds."""
 _NEVER_REPLAYED = (SessionState.EVALUATED, SessionState.EXPIRED, SessionState.ABORTED)
+# 'export' is EXPORT_OWNER in proxy_ext/sessions/lifecycle.py, which imports the journal.
 _ENDED = f"""
 SELECT * FROM sessions WHERE content = 'stored' AND ended_at < :before AND (
     state IN ({", ".join(f"'{state}'" for state in _NEVER_REPLAYED)})
     OR (state = 'rejected' AND step IS NULL)
+    OR (state = 'trained' AND owner = 'export')
     OR (state IN ('trained', 'rejected') AND step <= :oldest_step)
 ) ORDER BY number LIMIT :limit
 """

@@ -20,7 +20,7 @@ from any_agent.record import unpack_interaction
 from any_agent.types import SessionState
 from proxy_ext.journal import listing
 from proxy_ext.journal.base import JournalStats
-from proxy_ext.journal.files import open_journal
+from proxy_ext.journal.files import mark_damaged, open_journal
 from proxy_ext.journal.listing import session_row
 from proxy_ext.journal.prepare import prepare
 from proxy_ext.journal.rows import (
@@ -155,6 +155,7 @@ class SQLiteJournal:
                 return rows
             except sqlite3.DatabaseError as error:
                 if is_damage(error):
+                    mark_damaged(self._path)
                     raise self._damaged(session_id, str(error)) from error
                 raise
 

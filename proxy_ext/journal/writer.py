@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import queue
 import sqlite3
@@ -21,12 +22,15 @@ from typing import Any, TypeAlias
 
 from any_agent.errors import AnyAgentError, StoreBusy, StoreFull, StoreUnavailable
 from proxy_ext.journal.base import JournalStats
+from proxy_ext.journal.files import mark_damaged
 from proxy_ext.journal.wal import UNSYNCED
 
 log = logging.getLogger(__name__)
 
 MAX_BATCH = 512
 MAX_QUEUE = 16_384
+_SAID_EVERY = 60.0
+"""Seconds."""
 _ROOM = 1 << 20
 """Bytes; a disk with less room is full, whatever a write's error says."""
 
@@ -67,6 +71,7 @@ class Writer:
         self._stats = stats
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._closed = False
+        self._said_full = -math.inf
         self._unsynced = 0
         """Commits since the last one that was synced."""
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
@@ -175,18 +180,27 @@ class Writer:
             except AnyAgentError as error:
                 outcomes.append((job, None, error))
             except Exception as cause:
-                log.error("journal read failed: %s%s", cause, _advice(cause))
+                self._say("read", cause)
                 unread = StoreUnavailable("the journal cannot be read, try again", retry_after=5)
                 outcomes.append((job, None, unread))
         _report(outcomes)
 
     def _fail(self, jobs: list[Job], cause: Exception) -> None:
         error = self._refusal(cause)
-        # A full disk fails every write for as long as it is full: said once.
-        if not (isinstance(error, StoreFull) and self._stats.full):
-            log.error("journal write failed: %s%s", cause, _advice(cause))
         self._stats.full = isinstance(error, StoreFull)
+        self._say("write", cause)
         _report([(job, None, error) for job in jobs])
+
+    def _say(self, what: str, cause: Exception) -> None:
+        now = time.monotonic()
+        if _code_of(cause) == sqlite3.SQLITE_FULL:
+            # Every write fails, or every large one, for as long as it is full.
+            if now < self._said_full + _SAID_EVERY:
+                return
+            self._said_full = now
+        if is_damage(cause):
+            mark_damaged(self._path)
+        log.error("journal %s failed: %s%s", what, cause, _advice(cause))
 
     def _refusal(self, cause: Exception) -> StoreUnavailable:
         """What the callers are told."""

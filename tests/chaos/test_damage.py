@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.chat import load_chat_format
-from any_agent.errors import SessionDamaged, StartupError
+from any_agent.errors import SessionDamaged, StartupError, StoreUnavailable
 from any_agent.launcher.trial import trial_dir
 from any_agent.record import pack_interaction
 from any_agent.types import TERMINAL_STATES, SessionState
@@ -31,6 +31,7 @@ from proxy_ext.journal import (
     SetState,
     SQLiteJournal,
     Statement,
+    files,
     schema,
 )
 from proxy_ext.journal.schema import shape
@@ -243,6 +244,27 @@ async def test_any_damaged_page(
         shutil.rmtree(path.parent)
     figure(f"{tries} journals with a damaged page: of {tries * SESSIONS} sessions {dict(total)}")
     assert total["whole"] > tries * SESSIONS / 2
+
+
+async def test_damage_that_no_check_finds(
+    written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a journal that is too large to be checked whole: once met, the next start salvages."""
+    monkeypatch.setattr(files, "_CHECKED_WHOLE", 0)
+    path = written.copy(tmp_path / "damaged")
+    overwrite(path, page_of(path, "sqlite_autoindex_interactions_1"), bytes(PAGE))
+    journal = SQLiteJournal(path)
+    assert journal.stats.damaged == 0
+    with pytest.raises(StoreUnavailable, match="cannot be written"):
+        for number in range(SESSIONS, SESSIONS + 20):
+            await journal.commit(*statements(number))
+    await journal.close()
+    for _ in range(2):
+        journal = SQLiteJournal(path)
+        rows = await journal.sessions(list(SessionState))
+        assert {row.id: row.state for row in rows if row.id in written.states} == written.states
+        await journal.close()
+    assert len(list((path.parent / "quarantine").iterdir())) == 1
 
 
 async def test_a_flipped_bit_in_a_blob(

@@ -25,8 +25,8 @@ from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import Proxy, config_for, running_proxy
 
 AGENTS = 8
-DISK = 6 << 20
-LOG = 5 << 20
+DISK = 24 << 20
+LOG = 6 << 20
 """The journal's log is copied into its file at 4 MB; a commit may take it beyond."""
 LARGE = "All work and no play makes Jack a dull boy. " * 40
 
