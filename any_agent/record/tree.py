@@ -72,12 +72,12 @@ class InteractionTree:
 
         ``keys[i]`` stands for the request's first ``i + 1`` messages. Of several interactions
         under one key it is the latest whose reasoning is the one in the request's own
-        ``messages``, else the latest.
+        ``messages``, else the latest; what reached nobody only where nothing else is there.
         """
         for at in range(len(keys) - 1, -1, -1):
             known = self._by_key.get(keys[at])
             if known:
-                return _with_reasoning(known, messages[at] if messages else None), at + 1
+                return _likeliest(known, messages[at] if messages else None), at + 1
         return None
 
     def prompt_ids(self, interaction_id: str) -> IdArray:
@@ -141,10 +141,8 @@ class InteractionTree:
         return iter(self._nodes.values())
 
 
-def _with_reasoning(known: list[Interaction], message: Any) -> Interaction:
+def _likeliest(known: list[Interaction], message: Any) -> Interaction:
     reasoning = message.get("reasoning_content") if isinstance(message, dict) else None
     if reasoning and isinstance(reasoning, str):
-        for node in reversed(known):
-            if has_reasoning(node.output_message, reasoning):
-                return node
-    return known[-1]
+        known = [n for n in known if has_reasoning(n.output_message, reasoning)] or known
+    return next((n for n in reversed(known) if was_received(n)), known[-1])

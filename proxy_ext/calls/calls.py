@@ -119,8 +119,15 @@ class Calls:
         return call.listen()
 
     def _seeded(self, prepared: Prepared, session: Session) -> Prepared:
-        """With the run's own seed for this call, if it has one."""
-        seed = self._sessions.names.sampling_seed(session.id, session.next_number)
+        """With the run's own seed for this call, if it has one: no other has the same."""
+        seed_of, number = self._sessions.names.sampling_seed, len(session.tree)
+        seed = seed_of(session.id, number)
+        if seed is not None:
+            taken = {i.gconfig.seed for i in session.tree}
+            taken |= {call.head.gconfig.seed for call in session.calls}
+            while seed in taken:
+                number += 1
+                seed = seed_of(session.id, number)
         return replace(prepared, gconfig=prepared.gconfig.new(seed=seed))
 
     def _ended(self, call: Call, timer: CallTimer) -> None:

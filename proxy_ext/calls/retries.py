@@ -77,8 +77,9 @@ def _before_the_restart(
         if interaction is None or not _is_later(mark, earlier):
             continue
         if interaction.untrainable_reason != UNDELIVERED and not was_used(session, interaction):
+            taken_up = calls.recorded(interaction, session, mark, again)
             del session.unconfirmed[id]
-            return calls.recorded(interaction, session, mark, again)
+            return taken_up
     return None
 
 

@@ -92,11 +92,6 @@ class Session:
         self._tree = None
 
     @property
-    def next_number(self) -> int:
-        """Of its next interaction; calls under way will be interactions, too."""
-        return len(self.tree) + sum(call.interaction is None for call in self.calls)
-
-    @property
     def expires(self) -> float:
         """When its ttl runs out."""
         return self.opened + self.row.expires_at - self.row.created_at

@@ -16,7 +16,7 @@ from any_agent.protocol import StartSession
 from proxy_ext.sessions.names import Names
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
-from tests.proxy_ext.proxy_lab import HELLO, Proxy, config_for, running_proxy
+from tests.proxy_ext.proxy_lab import HELLO, Proxy, config_for, running_proxy, until
 
 DETERMINISTIC = ("rollout.deterministic=true", "train.seed=7")
 
@@ -178,3 +178,21 @@ async def test_calls_at_once_have_seeds_of_their_own(start: Start, engine: Scrip
     assert len(seeds) == 5
     (recorded, *_) = await proxy.recorded(session["session_id"])
     assert recorded.gconfig.seed in seeds
+
+
+async def test_a_call_that_ends_unrecorded_gives_its_seed_to_no_sibling(
+    start: Start, engine: ScriptedEngine
+) -> None:
+    """The next one must not be a clone of the one that was recorded meanwhile."""
+    proxy = await start(*DETERMINISTIC)
+    await proxy.admit(1)
+    session = await proxy.open()
+    engine.hold(3)
+    left = asyncio.create_task(proxy.complete(session["api_key"]))
+    await until(lambda: engine.requests)
+    await proxy.complete(session["api_key"])
+    left.cancel()
+    await until(lambda: not proxy.service.sessions.live[session["session_id"]].calls)
+    await proxy.complete(session["api_key"])
+    seeds = [i.gconfig.seed for i in await proxy.recorded(session["session_id"])]
+    assert len(set(seeds)) == 2

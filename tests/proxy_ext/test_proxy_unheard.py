@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from any_agent.errors import StoreUnavailable
 from proxy_ext import service
+from proxy_ext.calls import retries
 from proxy_ext.calls.delivery import Deliveries
 from proxy_ext.journal import PutInteraction
 from proxy_ext.wire import chat as wire
@@ -166,15 +167,14 @@ async def test_a_store_that_fails_to_mark_one_hides_none(
 async def leave_unheard(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask for the answer again, and be gone before it is looked for."""
     asked: list[Request] = []
-    mark_of, take_up = wire.mark_of, wire.take_up
 
     def noted(request: Request, body: bytes) -> Any:
         asked.append(request)
-        return mark_of(request, body)
+        return retries.mark_of(request, body)
 
     async def late(*args: Any) -> Any:
         await until(asked[0].is_disconnected, "the client is gone")
-        return await take_up(*args)
+        return await retries.take_up(*args)
 
     with monkeypatch.context() as patched:
         patched.setattr(wire, "mark_of", noted)

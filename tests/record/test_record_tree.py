@@ -123,6 +123,17 @@ def test_last_is_what_the_agent_got(make: Make) -> None:
     assert tree.last().id == "b"
 
 
+def test_of_two_equal_answers_the_one_that_was_received_is_continued(make: Make) -> None:
+    tree = InteractionTree()
+    tree.add(make("a"), b"same")
+    tree.add(make("b", untrainable_reason="undelivered"), b"same")
+    found = tree.find([b"same"])
+    assert found is not None and found[0].id == "a"
+    tree["a"].untrainable_reason = "undelivered"
+    found = tree.find([b"same"])
+    assert found is not None and found[0].id == "b"
+
+
 def test_what_cannot_be_added(make: Make) -> None:
     tree = InteractionTree()
     tree.add(make("a"), b"a")
