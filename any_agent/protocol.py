@@ -402,6 +402,12 @@ class Ack(_Body):
     """The optimizer step that consumed them. What was trained without one is kept for good: no rank
     can know whether a resume will want it."""
 
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if both := {r.session_id for r in self.rejected}.intersection(self.trained):
+            raise ValueError(f"{min(both)[:80]!r} is said to be trained on and to be rejected")
+        return self
+
 
 class Acked(BaseModel):
     acked: int

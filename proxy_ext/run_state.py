@@ -15,7 +15,7 @@ from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, RunFini
 from any_agent.protocol import PublishedVersion, RunInfo, SetRun
 from any_agent.types import SessionState
 from proxy_ext.journal import Journal, PutMeta, SessionRow
-from proxy_ext.sessions.lifecycle import handed_out
+from proxy_ext.sessions.lifecycle import EXPORT_OWNER, handed_out
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +135,9 @@ class RunState:
         if row.state is SessionState.FINALIZED:
             return handed_out(row) and self.state != "finished"
         if row.state not in (SessionState.TRAINED, SessionState.REJECTED):
+            return False
+        if row.owner == EXPORT_OWNER:
+            # Whoever exported it trains elsewhere: no step of this run took it.
             return False
         if row.step is None:
             # A step that did not tell its number; or no step, if it was rejected before.

@@ -175,7 +175,7 @@ async def open_service(
                 largest_group=min(config.rollout.batch_size, config.rollout.max_concurrent),
                 public_url=public_url,
             ),
-            leases=Leases(sessions, fence, ttl=config.rollout.lease_ttl),
+            leases=Leases(sessions, fence, ttl=config.rollout.lease_ttl, needed=run.may_want),
             fence=fence,
             archive=archive,
             calls=Calls(

@@ -14,9 +14,17 @@ from collections.abc import Callable
 from any_agent.errors import Conflict, InvalidRequest, SessionClosed, SessionDamaged
 from any_agent.protocol import Ack, Capacity, Lease, SetCapacity
 from any_agent.types import Interaction, SessionMode, SessionState, Trajectory
+from proxy_ext.journal import SessionRow
 from proxy_ext.leases.fence import Fence
 from proxy_ext.leases.leasable import Leasable
-from proxy_ext.sessions.lifecycle import EXPORT_OWNER, Event, allowed, refusal, target
+from proxy_ext.sessions.lifecycle import (
+    EXPORT_OWNER,
+    Event,
+    allowed,
+    handed_out,
+    refusal,
+    target,
+)
 from proxy_ext.sessions.live import Sessions
 from proxy_ext.sessions.session import Session
 
@@ -34,8 +42,17 @@ _BUFFERED = (SessionState.AWAITING_REWARD, SessionState.FINALIZED, SessionState.
 class Leases:
     """Leases of one rank's sessions."""
 
-    def __init__(self, sessions: Sessions, fence: Fence, *, ttl: float) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        fence: Fence,
+        *,
+        ttl: float,
+        needed: Callable[[SessionRow], bool] = handed_out,
+    ) -> None:
+        """``needed`` says whether a resume may want a session that a trainer has given back."""
         self._sessions = sessions
+        self._needed = needed
         self._leasable: Leasable = sessions.leasable
         self._fence = fence
         self._ttl = ttl
@@ -124,13 +141,16 @@ class Leases:
                         return []
 
     async def lease_sessions(self, session_ids: list[str], owner: str) -> list[Trajectory]:
-        """These sessions; Conflict if one is not waiting to be leased."""
+        """These sessions; Conflict if one is not waiting to be leased, or is not for an export."""
         async with self._lock:
             chosen = []
             for session_id in dict.fromkeys(session_ids):
                 session = await self._sessions.by_id(session_id)
                 ours = session.state is SessionState.LEASED and session.row.owner == owner
                 if session.state is not SessionState.FINALIZED and not ours:
+                    raise refusal(session.row, Event.LEASE)
+                if owner == EXPORT_OWNER and self._needed(session.row):
+                    # Taken by an export it would be revised, or acknowledged, behind its back.
                     raise refusal(session.row, Event.LEASE)
                 chosen.append(session)
             return await self._take(chosen, owner)

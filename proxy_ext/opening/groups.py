@@ -95,8 +95,13 @@ class Group:
 
     @property
     def too_small(self) -> bool:
-        """Whether it is complete and its finalized members are too few; they are to be rejected."""
-        return self.complete and not self.handed_out and 0 < self._waiting < self.least
+        """Whether it is complete and its finalized members are too few; they are to be rejected.
+
+        Not while an export holds some: what it gives back would have to be rejected, too.
+        """
+        if not self.complete or self.handed_out or self.has_leased:
+            return False
+        return 0 < len(self.finalized) < self.least
 
     @property
     def closed(self) -> bool:

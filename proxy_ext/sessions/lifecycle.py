@@ -220,7 +220,7 @@ TRANSITIONS = (
     Transition(FINALIZED, Event.VETO, REJECTED, when=_NOT_HAD),
     Transition(FINALIZED, Event.DELETE, REJECTED, when=_NOT_HAD),
     Transition(FINALIZED, Event.DISCARD, REJECTED),
-    Transition(FINALIZED, Event.LEASE, LEASED),
+    Transition(FINALIZED, Event.LEASE, LEASED, when="by an export only if no trainer has had it"),
     Transition(FINALIZED, Event.REPLAY, LEASED),
     Transition(LEASED, Event.LEASE, LEASED, when="named by its holder"),
     Transition(LEASED, Event.RELEASE, FINALIZED),
@@ -338,6 +338,7 @@ _HANDED_OUT = {
     Event.REWARD: ("session_closed", "a trainer has had it, so its rewards are fixed"),
     Event.VETO: ("in_training", "a trainer has had it, and may train on it again"),
     Event.DELETE: ("in_training", "a trainer has had it, and may train on it again"),
+    Event.LEASE: ("in_training", "a trainer has had it, and may train on it again"),
 }
 """Refusals of sessions that were given back."""
 

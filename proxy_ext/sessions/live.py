@@ -354,10 +354,11 @@ def set_state(row: SessionRow) -> SetState:
 
 
 def _set_states(rows: Iterable[SessionRow]) -> list[SetState]:
-    """As few statements as do for rows of one state."""
-    same: dict[tuple[SessionState, str | None], list[SessionRow]] = {}
+    """As few statements as do: one for rows that differ in nothing that it writes."""
+    same: dict[tuple[SessionState, str | None, str | None], list[SessionRow]] = {}
     for row in rows:
-        same.setdefault((row.state, row.reason), []).append(row)
+        # Those that are given back have owners of their own.
+        same.setdefault((row.state, row.reason, row.owner), []).append(row)
     return [
         replace(set_state(group[0]), session_ids=tuple(row.id for row in group))
         for group in same.values()

@@ -56,9 +56,11 @@ class Rank:
         *,
         step: int | None = None,
         text: str = "hi",
+        **fields: Any,
     ) -> None:
         """An ended session of some calls, each of them rewarded."""
-        row = make_row(id, state=state, step=step, ended_at=time.time() - 10, final_reward=2.0)
+        fields |= {"ended_at": time.time() - 10, "final_reward": 2.0}
+        row = make_row(id, state=state, step=step, **fields)
         calls = [
             replace(
                 make_interaction(f"{id}-{k}", id, f"{id}-{k - 1}" if k else None),

@@ -19,6 +19,7 @@ from proxy_ext.archive.records import read_record
 from proxy_ext.journal import ArchiveContent, EraseContent
 from proxy_ext.leases.fence import Fence
 from proxy_ext.leases.leases import Leases
+from proxy_ext.sessions.lifecycle import EXPORT_OWNER
 from tests.proxy_ext.archive_lab import CALLS, Rank
 from tests.proxy_ext.test_archive_files import archives_of
 
@@ -68,6 +69,7 @@ async def test_what_a_resume_needs_stays(rank: Rank) -> None:
     await rank.add("old", SessionState.TRAINED, step=4)
     await rank.add("new", SessionState.TRAINED, step=5)
     await rank.add("stale", SessionState.REJECTED, step=5)
+    await rank.add("unknown", SessionState.TRAINED, owner="trainer")
     await rank.add("dull", SessionState.REJECTED)
     assert await rank.archive.sweep() == 1
     assert archived(rank) == ["dull"]
@@ -82,6 +84,12 @@ async def test_what_a_resume_needs_stays(rank: Rank) -> None:
     assert await rank.archive.sweep() == 0
     with pytest.raises(Conflict, match="old is trained, its content archived"):
         await leases.replay(["old"], "again")
+
+
+async def test_what_was_exported_is_moved(rank: Rank) -> None:
+    """No resume asks for it: whoever exported it trains elsewhere, without steps of ours."""
+    await rank.add("exported", SessionState.TRAINED, owner=EXPORT_OWNER)
+    assert await rank.archive.sweep() == 1
 
 
 async def test_nothing_is_moved_before_its_time(rank: Rank) -> None:

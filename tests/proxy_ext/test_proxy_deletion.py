@@ -224,3 +224,13 @@ async def test_another_sessions_key_deletes_nothing(start: Start) -> None:
     bearer = {"authorization": f"Bearer {other['api_key']}"}
     assert (await delete(proxy, session, **bearer)).status_code in (400, 404)
     assert found_on_disk(proxy)
+
+
+async def test_what_was_exported_can_be_deleted(proxy: Proxy) -> None:
+    """Whoever exported it trains elsewhere: no resume of this run asks for it."""
+    session = await finalized(proxy)
+    await proxy.export(session["session_id"])
+    body = {"owner": "export", "trained": [session["session_id"]]}
+    assert (await proxy.http.post("/rl/v1/ack", json=body)).status_code == 200
+    assert (await delete(proxy, session)).json()["state"] == "trained"
+    assert not found_on_disk(proxy)

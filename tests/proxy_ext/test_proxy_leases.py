@@ -410,3 +410,41 @@ async def test_a_veto_that_comes_while_a_group_is_read_ends_no_poll(
     assert trajectory.session_id == second
     assert len(reached) == 2
     assert [await state(proxy, id) for id in (first, second)] == ["rejected", "leased"]
+
+
+async def test_what_is_given_back_together_keeps_its_own_holders(proxy: Proxy) -> None:
+    """Also on disk: whether a trainer has had it decides on what may still change."""
+    had = (await proxy.finished_session())["session_id"]
+    await proxy.lease()
+    exported = (await proxy.finished_session())["session_id"]
+    await proxy.export(exported)
+    for held in proxy.service.sessions.leasable.leased:
+        held.lease_expires = 0.0
+    await proxy.service.leases.expire()
+    for session_id, owner in ((had, "trainer"), (exported, None)):
+        row = await proxy.service.journal.session(session_id)
+        assert row is not None
+        assert (row.state, row.owner) == ("finalized", owner)
+
+
+async def test_an_export_leaves_alone_what_a_trainer_has_had(proxy: Proxy) -> None:
+    """It may be in a step that was killed, and will be asked for as it was."""
+    session_id = (await proxy.finished_session())["session_id"]
+    await proxy.lease()
+    await proxy.service.leases.give_back([session_id], "trainer")
+    body = {"session_ids": [session_id]}
+    response = await proxy.http.post("/rl/v1/export_trajectories", json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "in_training")
+    run = {"state": "finished", "step": 1, "checkpoint": None, "oldest_step": None}
+    assert (await proxy.http.put("/rl/v1/run", json=run)).status_code == 200
+    assert list(await proxy.export(session_id)) == [session_id]
+
+
+async def test_an_ack_says_one_thing_of_a_session(proxy: Proxy) -> None:
+    session_id = (await proxy.finished_session())["session_id"]
+    await proxy.lease()
+    rejected = [{"session_id": session_id, "reason": "stale"}]
+    body = {"owner": "trainer", "trained": [session_id], "rejected": rejected}
+    response = await proxy.http.post("/rl/v1/ack", json=body)
+    assert response.status_code == 400, response.text
+    assert await state(proxy, session_id) == "leased"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from proxy_ext.opening.closing import close_groups
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy, until
 
@@ -127,3 +128,19 @@ async def test_a_group_that_nobody_finished_can_be_joined_after_a_restart(start:
     await again.open(group_id="g", group_size=2)
     await refused(again, 409, "group_closed", group_id="g", group_size=2)
     assert (await again.capacity())["reserved"] == 0
+
+
+async def test_a_group_of_which_an_export_holds_the_last_one_waits(start: Start) -> None:
+    proxy = await start("sessions.min_group_size=3")
+    await proxy.admit(8)
+    done = [await proxy.finished_session(group_id="g", group_size=3) for _ in range(2)]
+    await proxy.export(done[0]["session_id"])
+    last = await proxy.open(group_id="g", group_size=3)
+    await proxy.post(f"/rl/v1/sessions/{last['session_id']}/abort", {}, last["api_key"])
+    groups, sessions = proxy.service.sessions.groups, proxy.service.sessions
+    for _ in range(2):
+        await close_groups(sessions, proxy.service.expiry)
+    assert (groups.too_small, len(sessions.live)) == (0, 2)
+    await proxy.service.leases.give_back([done[0]["session_id"]], "export")
+    await close_groups(sessions, proxy.service.expiry)
+    assert (groups.too_small, len(sessions.live), len(groups)) == (1, 0, 0)
