@@ -69,16 +69,12 @@ class Affinity:
         if prefix is not None:
             # Behind a prefix other bearers ("DUMMY") mean nothing.
             return self._one_of([prefix, *named]), True
-        bearer = _bearer(headers)
+        bearer = key_in(headers)
         if bearer.startswith(SESSION_KEY_PREFIX):
             named.append(bearer)
         if path.startswith(SESSIONS_PATH):
             named.append(path[len(SESSIONS_PATH) :].partition("/")[0])
         return self._one_of(named), bool(named)
-
-    def keyed(self, headers: CIMultiDictProxy[str]) -> bool:
-        """Whether a session's key comes with a request, other than in its path."""
-        return _bearer(headers).startswith(SESSION_KEY_PREFIX)
 
     def rank_of(self, name: str) -> int | None:
         """The rank of a session key or id; None for what is neither. Errors as for `place`."""
@@ -138,5 +134,6 @@ class Affinity:
         return ranks.pop() if ranks else None
 
 
-def _bearer(headers: CIMultiDictProxy[str]) -> str:
+def key_in(headers: CIMultiDictProxy[str]) -> str:
+    """The key that a request comes with, "" without one; SessionMismatch for two that differ."""
     return bearer_of(headers.getall(hdrs.AUTHORIZATION, ()), headers.getall(API_KEY_HEADER, ()))

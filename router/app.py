@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from aiohttp import hdrs, web
 from multidict import istr
 
-from any_agent.access import Access
+from any_agent.access import Access, Scope
 from any_agent.audit import AuditLog
 from any_agent.config import Config
 from any_agent.errors import (
@@ -26,13 +26,14 @@ from any_agent.errors import (
     PayloadTooLarge,
     ReplyLost,
     ServiceUnavailable,
+    Unauthenticated,
 )
 from any_agent.loopback import require_local
 from any_agent.presence import Presence
 from any_agent.registry import Entry, Registry
 from any_agent.rundir import RunDir
-from router.affinity import Affinity
-from router.areal import AREAL_START, ArealRoutes
+from router.affinity import Affinity, key_in
+from router.areal import ArealRoutes
 from router.body import Body, json_object
 from router.fanout import FanOut, Handler
 from router.forward import Forwarder
@@ -55,9 +56,10 @@ MAX_REQUESTS = 8192
 _LIMITS = f"{_MAX_HEADERS} headers of {_MAX_HEADER_BYTES // 1024} KB together"
 _KEEPALIVE = 75.0
 """Seconds until a connection is closed that sends no request, or does not finish its headers."""
-_OPENS = (START, AREAL_START)
 _LOOKED_AT = ("/healthz", "/metrics")
 """Also answered by a service that is stopping."""
+_FOR_EVERYBODY = ("/healthz", "/readyz", "/health", "/metrics")
+"""Answered here without a key; of metrics their route says who may have them."""
 _STOP_SECONDS = 1.5
 """aiohttp waits for requests under way once, cancels them, and waits once more."""
 
@@ -93,7 +95,7 @@ class Router:
             **{(m, "/healthz"): self._healthz for m in ("GET", "HEAD")},
             **{(m, "/readyz"): self._readyz for m in ("GET", "HEAD")},
         }
-        """What is not simply passed on, unless the request comes with a session's key."""
+        """What is not simply passed on, unless the key is a session's, or no good at all."""
         self.draining = False
         """What is under way ends, and nothing begins."""
         self._none_running = asyncio.Event()
@@ -155,13 +157,24 @@ class Router:
             path = unquote(path)
         rank, named = self._affinity.place(path, query, request.headers)
         own = self._own.get((request.method, path))
+        if own is None and not named and request.method == "POST" and path.startswith("/rl/v1/"):
+            own = self._by_body
+        if own is None:
+            return await self.forwarder.pass_on(request, rank, body)
+        if path not in _FOR_EVERYBODY and not self._may(request):
+            # Any rank refuses it by its head: so its body is not held here until it is whole.
+            return await self.forwarder.pass_on(request, None, body)
         # A session that is named beside an open is another one, and must not choose its rank. Nor
         # must a name beside the operator's routes: what is for all ranks would reach one of them.
-        if own is not None and (path in _OPENS or not self._affinity.keyed(request.headers)):
-            return await own(request, body)
-        if not named and request.method == "POST" and path.startswith("/rl/v1/"):
-            return await self._by_body(request, body)
-        return await self.forwarder.pass_on(request, rank, body)
+        return await own(request, body)
+
+    def _may(self, request: web.BaseRequest) -> bool:
+        """Whether a request's key may be good for what is done here, which no session's key is."""
+        try:
+            caller = self._access.caller(key_in(request.headers))
+        except Unauthenticated:
+            return False
+        return caller.scope not in (Scope.NONE, Scope.SESSION)
 
     async def _by_body(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
         """To the rank of the `session_id` in the body."""

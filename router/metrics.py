@@ -12,9 +12,10 @@ from multidict import CIMultiDict
 from any_agent.access import METRICS_SCOPES, Access, authorize
 from any_agent.audit import AuditLog
 from any_agent.errors import AnyAgentError
-from any_agent.keys import bearer_of, key_id
+from any_agent.keys import key_id
 from any_agent.metrics import CONTENT_TYPE, Exposition, Metric, Reading, Values
 from any_agent.registry import rank_name
+from router.affinity import key_in
 from router.body import Body
 from router.forward import Forwarder
 from router.health import Ranks
@@ -103,8 +104,7 @@ class MetricsRoute:
 
     def _authorize(self, request: web.BaseRequest) -> None:
         """As the ranks do: Unauthenticated without a key, Forbidden with one that does not do."""
-        headers = request.headers
-        bearer = bearer_of(headers.getall("Authorization", ()), headers.getall("X-Api-Key", ()))
+        bearer = key_in(request.headers)
         try:
             authorize(METRICS_SCOPES, self._access.caller(bearer))
         except AnyAgentError as error:

@@ -176,6 +176,19 @@ async def test_rl_bodies_that_are_read_have_a_limit_of_their_own(pair: Lab) -> N
     assert (await pair.post("/rl/v1/start_session", b"x" * (1 << 20) + b"x")).status_code == 413
 
 
+@pytest.mark.parametrize("path", ["/rl/v1/start_session", "/rl/v1/ack", "/rl/v1/set_reward"])
+@pytest.mark.parametrize("holder", ["nobody", "a forger", "an agent"])
+async def test_no_stranger_has_its_body_held(start_lab: StartLab, path: str, holder: str) -> None:
+    """A megabyte was announced, and little of it sent: it is for a rank to refuse, by its head."""
+    lab = await start_lab("server.admin_key=operator-secret")
+    keys = {"nobody": "", "a forger": "sk-admin.00000000." + "0" * 48, "an agent": lab.key(0)}
+    wire = await lab.connect()
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Length: 1000000"]
+    lines += [f"Authorization: Bearer {keys[holder]}"] if keys[holder] else []
+    await wire.send("\r\n".join([*lines, "", "{"]).encode())
+    await until(lambda: lab.ranks[0].connections, "a rank's hearing of it")
+
+
 @pytest.mark.parametrize(
     ("count", "size", "status"),
     [

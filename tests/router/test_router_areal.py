@@ -104,7 +104,8 @@ async def test_a_dead_ranks_grants_are_passed_over(pair: Lab) -> None:
 async def test_a_session_beside_an_open_does_not_choose_its_rank(pair: Lab) -> None:
     for rank in pair.ranks:
         rank.handler = rank_with(rank, slots=True, grants=False)
-    response = await pair.post(START, {"task_id": task_of(0)}, pair.key(1))
+    beside = {"X-Any-Agent-Session": "ses-1-0123456789abcdef"}
+    response = await pair.post(START, {"task_id": task_of(0)}, **beside)
     assert response.json()["rank"] == 0
 
 

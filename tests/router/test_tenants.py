@@ -28,9 +28,9 @@ async def tenants_of(pair: Pair) -> None:
     keys = {name: create_key(path, "tenant", tenant=name)[0] for name in ("alice", "bob")}
     opened: dict[str, set[str]] = {}
     for name, key in keys.items():
+        opened[name] = {await session_of(pair, key) for _ in range(4)}
+        assert {rank_of_session(id) for id in opened[name]} == {0, 1}
         async with RLClient(pair.url, admin_key=key, trust_env=False) as client:
-            opened[name] = {(await client.start_session()).session_id for _ in range(4)}
-            assert {rank_of_session(id) for id in opened[name]} == {0, 1}
             with pytest.raises(Forbidden):
                 await client.get_capacity()
     async with httpx.AsyncClient(base_url=pair.url, timeout=LIMIT, trust_env=False) as http:
@@ -43,3 +43,12 @@ async def tenants_of(pair: Pair) -> None:
         for id in opened["alice"]:
             with pytest.raises(NotFound):
                 await client.session_info(id)
+
+
+async def session_of(pair: Pair, key: str) -> str:
+    """A new session, opened without an idempotency key, which would choose its rank."""
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=pair.url, timeout=LIMIT, trust_env=False) as http:
+        answer = await http.post("/rl/v1/start_session", json={}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["session_id"])
