@@ -17,13 +17,15 @@ _TRIMMED = 1 << 20
 _NEVER_REPLAYED = (SessionState.EVALUATED, SessionState.EXPIRED, SessionState.ABORTED)
 # 'export' is EXPORT_OWNER in proxy_ext/sessions/lifecycle.py, which imports the journal.
 _ENDED = f"""
-SELECT * FROM sessions WHERE content = 'stored' AND ended_at < :before AND (
+SELECT * FROM sessions INDEXED BY sessions_by_end
+WHERE content = 'stored' AND ended_at < :before AND (
     state IN ({", ".join(f"'{state}'" for state in _NEVER_REPLAYED)})
     OR (state = 'rejected' AND step IS NULL)
     OR (state = 'trained' AND owner = 'export')
     OR (state IN ('trained', 'rejected') AND step <= :oldest_step)
-) ORDER BY number LIMIT :limit
+) ORDER BY ended_at LIMIT :limit
 """
+"""By their end: of what was archived, however much that is, nothing is looked at."""
 _PAGE = """
 SELECT *, (SELECT COUNT(*) FROM interactions WHERE session_id = sessions.id) AS interactions
 FROM sessions WHERE number >= :lowest AND number < :before
@@ -44,7 +46,8 @@ def ended(
     """See :meth:`proxy_ext.journal.base.Journal.ended`."""
     values = {"before": before, "oldest_step": oldest_step, "limit": limit}
     rows = connection.execute(_ENDED, values).fetchall()
-    return [NumberedRow(row["number"], session_row(row)) for row in rows]
+    found = [NumberedRow(row["number"], session_row(row)) for row in rows]
+    return sorted(found, key=lambda each: each.number)
 
 
 def page(

@@ -19,6 +19,8 @@ from any_agent.config import load_config
 from any_agent.export_cli import _STATES
 from any_agent.types import SessionState
 from proxy_ext.archive.records import read_record
+from proxy_ext.export import reading
+from proxy_ext.export.reading import Wanted
 from proxy_ext.journal import EraseContent
 from tests.proxy_ext.archive_lab import CALLS, Exported, Rank, archive_now
 from tests.proxy_ext.conftest import Start
@@ -85,6 +87,17 @@ async def test_filters(rank: Rank, tmp_path: Path) -> None:
         done = export(tmp_path, *wrong)
         assert (done.code, done.lines) == (2, []), wrong
         assert "error:" in done.said and "Traceback" not in done.said
+
+
+async def test_each_filter_is_one_pass_over_the_sessions(rank: Rank) -> None:
+    with closing(sqlite3.connect(rank.folder / "journal" / "rank-0.sqlite")) as connection:
+        for wanted in (Wanted(), Wanted(("trained", "open")), Wanted(task_id="t", since=1.0)):
+            sql, values = reading._query(wanted)
+            values |= {"number": 1, "last": 9}
+            plan = connection.execute(f"EXPLAIN QUERY PLAN {sql}", values).fetchall()
+            assert [row[3].partition("(")[0] for row in plan] == [
+                "SEARCH sessions USING INTEGER PRIMARY KEY "
+            ]
 
 
 async def test_ranks_are_merged(rank: Rank, tmp_path: Path) -> None:

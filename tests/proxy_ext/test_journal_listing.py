@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,19 @@ async def test_what_a_resume_may_want_is_kept(journal: SQLiteJournal) -> None:
     assert await ended(journal, 4) == ["trained-1", "rejected-1", *NEVER_WANTED]
     assert await ended(journal, 5) == [id for id, *_ in ENDED if id != "trained-?"]
     assert await ended(journal, 5, limit=2) == ["trained-1", "trained-5"]
+    await journal.commit(PutSession(replace(rows[-1], id="first", ended_at=49.0)))
+    assert await ended(journal, 5, limit=2) == ["trained-1", "first"]
+
+
+async def test_what_was_archived_is_not_looked_at(tmp_path: Path) -> None:
+    """Tombstones stay for good: however many, they are not to hold up the writes."""
+    journal = SQLiteJournal(tmp_path / "rank-0.sqlite")
+    await journal.close()
+    connection = sqlite3.connect(tmp_path / "rank-0.sqlite")
+    values = {"before": 1.0, "oldest_step": 1, "limit": 9}
+    plan = connection.execute(f"EXPLAIN QUERY PLAN {listing._ENDED}", values).fetchall()
+    connection.close()
+    assert [row[3] for row in plan] == ["SEARCH sessions USING INDEX sessions_by_end (ended_at<?)"]
 
 
 async def test_archived_content_leaves_the_journal(journal: SQLiteJournal) -> None:
