@@ -1,8 +1,8 @@
 """Which recorded answers reached their agents: what did not is never trained on.
 
 An answer is recorded before its end is sent, and marked as delivered once that was handed to a
-client that is there. The mark is written at once, with whatever else is, but it costs no fsync. So
-a process that dies may take the marks of its last moment with it, and a machine those since the
+client that is there. The mark is written a moment later, with whatever else is, and costs no fsync.
+So a process that dies may take the marks of its last moment with it, and a machine those since the
 last other write. What an earlier process left without a mark counts as received only if something
 came of it: it was continued, rewarded by name, or asked for again by a marked retry. What was not
 when its session is finalized counts as undelivered, also if its agent did have it, and never the
@@ -22,6 +22,8 @@ from proxy_ext.journal import Journal, MarkDelivered, RequestMark, Statement
 from proxy_ext.sessions.session import Session
 
 UNDELIVERED = "undelivered"
+_MOMENT = 0.01
+"""Seconds. A write of its own for each mark would be a tenth of what a recorded call costs."""
 UNMARKED = RequestMark(b"", 0)
 """Of a request whose SDK does not mark retries: no retry finds its answer."""
 
@@ -73,10 +75,11 @@ class Deliveries:
             await self.commit()
 
     async def _write(self) -> None:
-        # Those that come meanwhile share the next write.
         with suppress(StoreUnavailable):
             while self._unwritten:
-                await self.commit()
+                # Those of one moment share a write, often one that is made anyway.
+                await asyncio.sleep(_MOMENT)
+                await self.flush()
 
 
 def unreceived(session: Session, *, for_good: bool) -> list[Interaction]:
