@@ -78,6 +78,9 @@ def _checked(path: Path) -> salvage.Damage | None:
     connection = _connect(path)
     try:
         problem = _problem(connection, path)
+        if problem is None and cut_off:
+            # What is gone was free: no check misses it, but SQLite does.
+            problem = "it is shorter than its own header says"
         if problem is None and commits_lost:
             problem = "its log is damaged, and the newest commits are lost"
         if problem is None and _mark(path).exists():

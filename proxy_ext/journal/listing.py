@@ -77,6 +77,10 @@ def trim(connection: sqlite3.Connection) -> int:
     """See :meth:`proxy_ext.journal.base.Journal.trim`."""
     (free,) = connection.execute("PRAGMA freelist_count").fetchone()
     (size,) = connection.execute("PRAGMA page_size").fetchone()
+    (can_give,) = connection.execute("PRAGMA auto_vacuum").fetchone()
+    if not can_give:
+        # It was of version 1: what is free in it is used again, but stays its own.
+        return 0
     given = min(free, _TRIMMED // size)
     for _ in range(given):
         # Whatever number it is given, sqlite3 steps such a statement once: one page.

@@ -162,6 +162,8 @@ def salvage(source: sqlite3.Connection, path: Path, *, commits_lost: bool) -> Da
     target.close()
     fsync(new)
     new.rename(_salvaged(path))
+    # Before the damaged one moves: there is always one of them to begin with.
+    fsync(path.parent)
     _set_aside(path, damage.quarantine)
     # Its file was moved, so closing it does not write the log into it.
     source.close()

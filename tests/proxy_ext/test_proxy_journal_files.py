@@ -84,6 +84,32 @@ async def test_a_takeover_that_fails_changes_nothing(
     await SQLiteJournal(path).close()
 
 
+async def test_a_journal_of_version_1_gives_no_space_back(tmp_path: Path) -> None:
+    """Nor does it try for ever."""
+    path = tmp_path / "rank-0.sqlite"
+    old_journal(path)
+    journal = SQLiteJournal(path)
+    await journal.commit(PutMeta("k", "x" * 8_000_000))
+    await journal.commit(PutMeta("k", None))
+    assert await journal.trim() == 0
+    await journal.close()
+
+
+async def test_a_file_that_lost_free_pages_only(tmp_path: Path) -> None:
+    """SQLite refuses it, and its check, once the pages are there again, finds nothing wrong."""
+    path = tmp_path / "rank-0.sqlite"
+    journal = SQLiteJournal(path)
+    await journal.commit(PutSession(make_row("a")), PutMeta("k", "x" * 3_000_000))
+    await journal.commit(PutMeta("k", None))
+    await journal.close()
+    os.truncate(path, path.stat().st_size - 100_000)
+    for _ in range(2):
+        journal = SQLiteJournal(path)
+        assert journal.stats.damaged == 0
+        assert await journal.session("a") == make_row("a")
+        await journal.close()
+
+
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     newer = tmp_path / "newer.sqlite"
     with sqlite3.connect(newer) as connection:
