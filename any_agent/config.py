@@ -88,8 +88,9 @@ class ServerConfig(_Section):
     that is more: the others would only wait longer."""
     tenant_open_sessions: int | None = Field(None, ge=1)
     """Sessions that one tenant may have open at once, unless its key says otherwise; None: any
-    number. This and the next two are for the whole service: each rank enforces its share, rounded
-    up. Beyond them 429 `quota_exceeded`."""
+    number. So many of its groups may lack members, too, for whom slots are kept. This and the next
+    two are for the whole service: each rank enforces its share, rounded up. Beyond them 429
+    `quota_exceeded`."""
     tenant_requests_per_second: float | None = Field(None, gt=0)
     """Requests with one tenant's keys or its sessions' keys; up to five seconds' worth may come at
     once."""

@@ -171,6 +171,16 @@ class Groups:
             if group.ticket is None or group.ticket.granted
         )
 
+    def unfilled(self, tenant: str | None) -> int:
+        """How many groups of a tenant are begun, and keep slots for members that are not there."""
+        mine = (group for group in self._by_id.values() if group.tenant == tenant)
+        return sum(bool(group.members and group.room > 0) for group in mine)
+
+    def begins(self, key: GroupKey) -> bool:
+        """Whether the next member of it begins a group."""
+        group = self._by_key.get(key)
+        return group is None or group.room <= 0
+
     def joinable(self, key: GroupKey, *, tenant: str | None, size: int) -> Group:
         """The open generation for a new member, made if there is none.
 

@@ -302,6 +302,8 @@ class Opening:
             # Its sessions were trained on long ago, perhaps; it is closed for good.
             raise closed_error(key.name)
         while True:
+            if groups.begins(key):
+                self._quotas.begin_group(tenant, groups.unfilled(tenant))
             group = groups.joinable(key, tenant=tenant, size=size)
             await self._wait_for(group, deadline - time.monotonic())
             if group.room > 0:

@@ -154,6 +154,18 @@ class Quotas:
             raise self._exceeded("open_sessions", tenant, limit, _UNTIL_A_SESSION_ENDS)
         self._opening[tenant] += 1
 
+    def begin_group(self, tenant: str | None, unfilled: int) -> None:
+        """A group is to be begun, for which slots are kept; TooManyRequests if as many of the
+        tenant's groups lack members as it may have sessions open.
+
+        Else one could keep every slot to itself, by groups whose only session it has ended.
+        """
+        if tenant is None:
+            return
+        limit = self._limits(tenant).share(self._ranks).open_sessions
+        if limit is not None and unfilled >= limit:
+            raise self._exceeded("open_sessions", tenant, limit, _UNTIL_A_SESSION_ENDS)
+
     def end_open(self, tenant: str | None) -> None:
         """The open has ended: its session is counted among the open ones, or there is none."""
         if tenant is not None:

@@ -75,6 +75,29 @@ async def test_open_sessions_of_a_tenant(start: Start) -> None:
     assert (await tenants.open(alice)).status_code == 200
 
 
+async def test_a_tenant_cannot_keep_every_slot_for_groups_that_nobody_is_in(start: Start) -> None:
+    proxy = await start(ADMIN, "server.ranks=1", "sessions.group_size=2")
+    await proxy.admit(8)
+    tenants = Tenants(proxy)
+    alice, bob = tenants.key("alice", open_sessions=2), tenants.key("bob")
+
+    async def begun_and_left(name: str) -> httpx.Response:
+        response = await tenants.open(alice, mode="train", group_id=name)
+        if response.status_code == 200:
+            path = f"/rl/v1/sessions/{response.json()['session_id']}/abort"
+            assert (await proxy.post(path, {}, alice)).status_code == 200
+        return response
+
+    for name in ("a", "b"):
+        assert (await begun_and_left(name)).status_code == 200
+    turned_away(await begun_and_left("c"), 429, "quota_exceeded")
+    assert (await tenants.open(bob, mode="train", group_id="a")).status_code == 200
+    # What it has begun it can go on with, and then begin another.
+    assert (await begun_and_left("a")).status_code == 200
+    assert (await begun_and_left("c")).status_code == 200
+    turned_away(await begun_and_left("d"), 429, "quota_exceeded")
+
+
 async def test_an_open_that_waits_counts_and_holds_nobody_up(start: Start) -> None:
     proxy = await start(ADMIN, "server.ranks=1", "sessions.max_waiting=3")
     tenants = Tenants(proxy)
