@@ -297,7 +297,7 @@ class Machine(RuleBasedStateMachine):
             answer = self.http.post(path, json=body, headers=headers)
             assert (answer.status_code, answer.content) == (200, first)
 
-    @rule(dice=st.integers(1, 4))
+    @rule(dice=st.integers(1, 10))
     def kill(self, dice: int) -> None:
         if dice > 1:
             return
@@ -330,7 +330,7 @@ def shared(root: Path, model: Path) -> Iterator[Service]:
 def test_the_api_does_what_its_model_does(
     tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
 ) -> None:
-    examples, length = (120, 60) if long else (10, 50)
+    examples, length = (70, 100) if long else (8, 60)
     with shared(tmp_path, tiny_model_dir) as service:
         machine = type("Machine", (Machine,), {"service": service})
         try:
