@@ -100,6 +100,7 @@ async def _whole(
     try:
         async with Client(request, on_leave=listener.leave) as client:
             interaction = await listener.next()
+            await client.look()
         assert isinstance(interaction, Interaction)
         response = JSONResponse(answer.whole(interaction), headers=answer.headers(interaction))
         listener.delivered = not client.gone
@@ -135,6 +136,7 @@ async def _events(
 ) -> AsyncGenerator[bytes]:
     """One call's events; delivered once the one with the finish reason was sent."""
     async with Client(request, on_leave=listener.leave) as client:
+        await client.look()
         yield answer.chunk({"role": "assistant", "content": ""})
         while isinstance(item, Delta):
             event = answer.delta(item)

@@ -74,9 +74,11 @@ class Client:
 
     async def __aenter__(self) -> Client:
         self._task = asyncio.create_task(self._watch())
-        # One that has left already is known to be gone, also where nothing is waited for.
-        await asyncio.sleep(0)
         return self
+
+    async def look(self) -> None:
+        """Notice one that has left already, also where nothing else is waited for."""
+        await asyncio.sleep(0)
 
     async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
