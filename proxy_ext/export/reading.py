@@ -22,6 +22,7 @@ from proxy_ext.archive.files import ArchiveFile, Archives, first_session, list_a
 from proxy_ext.archive.records import read_record, record_line
 from proxy_ext.journal import RewardRow, schema
 from proxy_ext.journal.listing import session_row
+from proxy_ext.journal.writer import is_damage
 
 Report = Callable[[str], None]
 
@@ -145,18 +146,29 @@ def _read(
             if row.content == "stored":
                 try:
                     line = _line(connection, found)
-                except ValueError as error:
+                except (ValueError, sqlite3.DatabaseError) as error:
+                    if isinstance(error, sqlite3.DatabaseError) and not is_damage(error):
+                        raise
                     report(f"session {row.id} is damaged in the journal: {error}")
                     continue
         finally:
-            connection.execute("COMMIT")
+            connection.execute("ROLLBACK")
         archived = line is None
         if line is None:
             line = archives.find(number, row.id)
             if line is None:
+                if _deleted(connection, number):
+                    continue
                 report(f"session {row.id} is in no archive that can be read")
                 continue
         yield Found(row.created_at, rank, row.id, line, archived)
+
+
+def _deleted(connection: sqlite3.Connection, number: int) -> bool:
+    """Whether it is by now."""
+    sql = "SELECT content FROM sessions WHERE number = ?"
+    row = connection.execute(sql, (number,)).fetchone()
+    return row is not None and row["content"] == "deleted"
 
 
 def _query(wanted: Wanted) -> tuple[str, dict[str, object]]:
@@ -186,11 +198,11 @@ def _line(connection: sqlite3.Connection, found: sqlite3.Row) -> bytes:
         "ORDER BY number",
         (row.id,),
     )
+    interactions = list(_interactions(connection, row.id))
+    if found["recorded"] not in (None, len(interactions)):
+        raise ValueError(f"{len(interactions)} of {found['recorded']} interactions are there")
     return record_line(
-        found["number"],
-        row,
-        [RewardRow(*reward) for reward in rewards],
-        list(_interactions(connection, row.id)),
+        found["number"], row, [RewardRow(*reward) for reward in rewards], interactions
     )
 
 

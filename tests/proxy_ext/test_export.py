@@ -18,6 +18,7 @@ from any_agent import protocol
 from any_agent.config import load_config
 from any_agent.export_cli import _STATES
 from any_agent.types import SessionState
+from proxy_ext.archive.files import Archives
 from proxy_ext.archive.records import read_record
 from proxy_ext.export import reading
 from proxy_ext.export.reading import Wanted
@@ -27,6 +28,7 @@ from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO
 
 TRIAL = Path("u") / "e" / "t"
+PAGE = 16_384
 
 
 def export(root: Path, *arguments: str) -> Exported:
@@ -183,6 +185,48 @@ async def test_damage_in_the_journal_costs_one_session(rank: Rank, tmp_path: Pat
     assert done.code == 1 and "cannot be read" in done.said
     path.unlink()
     await rank.start()
+
+
+async def test_what_is_missing_from_the_journal_costs_one_session(
+    rank: Rank, tmp_path: Path
+) -> None:
+    for id in ("a", "b", "c", "d"):
+        await rank.add(id, text=id * 12_000)
+    await rank.stop()
+    path = tmp_path / TRIAL / "journal" / "rank-0.sqlite"
+    change(path, f"UPDATE sessions SET recorded = {CALLS}")
+    change(path, "DELETE FROM interactions WHERE id = 'a-1'")
+    content = bytearray(path.read_bytes())
+    page = content.index(b"c" * 12_000) // PAGE * PAGE
+    content[page : page + PAGE] = bytes(PAGE)
+    path.write_bytes(content)
+    done = export(tmp_path)
+    assert (done.code, done.ids) == (1, ["b", "d"]), done.said
+    assert "session a is damaged in the journal: 2 of 3 interactions are there" in done.said
+    assert "session c is damaged in the journal: database disk image is malformed" in done.said
+    await rank.start()
+
+
+async def test_what_is_deleted_meanwhile_is_not_missed(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for id in ("a", "b"):
+        await rank.add(id)
+    await rank.archive.sweep()
+    journal = rank.folder / "journal" / "rank-0.sqlite"
+    find = Archives.find
+
+    def deleted(self: Archives, number: int, session_id: str) -> bytes | None:
+        if session_id == "b":
+            return find(self, number, session_id)
+        change(journal, "UPDATE sessions SET content = 'deleted' WHERE id = 'a'")
+        return None
+
+    monkeypatch.setattr(Archives, "find", deleted)
+    said: list[str] = []
+    found = reading.read_rank(journal, rank.folder / "archive", 0, Wanted(), said.append)
+    assert [each.session_id for each in found] == ["b"]
+    assert said == []
 
 
 def change(path: Path, sql: str) -> None:
