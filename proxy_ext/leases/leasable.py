@@ -19,6 +19,10 @@ _Key: TypeAlias = tuple[bool, str]
 """A group's (True) or, for one without a group, a session's id."""
 
 
+_MOST_NOTED = 4096
+"""Changes that are put off until the next look: where nobody polls, there is none."""
+
+
 class _Place(NamedTuple):
     """In the order of handing out: the oldest first."""
 
@@ -43,11 +47,11 @@ class Leasable:
             self._leased[session.id] = session
         else:
             self._leased.pop(session.id, None)
-        self._noted.add(_key(session.row))
+        self._note(_key(session.row))
 
     def note_group(self, group_id: str) -> None:
         """A group may have closed."""
-        self._noted.add((True, group_id))
+        self._note((True, group_id))
 
     @property
     def leased(self) -> Iterable[Session]:
@@ -56,10 +60,19 @@ class Leasable:
 
     def first(self, most: int) -> list[list[Session]]:
         """The finalized members of up to so many closed groups, the oldest first."""
+        self._look()
+        return [self._members(place.key) for place in self._waiting[:most]]
+
+    def _note(self, key: _Key) -> None:
+        self._noted.add(key)
+        if len(self._noted) > _MOST_NOTED:
+            self._look()
+
+    def _look(self) -> None:
+        """See what has become of everything that was noted."""
         for key in self._noted:
             self._place(key)
         self._noted.clear()
-        return [self._members(place.key) for place in self._waiting[:most]]
 
     def _place(self, key: _Key) -> None:
         old = self._places.pop(key, None)

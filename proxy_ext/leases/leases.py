@@ -264,8 +264,9 @@ class Leases:
         ended = [session for session in sessions if session.id not in self._sessions.live]
         for session in ended:
             await self._sessions.load(session)
+        groups = await self._sessions.groups_of(ended)
         await self._sessions.move(sessions, event, owner=owner)
-        await self._sessions.revive(ended)
+        self._sessions.revive(ended, groups)
 
     async def _leased_by(self, owner: str, session_ids: list[str], event: Event) -> list[Session]:
         """Those of them that the event still changes; Conflict for one that he does not hold."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 
@@ -43,10 +44,11 @@ async def _end(sessions: Sessions, expiry: Expiry, group: Group) -> None:
         # After it, so that nobody who is let in by this finds the group still open.
         sessions.admission.release(free)
         await sessions.group_changed(group)
-    for session_id, state in tuple(group.members.items()):
-        member = sessions.live.get(session_id)
-        if state is SessionState.OPEN and member is not None:
-            await expiry.end(member, "its group's time ran out")
+    working = [id for id, state in group.members.items() if state is SessionState.OPEN]
+    found = (sessions.live.get(id) for id in working)
+    await asyncio.gather(
+        *(expiry.end(member, "its group's time ran out") for member in found if member is not None)
+    )
 
 
 async def _reject(sessions: Sessions, group: Group) -> None:

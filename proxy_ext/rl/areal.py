@@ -127,7 +127,10 @@ async def start_session(
 
 
 async def _start(service: Service, body: ArealStart, caller: Caller, keep: Keep) -> SessionStarted:
-    ended = body.api_key is not None and await _end_earlier(service, body.api_key, caller)
+    ended = False
+    if body.api_key is not None:
+        # Shielded: a client that leaves now must not leave the journal ahead of the memory.
+        ended = await asyncio.shield(_end_earlier(service, body.api_key, caller))
     deadline = time.monotonic() + (_REFRESH_WAIT if ended else 0.0)
     numbered = Numbered(body.task_id, body.grant_only)
     while True:

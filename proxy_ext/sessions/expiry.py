@@ -46,6 +46,14 @@ class Expiry:
             self._sessions.watch(session)
 
     async def _look(self, session: Session) -> None:
+        try:
+            await self._end_if_due(session)
+        except Exception:
+            # The others must not stay for its sake, nor this one for ever.
+            log.exception("could not end session %s yet", session.id)
+            self._sessions.watch(session)
+
+    async def _end_if_due(self, session: Session) -> None:
         now = time.monotonic()
         if session.state is SessionState.AWAITING_REWARD:
             await self._look_at_awaiting(session, now)

@@ -63,15 +63,19 @@ class Grader:
     def __init__(self, name: str, *, timeout: float) -> None:
         self.name = name
         self._timeout = timeout
-        self._free = asyncio.Semaphore(_WORKERS)
+        self.free = asyncio.Semaphore(_WORKERS)
+        """A worker that has nothing to do. Who grades takes one first: the time-out is the grader's
+        alone then, and nothing is read for a session whose turn is far off."""
         self._pool: ProcessPool | None = None
+        self._results: set[asyncio.Future[Any]] = set()
+        """Of what its workers are at."""
 
     async def check(self) -> None:
         """GraderFailed if there is no such function, or importing it takes too long."""
         await self._run(grader_worker.find, self.name)
 
     async def grade(self, session: Mapping[str, Any]) -> Parts:
-        """The final reward; GraderFailed."""
+        """The final reward; GraderFailed. The caller has a worker that is ``free``."""
         returned = await self._run(grader_worker.grade, self.name, dict(session))
         try:
             return parts_of(as_reward(returned))
@@ -81,33 +85,49 @@ class Grader:
     async def close(self) -> None:
         """End the workers, also in the middle of a grade."""
         pool, self._pool = self._pool, None
+        results, self._results = self._results, set()
         if pool is not None:
             await asyncio.to_thread(_end, pool)
+        for result in results:
+            # A pool that is stopped may leave some for ever as they are.
+            result.cancel()
 
     async def _run(self, function: Any, *arguments: Any) -> Any:
-        # One at a time for each worker: the time-out is the grader's alone, waiting is not in it.
-        async with self._free:
-            if self._pool is None:
-                self._pool = ProcessPool(
-                    max_workers=_WORKERS,
-                    initializer=grader_worker.die_with,
-                    initargs=(os.getpid(),),
-                    context=multiprocessing.get_context("spawn"),
-                )
-            try:
-                future = self._pool.schedule(function, args=arguments, timeout=self._timeout)
-                worked, result = await asyncio.wrap_future(future)
-            except TimeoutError:
-                raise GraderFailed(f"it took more than {self._timeout:g} s") from None
-            except ProcessExpired as error:
-                raise GraderFailed(f"its process died (exit code {error.exitcode})") from None
-            except Exception as error:
-                # Whatever ails this pool, the next grade begins with another one.
-                await self.close()
-                raise GraderFailed(f"it could not be run: {short(str(error))}") from error
+        if self._pool is None:
+            self._pool = ProcessPool(
+                max_workers=_WORKERS,
+                initializer=grader_worker.die_with,
+                initargs=(os.getpid(),),
+                context=multiprocessing.get_context("spawn"),
+            )
+        pool = self._pool
+        try:
+            worked, result = await self._result(pool, function, *arguments)
+        except TimeoutError:
+            raise GraderFailed(f"it took more than {self._timeout:g} s") from None
+        except ProcessExpired as error:
+            raise GraderFailed(f"its process died (exit code {error.exitcode})") from None
+        except (asyncio.CancelledError, Exception) as error:
+            if _is_cancelled():
+                raise
+            if pool is not self._pool:
+                # Ended together with its pool, by what ailed another grade.
+                raise GraderFailed("the processes of all graders were ended") from None
+            # Whatever ails this pool, the next grade begins with another one.
+            await self.close()
+            raise GraderFailed(f"it could not be run: {short(str(error))}") from error
         if not worked:
             raise GraderFailed(short(str(result)))
         return result
+
+    async def _result(self, pool: ProcessPool, function: Any, *arguments: Any) -> Any:
+        future = pool.schedule(function, args=arguments, timeout=self._timeout)
+        result = asyncio.wrap_future(future)
+        self._results.add(result)
+        try:
+            return await result
+        finally:
+            self._results.discard(result)
 
 
 def grader_of(config: SessionConfig) -> Grader | None:
@@ -128,6 +148,12 @@ async def check_grader(config: SessionConfig) -> None:
         raise ConfigError(f"sessions.grader={grader.name} cannot be used: {error}") from None
     finally:
         await grader.close()
+
+
+def _is_cancelled() -> bool:
+    """Whether it is this task itself that is to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _end(pool: ProcessPool) -> None:

@@ -76,12 +76,16 @@ class LateRewards:
             log.warning("could not end session %s yet: %s", session.id, error.message)
             # The next sweep grades it again.
             self._sessions.watch(session)
+        except Exception:
+            log.exception("could not end session %s yet", session.id)
+            self._sessions.watch(session)
 
     async def _end_graded(self, session: Session) -> None:
         assert self._grader is not None, "the configuration asks for one"
         try:
-            await self._sessions.load(session)
-            final = await self._grader.grade(graded_session(session))
+            async with self._grader.free:
+                await self._sessions.load(session)
+                final = await self._grader.grade(graded_session(session))
             await self._end(session, "graded", final=final, by=f"grader {self._grader.name}")
         except (GraderFailed, Unprocessable) as error:
             # Also of names that have no weight.

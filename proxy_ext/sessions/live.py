@@ -97,9 +97,10 @@ class Sessions:
             session.lease_began, session.lease_expires = now, now + lease_ttl
             session.recovered = True
             self.live[row.id] = session
-            self.leasable.note(session)
             self.watch(session)
         await self._recover_groups()
+        for session in self.live.values():
+            self.leasable.note(session)
         self.counts.recover(await self.journal.counts(), (s.row for s in self.live.values()))
         await self.grants.recover()
         admitted = self.counts.created[SessionMode.TRAIN] - self.grants.spent
@@ -119,15 +120,23 @@ class Sessions:
     def _recovered(self, rows: list[SessionRow]) -> Group:
         return self.groups.recovered(rows, age=clock.age(rows[0]))
 
-    async def revive(self, sessions: Iterable[Session]) -> None:
+    async def groups_of(self, sessions: Iterable[Session]) -> list[Group]:
+        """The groups of ended sessions that are to be leased again, from the journal."""
+        ids = dict.fromkeys(session.row.group_id for session in sessions)
+        gone = [id for id in ids if id is not None and self.groups.get(id) is None]
+        return [self._recovered(await self.journal.group(id)) for id in gone]
+
+    def revive(self, sessions: Iterable[Session], groups: Iterable[Group]) -> None:
         """Put ended sessions that are leased again back among the live ones, with their groups."""
+        for group in groups:
+            self.groups.restore(group)
         for session in sessions:
-            group_id = session.row.group_id
-            if group_id is not None and self.groups.get(group_id) is None:
-                self.groups.restore(self._recovered(await self.journal.group(group_id)))
             self.live[session.id] = session
             if session.warm:
                 self.trees.keep(session)
+            group_id = session.row.group_id
+            if group_id is not None and (found := self.groups.get(group_id)) is not None:
+                found.note(session.row)
             self.leasable.note(session)
 
     @property

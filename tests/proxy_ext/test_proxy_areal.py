@@ -18,7 +18,8 @@ from proxy_ext.opening.opening import Opening
 from proxy_ext.rl import areal
 from tests.proxy_ext.areal_client import ArealClient
 from tests.proxy_ext.conftest import Start
-from tests.proxy_ext.proxy_lab import Proxy, until
+from tests.proxy_ext.proxy_lab import Proxy, noticed_hang_up, until
+from tests.proxy_ext.test_proxy_faults import SlowJournal
 
 ADMIN = "operator-secret"
 
@@ -207,6 +208,31 @@ async def test_the_next_episode_waits_for_its_slot(proxy: Proxy, client: ArealCl
     await until(ended)
     await client.grant_capacity()
     assert (await following).session_id == "task-0-1"
+
+
+async def test_a_client_that_leaves_while_its_session_is_ended(
+    proxy: Proxy, client: ArealClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session ends in memory, too: its lane and its group would wait for it otherwise."""
+    await client.grant_capacity()
+    episode = await client.start("task")
+    await episode.chat("x")
+    await episode.set_last_reward(1.0)
+    slow = SlowJournal(proxy, monkeypatch)
+    noticed = noticed_hang_up(monkeypatch)
+    following = asyncio.create_task(client.start("task", api_key=episode.api_key))
+    await until(lambda: slow.waiting)
+    following.cancel()
+    await asyncio.wait_for(noticed.wait(), 10)
+    slow.go.set()
+
+    async def ended() -> bool:
+        (session,) = proxy.service.sessions.live.values()
+        row = await proxy.service.journal.session(session.id)
+        assert row is not None
+        return row.state == session.state == SessionState.FINALIZED
+
+    await until(ended)
 
 
 async def test_an_open_that_is_refused_at_once_is_not_asked_for_again_and_again(

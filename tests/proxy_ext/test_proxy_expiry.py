@@ -13,7 +13,7 @@ import pytest
 from any_agent.config import load_config
 from any_agent.types import SessionState
 from proxy_ext.journal import PutSession, SQLiteJournal
-from proxy_ext.sessions import clock
+from proxy_ext.sessions import clock, expiry
 from proxy_ext.sessions.deadlines import Deadlines
 from proxy_ext.sessions.live import Sessions
 from proxy_ext.sessions.names import Names
@@ -262,3 +262,24 @@ async def test_a_sweep_looks_at_none_of_ten_thousand(tmp_path: Path) -> None:
     # After half an hour each is looked at once, and set to its new time.
     assert len(sessions.deadlines.pop(time.monotonic() + 1801)) == 10_000
     await journal.close()
+
+
+async def test_one_that_cannot_be_ended_holds_up_no_other(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is ended itself, once that is possible."""
+    proxy = await start("sessions.idle_timeout=0.05")
+    await proxy.admit(10)
+    sessions = [await proxy.open() for _ in range(3)]
+    expire, failures = proxy.service.endings.expire, [RuntimeError("a fault of ours")]
+
+    async def failing(session: Session, reason: str) -> None:
+        if failures:
+            raise failures.pop()
+        await expire(session, reason)
+
+    monkeypatch.setattr(expiry, "_AT_ONCE", 1)
+    monkeypatch.setattr(proxy.service.endings, "expire", failing)
+    for session in sessions:
+        assert (await expired(proxy, session))["state"] == "expired"
+    assert not failures

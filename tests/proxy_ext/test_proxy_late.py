@@ -13,7 +13,9 @@ import pytest
 from any_agent.config import load_config
 from any_agent.errors import ConfigError
 from any_agent.types import SessionState
+from proxy_ext.sessions import late
 from proxy_ext.sessions.grading import Grader, GraderFailed
+from proxy_ext.sessions.session import Session
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy, until
 from tests.proxy_ext.test_proxy_metrics import scrape
@@ -286,6 +288,54 @@ async def test_grading_goes_on_after_a_restart(start: Start, proxy: Proxy) -> No
     again = await grading_proxy(start, "by_length")
     assert (await ended(again, session))["final_reward"] == 1
     assert again.service.sessions.counts.now["train", SessionState.FINALIZED] == 1
+
+
+async def test_what_ails_one_grade_leaves_no_other_without_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes end with the pool: whoever waits for one of them must hear of it."""
+    grader, pid = Grader(f"{GRADERS}.misbehaves", timeout=60), tmp_path / "pid"
+    hangs = {"metadata": {"how": "hangs", "pid": str(pid)}}
+    hanging = asyncio.create_task(grader.grade(hangs))
+    await until(lambda: pid.exists() and pid.read_text(), "it is being graded")
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no more processes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grader._pool, "schedule", fails)
+        with pytest.raises(GraderFailed, match="no more processes"):
+            await grader.grade(hangs)
+    with pytest.raises(GraderFailed, match="of all graders were ended"):
+        await hanging
+    try:
+        assert await grader.grade({"metadata": {"how": "fine"}}) == {None: 1.0}
+    finally:
+        await grader.close()
+
+
+async def test_nothing_is_read_for_a_grade_whose_turn_is_far_off(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    given = late.graded_session
+
+    def counted(session: Session) -> dict[str, Any]:
+        read.append(session.id)
+        return given(session)
+
+    monkeypatch.setattr(late, "graded_session", counted)
+    proxy = await grading_proxy(start, "misbehaves", "sessions.grader_timeout=60")
+    pid = tmp_path / "pid"
+    for _ in range(5):
+        await awaiting(proxy, 0.01, metadata={"how": "hangs", "pid": str(pid)})
+
+    async def all_due() -> bool:
+        await proxy.service.expiry.sweep()
+        return proxy.service.late.grading == 5 and pid.exists()
+
+    await until(all_due)
+    assert len(read) == 2, "one for each worker"
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from any_agent.types import SessionState
+from proxy_ext.leases import leasable as module
 from proxy_ext.leases.leasable import Leasable
 from proxy_ext.opening.groups import Groups
 from proxy_ext.sessions.names import Names
 from proxy_ext.sessions.session import Session
+from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.journal_lab import make_row
 
 
@@ -47,3 +49,31 @@ def test_polls_among_ten_thousand_sessions(monkeypatch: pytest.MonkeyPatch) -> N
     assert [s.id for (s,) in leasable.first(2)] == ["s0", "s2"]
     assert list(leasable.leased) == []
     assert len(looked) < 120
+
+
+def test_where_nobody_polls_nothing_piles_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_NOTED", 10)
+    live: dict[str, Session] = {}
+    leasable = Leasable(live, Groups(Names(0), timeout=60, least=1))
+    for k in range(100):
+        session = Session(make_row(f"s{k}", created_at=float(k), state=SessionState.FINALIZED))
+        live[session.id] = session
+        leasable.note(session)
+        if k != 50:
+            session.row = replace(session.row, state=SessionState.ABORTED)
+            del live[session.id]
+            leasable.note(session)
+    assert len(leasable._noted) + len(leasable._places) <= 12
+    assert [s.id for (s,) in leasable.first(2)] == ["s50"]
+
+
+async def test_groups_are_found_after_a_restart(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many sessions were recovered before their groups were."""
+    monkeypatch.setattr(module, "_MOST_NOTED", 0)
+    proxy = await start()
+    await proxy.admit(8)
+    ids = [(await proxy.finished_session(group_id="g"))["session_id"] for _ in range(2)]
+    again = await start()
+    assert [t.session_id for t in await again.lease()] == ids

@@ -216,6 +216,10 @@ async def test_a_replay_that_the_store_interrupts_is_made_again_whole(
         return await group(group_id)
 
     monkeypatch.setattr(proxy.service.journal, "group", failing)
+    body = {"owner": "next", "session_ids": ids, "replay": True}
+    assert (await proxy.http.post("/rl/v1/lease", json=body)).status_code == 503
+    assert [await state(proxy, id) for id in ids] == ["trained"] * 2, "nothing has changed"
+    failures.append(StoreUnavailable("too many reads wait"))
     # The client asks again by itself.
     assert [plain(t) for t in await replay(proxy, *ids)] == [plain(t) for t in before]
     assert not failures
