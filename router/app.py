@@ -14,7 +14,7 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 from aiohttp import hdrs, web
-from multidict import istr
+from multidict import CIMultiDictProxy, istr
 
 from any_agent.access import Access, Scope
 from any_agent.audit import AuditLog
@@ -28,6 +28,7 @@ from any_agent.errors import (
     ServiceUnavailable,
     Unauthenticated,
 )
+from any_agent.keys import session_prefix
 from any_agent.loopback import require_local
 from any_agent.presence import Presence
 from any_agent.registry import Entry, Registry
@@ -95,7 +96,7 @@ class Router:
             **{(m, "/healthz"): self._healthz for m in ("GET", "HEAD")},
             **{(m, "/readyz"): self._readyz for m in ("GET", "HEAD")},
         }
-        """What is not simply passed on, unless the key is a session's, or no good at all."""
+        """What is not simply passed on, but for a key that is a session's, or no good at all."""
         self.draining = False
         """What is under way ends, and nothing begins."""
         self._none_running = asyncio.Event()
@@ -159,22 +160,24 @@ class Router:
         own = self._own.get((request.method, path))
         if own is None and not named and request.method == "POST" and path.startswith("/rl/v1/"):
             own = self._by_body
+        scope = self._scope(path, request.headers)
+        if scope is Scope.NONE:
+            # A rank refuses it by its head, so nobody waits here for its body.
+            body.short = False
         if own is None:
             return await self.forwarder.pass_on(request, rank, body)
-        if path not in _FOR_EVERYBODY and not self._may(request):
-            # Any rank refuses it by its head: so its body is not held here until it is whole.
+        if path not in _FOR_EVERYBODY and scope in (Scope.NONE, Scope.SESSION):
+            # Any rank refuses it.
             return await self.forwarder.pass_on(request, None, body)
-        # A session that is named beside an open is another one, and must not choose its rank. Nor
-        # must a name beside the operator's routes: what is for all ranks would reach one of them.
         return await own(request, body)
 
-    def _may(self, request: web.BaseRequest) -> bool:
-        """Whether a request's key may be good for what is done here, which no session's key is."""
+    def _scope(self, path: str, headers: CIMultiDictProxy[str]) -> Scope:
+        """What the request's key is good for. The ranks judge it; here nothing is kept for none."""
+        key = session_prefix(path)
         try:
-            caller = self._access.caller(key_in(request.headers))
+            return self._access.caller(key_in(headers) if key is None else key).scope
         except Unauthenticated:
-            return False
-        return caller.scope not in (Scope.NONE, Scope.SESSION)
+            return Scope.NONE
 
     async def _by_body(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
         """To the rank of the `session_id` in the body."""

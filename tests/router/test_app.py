@@ -18,7 +18,7 @@ from router.affinity import home_of
 from router.reply import Replies
 from tests.proxy_ext.proxy_lab import LIMIT, until
 from tests.router.conftest import StartLab
-from tests.router.router_lab import Lab, Received, serving
+from tests.router.router_lab import Lab, Received, Wire, serving
 from tests.router.test_affinity import IDS, SIGNER
 
 # -- which rank --------------------------------------------------------------------------------
@@ -176,17 +176,47 @@ async def test_rl_bodies_that_are_read_have_a_limit_of_their_own(pair: Lab) -> N
     assert (await pair.post("/rl/v1/start_session", b"x" * (1 << 20) + b"x")).status_code == 413
 
 
-@pytest.mark.parametrize("path", ["/rl/v1/start_session", "/rl/v1/ack", "/rl/v1/set_reward"])
-@pytest.mark.parametrize("holder", ["nobody", "a forger", "an agent"])
-async def test_no_stranger_has_its_body_held(start_lab: StartLab, path: str, holder: str) -> None:
-    """A megabyte was announced, and little of it sent: it is for a rank to refuse, by its head."""
+FORGED = {"authorization": "Bearer sk-admin.00000000." + "0" * 48}
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/rl/v1/start_session", {}),
+        ("/rl/v1/start_session", FORGED),
+        ("/rl/v1/ack", {}),
+        ("/rl/v1/set_reward", {}),
+        (CHAT, {}),
+        (CHAT, FORGED),
+        (CHAT, {"x-any-agent-session": "ses-0-0123456789abcdef"}),
+        (f"/ses-0-0123456789abcdef{CHAT}", {}),
+    ],
+)
+@pytest.mark.parametrize("size", [10, 1_000_000])
+async def test_nobody_waits_for_the_body_of_a_stranger(
+    start_lab: StartLab, path: str, headers: dict[str, str], size: int
+) -> None:
+    """It was announced and does not come: a rank refuses the request by its head."""
     lab = await start_lab("server.admin_key=operator-secret")
-    keys = {"nobody": "", "a forger": "sk-admin.00000000." + "0" * 48, "an agent": lab.key(0)}
     wire = await lab.connect()
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Length: 1000000"]
-    lines += [f"Authorization: Bearer {keys[holder]}"] if keys[holder] else []
-    await wire.send("\r\n".join([*lines, "", "{"]).encode())
+    await announce(wire, path, headers, size)
     await until(lambda: lab.ranks[0].connections, "a rank's hearing of it")
+
+
+@pytest.mark.parametrize("path", ["/rl/v1/start_session", "/rl/start_session", "/rl/v1/ack"])
+async def test_an_agent_has_no_body_held_either(start_lab: StartLab, path: str) -> None:
+    lab = await start_lab("server.admin_key=operator-secret")
+    wire = await lab.connect()
+    await announce(wire, path, {"authorization": f"Bearer {lab.key(0)}"}, 1_000_000)
+    await until(lambda: lab.ranks[0].connections, "a rank's hearing of it")
+
+
+async def announce(wire: Wire, path: str, headers: dict[str, str], size: int) -> None:
+    """The head of a POST, and a little of its body."""
+    named = {"Host": "localhost", "Content-Length": size, **headers}
+    lines = [f"POST {path} HTTP/1.1", *(f"{k}: {v}" for k, v in named.items())]
+    await wire.send("\r\n".join([*lines, "", "{"]).encode())
 
 
 @pytest.mark.parametrize(
