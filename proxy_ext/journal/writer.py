@@ -31,6 +31,10 @@ MAX_BATCH = 512
 MAX_QUEUE = 16_384
 _SAID_EVERY = 60.0
 """Seconds."""
+_WIPE_WAITS = 200
+"""Milliseconds that all writes wait for other processes that read."""
+_WIPED_EVERY = 5.0
+"""Seconds."""
 _ROOM = 1 << 20
 """Bytes; a disk with less room is full, whatever a write's error says."""
 
@@ -74,6 +78,8 @@ class Writer:
         self._said_full = -math.inf
         self._unsynced = 0
         """Commits since the last one that was synced."""
+        self._wipe_again: float | None = None
+        """When to empty the log that could not be emptied."""
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
         self._thread.start()
 
@@ -157,20 +163,30 @@ class Writer:
             if lazy:
                 connection.execute("PRAGMA synchronous = FULL")
         self._unsynced = self._unsynced + 1 if lazy else 0
-        if any(job.wipes for job in jobs):
-            self._empty_wal()
+        self._empty_wal(anew=any(job.wipes for job in jobs))
         self._stats.commit_seconds.observe(time.perf_counter() - began)
         self._stats.writes += len(jobs)
         return results
 
-    def _empty_wal(self) -> None:
-        """Take what was removed out of the log, too, which holds pages as they were before."""
-        try:
-            (busy, *_) = self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        except sqlite3.Error:
-            busy = 1
-        if busy:
-            log.warning("%s-wal still holds erased content, until its next checkpoint", self._path)
+    def _empty_wal(self, *, anew: bool) -> None:
+        """Take what was removed out of the log, too, which holds pages as they were before.
+
+        A reader in another process can prevent it: then it is tried again with later writes.
+        """
+        due = self._wipe_again is not None and time.monotonic() >= self._wipe_again
+        if not anew and not due:
+            return
+        execute, busy = self.connection.execute, 1
+        with contextlib.suppress(sqlite3.Error):
+            (usual,) = execute("PRAGMA busy_timeout").fetchone()
+            execute(f"PRAGMA busy_timeout = {min(usual, _WIPE_WAITS)}")
+            try:
+                (busy, *_) = execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            finally:
+                execute(f"PRAGMA busy_timeout = {usual}")
+        if busy and self._wipe_again is None:
+            log.warning("%s-wal still holds erased content; it is tried again", self._path)
+        self._wipe_again = time.monotonic() + _WIPED_EVERY if busy else None
 
     def _read(self, jobs: list[Job]) -> None:
         outcomes: list[_Outcome] = []
@@ -223,7 +239,10 @@ class Writer:
     def _no_room(self, cause: Exception) -> bool:
         if _code_of(cause) != sqlite3.SQLITE_IOERR:
             return False
-        disk = os.statvfs(self._path.parent)
+        try:
+            disk = os.statvfs(self._path.parent)
+        except OSError:
+            return False
         return disk.f_bavail * disk.f_frsize < _ROOM
 
 

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -234,6 +235,26 @@ async def test_erased_content(journal: SQLiteJournal, tmp_path: Path) -> None:
     assert len(await journal.interactions("s2")) == 1
 
 
+async def test_erased_content_that_somebody_reads(
+    journal: SQLiteJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves the log when the reader does; until then nothing waits for long."""
+    monkeypatch.setattr(writer, "_WIPED_EVERY", 0.0)
+    interaction = make_interaction("i", "s")
+    interaction.message_delta = [{"role": "user", "content": "canary" * 3000}]
+    await journal.commit(PutSession(make_row("s")), PutInteraction(interaction))
+    reader = sqlite3.connect(tmp_path / "j" / "rank-0.sqlite", isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT COUNT(*) FROM interactions").fetchall()
+    began = time.monotonic()
+    await journal.commit(EraseContent(("s",)))
+    assert time.monotonic() - began < 4
+    assert on_disk(tmp_path, b"canary")
+    reader.close()
+    await journal.commit(PutMeta("a", 1))
+    assert not on_disk(tmp_path, b"canary")
+
+
 def on_disk(folder: Path, text: bytes) -> bool:
     return any(text in file.read_bytes() for file in folder.rglob("*") if file.is_file())
 
@@ -415,6 +436,26 @@ class FailingCommit:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._connection, name)
+
+
+async def test_a_disk_that_is_gone_ends_no_writer(
+    journal: SQLiteJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits is told, also if not even the free space can be asked for."""
+
+    def gone(_: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    def fails(_: sqlite3.Connection) -> None:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR_WRITE
+        raise error
+
+    monkeypatch.setattr(os, "statvfs", gone)
+    async with asyncio.timeout(10):
+        with pytest.raises(StoreUnavailable, match="cannot be written"):
+            await journal._writer.submit(writer.Job(fails, writes=True))
+        await journal.commit(PutMeta("a", 1))
 
 
 async def test_a_commit_that_fails_says_that_it_is_not_sure(journal: SQLiteJournal) -> None:
