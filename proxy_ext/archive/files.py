@@ -10,6 +10,7 @@ out of it.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import re
 import secrets
@@ -99,7 +100,10 @@ class Writer:
         return size
 
     def abandon(self) -> None:
-        self._file.close()
+        """Leave nothing of what is not finished."""
+        # What could not be written is not to be: closing tries it once more.
+        with contextlib.suppress(OSError):
+            self._file.close()
         self.partial.unlink(missing_ok=True)
 
 
@@ -107,6 +111,13 @@ def remove_partial(folder: Path, rank: int) -> None:
     """Remove what a killed process was writing."""
     for path in folder.glob(f"{_PARTIAL}rank-{rank}-*"):
         path.unlink()
+
+
+def remove_file(path: Path) -> None:
+    """Gone from the disk when it returns, if it was there."""
+    if path.exists():
+        path.unlink()
+        fsync(path.parent)
 
 
 def remove_from(file: ArchiveFile, session_id: str, report: Report) -> int:
@@ -131,9 +142,12 @@ def remove_from(file: ArchiveFile, session_id: str, report: Report) -> int:
         file.path.unlink()
     else:
         temporary = file.path.with_name(f"{_PARTIAL}{file.path.name}")
-        temporary.write_bytes(b"".join(kept))
-        fsync(temporary)
-        temporary.replace(file.path)
+        try:
+            temporary.write_bytes(b"".join(kept))
+            fsync(temporary)
+            temporary.replace(file.path)
+        finally:
+            temporary.unlink(missing_ok=True)
     fsync(file.path.parent)
     return len(data) - (sum(map(len, kept)) if others else 0)
 

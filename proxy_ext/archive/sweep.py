@@ -17,22 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from any_agent.errors import AnyAgentError
-from any_agent.types import Interaction
-from proxy_ext.archive.files import Writer, list_archives, remove_from, remove_partial
-from proxy_ext.archive.records import record_line
-from proxy_ext.journal import (
-    ArchiveContent,
-    NumberedRow,
-    PutMeta,
-    RewardRow,
-    Statement,
+from proxy_ext.archive.files import (
+    Writer,
+    list_archives,
+    remove_file,
+    remove_from,
+    remove_partial,
 )
+from proxy_ext.archive.records import record_line
+from proxy_ext.journal import ArchiveContent, NumberedRow, PutMeta, Statement
 from proxy_ext.sessions.live import Sessions
 
 log = logging.getLogger(__name__)
 
-_EVERY = (1.0, 30.0)
-"""Seconds between two looks: no longer than content is kept, but within these."""
+_EVERY = (1.0, 900.0)
+"""Seconds between two looks, each of which may make a file: a fiftieth of the time that content is
+kept, but within these."""
+_AGAIN = 30.0
+"""Seconds at most to the first look, and to the next one after one that failed."""
 _BATCH = 256
 _BATCH_BYTES = 16 * 2**20
 """Of lines, before they are compressed: what one transaction removes holds up the writes behind it
@@ -82,10 +84,15 @@ class Archive:
 
     async def run(self) -> None:
         """Archive, and give space back, until cancelled."""
+        usual = min(max(_EVERY[0], self._keep / 50), _EVERY[1])
+        soon = min(usual, _AGAIN)
+        wait = soon
         while True:
-            await asyncio.sleep(min(max(_EVERY[0], self._keep), _EVERY[1]))
+            await asyncio.sleep(wait)
+            wait = soon
             try:
                 await self._sweep_all()
+                wait = usual
             except AnyAgentError as error:
                 log.warning("archiving failed and will be tried again: %s", error.message)
             except OSError as error:
@@ -157,14 +164,16 @@ class Archive:
             try:
                 stored = await self._journal.interactions(each.row.id)
                 rewards = await self._journal.rewards(each.row.id)
-            except AnyAgentError as error:
-                if error.retryable:
+                calls = [one.interaction for one in stored]
+                line = await asyncio.to_thread(record_line, each.number, each.row, rewards, calls)
+            except (AnyAgentError, ValueError, TypeError, RecursionError) as error:
+                if isinstance(error, AnyAgentError) and error.retryable:
                     raise
-                log.error("session %s stays in the journal: %s", each.row.id, error.message)
+                # It is not to hold up the others, at each look again.
+                log.error("session %s stays in the journal: %s", each.row.id, error)
                 self._unreadable.add(each.row.id)
                 continue
-            interactions = [one.interaction for one in stored]
-            await asyncio.to_thread(_add, writer, each, rewards, interactions)
+            await asyncio.to_thread(writer.add, each.number, line)
             moved.append(each.row.id)
             if writer.raw > _BATCH_BYTES:
                 break
@@ -192,17 +201,8 @@ class Archive:
             # A failed write may show after a crash, but not once a later one is on disk.
             await self._journal.commit(PutMeta(_INTENT, name))
             log.info("archiving was interrupted; it begins again without %s", name)
-            (self._folder / name).unlink(missing_ok=True)
+            await asyncio.to_thread(remove_file, self._folder / name)
             await self._journal.commit(PutMeta(_INTENT, None))
 
     def _totals(self) -> PutMeta:
         return PutMeta(_TOTALS, {"sessions": self.sessions, "bytes": self.bytes})
-
-
-def _add(
-    writer: Writer,
-    each: NumberedRow,
-    rewards: list[RewardRow],
-    interactions: list[Interaction],
-) -> None:
-    writer.add(each.number, record_line(each.number, each.row, rewards, interactions))

@@ -114,6 +114,19 @@ def test_a_file_is_not_there_before_it_is_whole(tmp_path: Path) -> None:
     other.abandon()
 
 
+def test_nothing_is_left_of_a_file_without_room(tmp_path: Path) -> None:
+    """Also of what was not even written when it was given up."""
+    with open("/dev/full", "wb") as full:
+        writer = Writer(tmp_path, 0, {})
+        writer._file.close()
+        writer._file = full
+        writer.add(1, b"x")
+        with pytest.raises(OSError, match="No space"):
+            full.flush()
+        writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_damage_costs_one_line(tmp_path: Path) -> None:
     texts = ["".join(Random(k).choices("abcdefghij", k=3000)) for k in range(5)]
     writer = Writer(tmp_path, 0, {})

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from any_agent.errors import Conflict, StoreUnavailable
-from any_agent.types import SessionState
-from proxy_ext.archive import sweep
+from any_agent.types import Interaction, SessionState
+from proxy_ext.archive import files, sweep
 from proxy_ext.archive.files import Writer
 from proxy_ext.archive.records import read_record
-from proxy_ext.journal import ArchiveContent, EraseContent
+from proxy_ext.journal import ArchiveContent, EraseContent, sqlite
 from proxy_ext.leases.fence import Fence
 from proxy_ext.leases.leases import Leases
 from proxy_ext.sessions.lifecycle import EXPORT_OWNER
@@ -202,6 +202,67 @@ async def test_a_full_disk_leaves_all_in_the_journal(
             await rank.archive.sweep()
     assert rank.files == []
     assert await rank.archive.sweep() == 1
+
+
+async def test_one_that_cannot_be_written_holds_up_no_other(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for id in ("a", "b", "c"):
+        await rank.add(id)
+    unpack = sqlite.unpack_interaction
+
+    def of_a_later_format(data: bytes) -> Interaction:
+        if b"a-1" in data:
+            raise ValueError("format: 3 is expected")
+        return unpack(data)
+
+    monkeypatch.setattr(sqlite, "unpack_interaction", of_a_later_format)
+    monkeypatch.setattr(sweep, "_BATCH", 1)
+    while await rank.archive.sweep() or archived(rank) != ["b", "c"]:
+        pass
+    assert await rank.archive.sweep() == 0
+
+
+async def test_a_full_disk_keeps_nothing_of_a_deletion(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for id in ("a", "b"):
+        await rank.add(id)
+    await rank.archive.sweep()
+    before = rank.files
+
+    def full(_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            await rank.archive.remove("a")
+    assert rank.files == before
+    assert archived(rank) == ["a", "b"]
+
+
+async def test_looks_are_rare_and_come_again_soon_after_a_failure(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may make a file: a day's content is not to be in thousands."""
+    waits: list[float] = []
+    outcomes = iter([None, None, OSError(28, "No space left on device"), None])
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def sweep_all() -> None:
+        outcome = next(outcomes, asyncio.CancelledError())
+        if outcome is not None:
+            raise outcome
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(rank.archive, "_sweep_all", sweep_all)
+    rank.archive._keep = 24 * 3600.0
+    with pytest.raises(asyncio.CancelledError):
+        await rank.archive.run()
+    assert waits == [30.0, 900.0, 900.0, 30.0, 900.0]
 
 
 async def test_an_archived_session_is_deleted_for_good(rank: Rank) -> None:
