@@ -300,7 +300,9 @@ class Sessions:
                 # One that a trainer gives back stays known as one that it has had.
                 had = row.owner if event is Event.RELEASE and row.owner != EXPORT_OWNER else owner
                 held = replace(row, owner=had, step=step)
-                rows.append(ended(held, state, reasons.get(row.id)))
+                # That it counts as 0 stays true; why it was rejected does not, if it is replayed.
+                said = None if row.state is SessionState.REJECTED else row.reason
+                rows.append(ended(held, state, reasons.get(row.id, said)))
             await self.journal.commit(*_set_states(rows))
             for session, row in zip(chosen, rows, strict=True):
                 self._set_row(session, row)

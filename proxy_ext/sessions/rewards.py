@@ -17,12 +17,12 @@ from typing import TypeAlias
 from any_agent.config import SessionConfig
 from any_agent.errors import NotFound, Unprocessable
 from any_agent.protocol import RewardEntry, RewardSet, SessionDetails
-from any_agent.types import Interaction
+from any_agent.types import Interaction, SessionState
 from proxy_ext.calls.delivery import last_received
-from proxy_ext.journal import SetReward
+from proxy_ext.journal import SessionRow, SetReward, SetState
 from proxy_ext.keep import Keep, keep_nothing
 from proxy_ext.sessions.lifecycle import Event, target
-from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.live import Sessions, set_state
 from proxy_ext.sessions.session import Session
 
 Parts: TypeAlias = Mapping[str | None, float]
@@ -31,6 +31,8 @@ NOTHING: Parts = MappingProxyType({})
 
 _MAX_NAMES = 64
 """Of one interaction, or of the final reward."""
+_MAX_GIVEN = 10_000
+"""To one session, before the last one: every revision is kept, and read when there is another."""
 _SHOWN = 256
 """Rewards that a session's history shows: its last ones."""
 
@@ -76,7 +78,8 @@ class Rewards:
             before = interaction.reward
             statements, own = await self._set(session, interaction.id, before, parts, by)
             answer = RewardSet(session_id=session.id, interaction_id=interaction.id, reward=own)
-            await self._sessions.journal.commit(*statements, *keep(answer))
+            row, also = _counting(session.row)
+            await self._sessions.write(session, row, *statements, *also, answer=answer, keep=keep)
             interaction.reward = own
             session.touch()
             self.count(statements)
@@ -87,12 +90,11 @@ class Rewards:
     ) -> RewardSet:
         """Set or revise the final reward; as :meth:`give`."""
         async with session.lock:
-            row = session.row
-            target(row, Event.REWARD)
+            target(session.row, Event.REWARD)
             statements, final = await self.final(session, parts, by=by)
             answer = RewardSet(session_id=session.id, interaction_id=None, reward=final)
-            row = replace(row, final_reward=final)
-            await self._sessions.write(session, row, *statements, answer=answer, keep=keep)
+            row, also = _counting(replace(session.row, final_reward=final))
+            await self._sessions.write(session, row, *statements, *also, answer=answer, keep=keep)
             session.touch()
             self.count(statements)
             return answer
@@ -116,14 +118,15 @@ class Rewards:
         async with session.lock:
             await self._sessions.load(session)
             info = session.info()
-            rewards = await self._sessions.journal.rewards(session.id)
+            rewards = await self._sessions.journal.rewards(session.id, last=_SHOWN)
+            _, given = await self._sessions.journal.reward_parts(session.id, None)
         shown = [
             RewardEntry(
                 interaction_id=r.interaction_id, name=r.name, value=r.value, by=r.by, at=r.at
             )
-            for r in rewards[-_SHOWN:]
+            for r in rewards
         ]
-        return SessionDetails(**info.model_dump(), reward_history=shown, rewards_given=len(rewards))
+        return SessionDetails(**info.model_dump(), reward_history=shown, rewards_given=given)
 
     # ------------------------------------------------------------------------------------------
 
@@ -139,9 +142,13 @@ class Rewards:
         self._require_known(parts)
         known: dict[str | None, float] = {}
         if before is not None:
-            for reward in await self._sessions.journal.rewards(session.id):
-                if reward.interaction_id == interaction_id:
-                    known[reward.name] = reward.value
+            known, given = await self._sessions.journal.reward_parts(session.id, interaction_id)
+            if given >= _MAX_GIVEN:
+                raise Unprocessable(
+                    f"the session was given {given} rewards, revised ones counted; that is the "
+                    "most",
+                    code="too_many_rewards",
+                )
             # One from before histories were kept.
             known = known or {None: before}
         known |= parts
@@ -175,6 +182,15 @@ class Rewards:
             weight = self._weights.get(name, 0.0) if self._weights else 1.0
             total += weight * parts[name]
         return total
+
+
+def _counting(row: SessionRow) -> tuple[SessionRow, list[SetState]]:
+    """The row of a session that is rewarded now, and what writes it, if it was said to count as
+    0."""
+    if row.state is not SessionState.FINALIZED or row.reason is None:
+        return row, []
+    row = replace(row, reason=None)
+    return row, [set_state(row)]
 
 
 def _chosen(session: Session, wanted: str | None) -> Interaction:

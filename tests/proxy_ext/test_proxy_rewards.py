@@ -10,6 +10,7 @@ import pytest
 
 from any_agent.errors import StoreUnavailable
 from proxy_ext.journal import SetReward, Statement
+from proxy_ext.sessions import rewards
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy
 from tests.proxy_ext.test_proxy_refusals import refusal
@@ -135,6 +136,21 @@ async def test_names_of_one_reward_are_bounded(proxy: Proxy) -> None:
         await give(proxy, key, reward={f"n{part}-{k}": 1 for k in range(32)})
     response = await proxy.post("/rl/v1/set_reward", {"reward": 1, "name": "one-more"}, key)
     refusal(response, 422, "too_many_reward_names", "64")
+
+
+async def test_revisions_of_one_session_are_bounded(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is kept, and read at the next one: an agent must not slow down its rank by them."""
+    monkeypatch.setattr(rewards, "_MAX_GIVEN", 3)
+    key = (await proxy.open())["api_key"]
+    for k in range(3):
+        assert (await proxy.post("/rl/v1/set_reward", {"final_reward": k}, key)).status_code == 200
+    response = await proxy.post("/rl/v1/set_reward", {"final_reward": 4}, key)
+    assert (response.status_code, response.json()["error"]["code"]) == (422, "too_many_rewards")
+    await proxy.complete(key)
+    ended = await proxy.post("/rl/v1/finalize", {}, key)
+    assert (ended.status_code, ended.json()["final_reward"]) == (200, 2.0)
 
 
 async def test_the_trainer_gets_what_was_last_acknowledged(proxy: Proxy) -> None:
@@ -276,12 +292,30 @@ async def test_what_cannot_be_written_changes_nothing(
 async def test_without_require_reward_it_is_said(start: Start) -> None:
     proxy = await start("sessions.require_reward=false")
     await proxy.admit(10)
-    _, key, _ = await begun(proxy)
-    response: httpx.Response = await proxy.post("/rl/v1/finalize", {}, key)
-    assert (response.json()["state"], response.json()["rewarded"]) == ("finalized", False)
-    assert response.json()["reason"] == (
-        "no reward was given: it counts as 0 (sessions.require_reward=false)"
-    )
+    said = "no reward was given: it counts as 0 (sessions.require_reward=false)"
+    ids = []
+    for body in (None, {"reward": 1}, {"final_reward": 1}):
+        id, key, _ = await begun(proxy)
+        ids.append(id)
+        response: httpx.Response = await proxy.post("/rl/v1/finalize", {}, key)
+        assert (response.json()["state"], response.json()["rewarded"]) == ("finalized", False)
+        assert response.json()["reason"] == said
+        if body is not None:
+            assert (await proxy.post("/rl/v1/set_reward", body, key)).status_code == 200
+
+    async def reasons() -> list[str | None]:
+        """In memory and on disk."""
+        shown = [(await proxy.http.get(f"/rl/v1/sessions/{id}")).json()["reason"] for id in ids]
+        rows = [await proxy.service.journal.session(id) for id in ids]
+        assert shown == [row.reason for row in rows if row is not None]
+        return shown
+
+    # Until it is rewarded after all, and also when it was trained on.
+    assert await reasons() == [said, None, None]
+    for _ in ids:
+        await proxy.lease()
+    await proxy.client.ack(owner="trainer", trained=ids, rejected=[])
+    assert await reasons() == [said, None, None]
 
 
 async def test_rewards_of_a_migrated_row_without_history(proxy: Proxy) -> None:
