@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 OK = (200, "")
 CLOSED = (410, "session_closed")
 IN_TRAINING = (409, "in_training")
+LOST = (409, "lease_lost")
+EXPORT = "export"
 MIN_GROUP = 2
 BUFFERED = ("awaiting_reward", "finalized", "leased")
 TAKEN = ("trained", "rejected")
@@ -61,6 +63,35 @@ class Group:
     size: int
     members: list[Session] = field(default_factory=list)
 
+    @property
+    def has_room(self) -> bool:
+        return len(self.members) < self.size
+
+    @property
+    def closed(self) -> bool:
+        return not self.has_room and not any(m.working for m in self.members)
+
+    @property
+    def leased(self) -> bool:
+        return any(m.state == "leased" for m in self.members)
+
+    @property
+    def handed_out(self) -> bool:
+        """Whether a trainer has had it."""
+        return any(m.owner not in ("", EXPORT) for m in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What an open asks for."""
+
+    mode: str
+    group: str | None = None
+    task: str | None = None
+    size: int = 1
+    key: str | None = None
+    """Of an earlier session."""
+
 
 class Model:
     """One rank."""
@@ -70,29 +101,41 @@ class Model:
         self.admitted = 0
         self.sessions: list[Session] = []
         self.groups: dict[str, Group] = {}
+        self.tasks: dict[str, str] = {}
+        """The newest group of each task."""
+        self.lanes: dict[str, Session] = {}
+        """The newest session of each key."""
+        self.too_small: list[Session] = []
+        """Members of groups that closed just now: the service rejects them within a second."""
 
     # -- opening -------------------------------------------------------------------------------
 
-    def may_open(self, mode: str, group: str | None, size: int) -> Verdict:
-        if mode == "eval":
+    def may_open(self, wanted: Opened) -> Verdict:
+        newest = self.lanes.get(wanted.key or "")
+        if newest is not None and newest.state == "open":
+            return 409, "lane_busy"
+        if wanted.mode == "eval":
             return OK
-        if group is None:
-            return OK if self.admitted < self.limit else (429, "no_capacity")
-        known = self.groups.get(group)
-        if known is None:
-            return OK if size <= self.limit - self.admitted else (429, "no_capacity")
-        return OK if len(known.members) < known.size else (409, "group_closed")
+        known = self.groups.get(wanted.group or self.tasks.get(wanted.task or "", ""))
+        if known is not None and known.has_room:
+            return OK
+        if known is not None and wanted.group is not None:
+            return 409, "group_closed"
+        return OK if wanted.size <= self.limit - self.admitted else (429, "no_capacity")
 
-    def opened(self, session: Session, size: int) -> None:
+    def opened(self, session: Session, wanted: Opened) -> None:
         self.sessions.append(session)
+        self.lanes[session.key] = session
         if not session.train:
             return
         if session.group is None:
             self.admitted += 1
             return
         if session.group not in self.groups:
-            self.groups[session.group] = Group(size)
-            self.admitted += size
+            self.groups[session.group] = Group(wanted.size)
+            self.admitted += wanted.size
+        if wanted.group is None and wanted.task is not None:
+            self.tasks[wanted.task] = session.group
         self.groups[session.group].members.append(session)
 
     # -- a session's life ----------------------------------------------------------------------
@@ -176,16 +219,13 @@ class Model:
     def _settle(self, session: Session) -> None:
         """A member's end may close its group, which may be too small then."""
         group = self.groups.get(session.group or "")
-        if group is None or not self.closed(group):
+        if group is None or not group.closed or group.leased or group.handed_out:
             return
         finalized = [member for member in group.members if member.state == "finalized"]
         if len(finalized) < min(MIN_GROUP, group.size):
             for member in finalized:
                 member.state = "rejected"
-
-    @staticmethod
-    def closed(group: Group) -> bool:
-        return len(group.members) == group.size and not any(m.working for m in group.members)
+            self.too_small += finalized
 
     # -- training ------------------------------------------------------------------------------
 
@@ -194,10 +234,35 @@ class Model:
         out = [[s] for s in self.sessions if s.state == "finalized" and s.group is None]
         for group in self.groups.values():
             members = [member for member in group.members if member.state == "finalized"]
-            leased = any(member.state == "leased" for member in group.members)
-            if members and self.closed(group) and not leased:
+            if members and group.closed and not group.leased:
                 out.append(members)
         return out
+
+    def export(self, session: Session) -> Verdict:
+        if session.state == "leased" and session.owner == EXPORT:
+            return OK
+        if session.state != "finalized":
+            return 409, "not_finalized"
+        if session.owner:
+            return IN_TRAINING
+        session.state, session.owner = "leased", EXPORT
+        return OK
+
+    def replay(self, session: Session, owner: str) -> Verdict:
+        known = session.state in ("finalized", "leased", *TAKEN)
+        if not known or session.erased or session.owner == EXPORT:
+            return 409, "not_replayable"
+        session.state, session.owner, session.step = "leased", owner, None
+        return OK
+
+    def ack(self, session: Session, owner: str, state: str, step: int | None) -> Verdict:
+        if session.state == state:
+            return OK
+        if session.state != "leased" or session.owner != owner:
+            return LOST
+        session.state, session.step = state, step
+        self._settle(session)
+        return OK
 
     def leased(self, owner: str) -> list[Session]:
         return [s for s in self.sessions if s.state == "leased" and s.owner == owner]
@@ -205,7 +270,7 @@ class Model:
     def taken_over(self, owner: str) -> None:
         """Another trainer has appeared: what the earlier one held waits again."""
         for session in self.sessions:
-            if session.state == "leased" and session.owner != owner:
+            if session.state == "leased" and session.owner not in (owner, EXPORT):
                 session.state = "finalized"
 
     def counts(self) -> dict[str, int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,16 @@ from hypothesis.stateful import (
 )
 
 from any_agent.record import unpack_trajectories
+from any_agent.types import Trajectory
 from tests.chaos.conftest import Figure
 from tests.chaos.killable import KillableProxy, engine_in_thread
-from tests.chaos.model import OK, Model, Session, Verdict
+from tests.chaos.model import EXPORT, OK, Model, Opened, Session, Verdict
 
 RL = "/rl/v1"
 MESSAGES = [{"role": "user", "content": "Say a number."}]
 SETTINGS = ("sessions.group_size=3", "rollout.batch_size=8", "rollout.max_concurrent=8")
 GROUPS = {"pair": 2, "three": 3, "one": 1}
+SETTLED_WITHIN = 30.0
 
 picks = st.integers(0, 1 << 16)
 values = st.sampled_from([0.0, 0.25, 1.0, -2.0])
@@ -89,11 +92,16 @@ class Machine(RuleBasedStateMachine):
     # -- requests ------------------------------------------------------------------------------
 
     def send(
-        self, path: str, body: dict[str, Any], key: str | None, expected: Verdict, keyed: bool
+        self,
+        path: str,
+        body: dict[str, Any],
+        session: Session | None,
+        expected: Verdict,
+        keyed: bool,
     ) -> Any:
-        """Post, and hold the answer against the model's."""
+        """Post, with a session's key, and hold the answer against the model's."""
         self.service.steps += 1
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        headers = self.headers(session) if session is not None else {}
         if keyed:
             self.keys += 1
             headers["idempotency-key"] = f"key-{self.keys}"
@@ -103,6 +111,13 @@ class Machine(RuleBasedStateMachine):
             self.kept.append((path, body, headers, answer.content))
         return answer.json()
 
+    def headers(self, session: Session) -> dict[str, str]:
+        headers = {"authorization": f"Bearer {session.key}"}
+        if self.model.lanes[session.key] is not session:
+            # Its key means the next session by now.
+            headers["x-any-agent-session"] = session.id
+        return headers
+
     def judge(self, answer: httpx.Response, expected: Verdict, what: str) -> None:
         code = "" if answer.status_code == 200 else answer.json()["error"]["code"]
         assert (answer.status_code, code) == expected, f"{what}: {answer.text}"
@@ -110,11 +125,14 @@ class Machine(RuleBasedStateMachine):
     def pick(self, number: int) -> Session:
         return self.model.sessions[number % len(self.model.sessions)]
 
+    def info(self, session: Session) -> dict[str, Any]:
+        answer = self.http.get(f"{RL}/sessions/{session.id}", headers=self.headers(session))
+        return dict(answer.json())
+
     def compare(self, session: Session) -> None:
         """What the service says of a session is what the model has of it."""
         self.service.steps += 1
-        headers = {"authorization": f"Bearer {session.key}"}
-        info = self.http.get(f"{RL}/sessions/{session.id}", headers=headers).json()
+        info = self.info(session)
         assert info["state"] == session.state, info
         assert info["content"] == ("deleted" if session.erased else "stored")
         assert session.erased or info["interactions"] == len(session.calls)
@@ -155,20 +173,37 @@ class Machine(RuleBasedStateMachine):
     @rule(
         mode=st.sampled_from(["train", "train", "train", "eval"]),
         group=st.sampled_from([None, *GROUPS]),
+        task=st.booleans(),
         generation=st.integers(0, 3),
+        earlier=st.one_of(st.none(), picks),
         keyed=st.booleans(),
     )
-    def open(self, mode: str, group: str | None, generation: int, keyed: bool) -> None:
-        name = f"{group}-{generation}" if group and mode == "train" else None
-        size = GROUPS[group] if group else 1
+    def open(
+        self,
+        mode: str,
+        group: str | None,
+        task: bool,
+        generation: int,
+        earlier: int | None,
+        keyed: bool,
+    ) -> None:
+        """By `group_id` or `task_id`, or alone; with a new key, or an earlier session's."""
         body: dict[str, Any] = {"mode": mode, "metadata": {"n": generation}}
-        if name is not None:
-            body |= {"group_id": name, "group_size": size}
-        expected = self.model.may_open(mode, name, size)
+        wanted = Opened(mode)
+        if group is not None and mode == "train":
+            name, size = f"{group}-{generation}", GROUPS[group]
+            body |= {"task_id" if task else "group_id": name, "group_size": size}
+            wanted = Opened(mode, None if task else name, name if task else None, size)
+        if earlier is not None and self.model.sessions:
+            body["api_key"] = self.pick(earlier).key
+            wanted = replace(wanted, key=body["api_key"])
+        expected = self.model.may_open(wanted)
         answer = self.send(f"{RL}/start_session", body, None, expected, keyed)
         if expected == OK:
-            session = Session(answer["session_id"], answer["api_key"], mode, name)
-            self.model.opened(session, size)
+            key = answer["api_key"]
+            assert wanted.key in (None, key)
+            session = Session(answer["session_id"], key, mode, answer["group_id"])
+            self.model.opened(session, wanted)
 
     @precondition(lambda self: self.model.sessions)
     @rule(at=picks)
@@ -176,7 +211,7 @@ class Machine(RuleBasedStateMachine):
         session = self.pick(at)
         body = {"model": "any", "messages": MESSAGES, "max_tokens": 4}
         expected = self.model.call(session)
-        answer = self.send("/v1/chat/completions", body, session.key, expected, False)
+        answer = self.send("/v1/chat/completions", body, session, expected, False)
         if expected == OK:
             session.calls.append(answer["id"])
 
@@ -190,7 +225,7 @@ class Machine(RuleBasedStateMachine):
             known = [*session.calls, "chatcmpl-unknown"]
             completion = body["completion_id"] = known[which % len(known)]
         expected = self.model.reward(session, completion, rewards)
-        self.send(f"{RL}/set_reward", body, session.key, expected, keyed)
+        self.send(f"{RL}/set_reward", body, session, expected, keyed)
 
     @precondition(lambda self: self.model.sessions)
     @rule(at=picks, rewards=named, keyed=st.booleans())
@@ -198,7 +233,7 @@ class Machine(RuleBasedStateMachine):
         session = self.pick(at)
         expected = self.model.reward_final(session, rewards)
         body = {"final_reward": in_body(rewards)}
-        self.send(f"{RL}/set_reward", body, session.key, expected, keyed)
+        self.send(f"{RL}/set_reward", body, session, expected, keyed)
 
     @precondition(lambda self: self.model.sessions)
     @rule(at=picks, rewards=optional, keyed=st.booleans())
@@ -206,7 +241,7 @@ class Machine(RuleBasedStateMachine):
         session = self.pick(at)
         body = {"final_reward": in_body(rewards)} if rewards else {}
         expected = self.model.finalize(session, rewards)
-        self.send(f"{RL}/finalize", body, session.key, expected, keyed)
+        self.send(f"{RL}/finalize", body, session, expected, keyed)
 
     @precondition(lambda self: any(s.train for s in self.model.sessions))
     @rule(at=picks, keyed=st.booleans())
@@ -215,21 +250,21 @@ class Machine(RuleBasedStateMachine):
         session = train[at % len(train)]
         expected = self.model.await_reward(session)
         body = {"await_reward": True, "deadline": 3000}
-        self.send(f"{RL}/finalize", body, session.key, expected, keyed)
+        self.send(f"{RL}/finalize", body, session, expected, keyed)
 
     @precondition(lambda self: self.model.sessions)
     @rule(at=picks, keyed=st.booleans())
     def abort(self, at: int, keyed: bool) -> None:
         session = self.pick(at)
         expected = self.model.abort(session)
-        self.send(f"{RL}/sessions/{session.id}/abort", {}, session.key, expected, keyed)
+        self.send(f"{RL}/sessions/{session.id}/abort", {}, session, expected, keyed)
 
     @precondition(lambda self: self.model.sessions)
     @rule(at=picks, keyed=st.booleans())
     def veto(self, at: int, keyed: bool) -> None:
         session = self.pick(at)
         expected = self.model.veto(session)
-        self.send(f"{RL}/sessions/{session.id}/veto", {}, session.key, expected, keyed)
+        self.send(f"{RL}/sessions/{session.id}/veto", {}, session, expected, keyed)
 
     @precondition(lambda self: self.model.sessions)
     @rule(at=picks)
@@ -237,15 +272,15 @@ class Machine(RuleBasedStateMachine):
         self.service.steps += 1
         session = self.pick(at)
         expected = self.model.delete(session)
-        headers = {"authorization": f"Bearer {session.key}"}
-        self.judge(self.http.delete(f"{RL}/sessions/{session.id}", headers=headers), expected, "")
+        answer = self.http.delete(f"{RL}/sessions/{session.id}", headers=self.headers(session))
+        self.judge(answer, expected, "delete")
 
     @precondition(lambda self: self.model.sessions)
     @rule(at=picks)
     def heartbeat(self, at: int) -> None:
         session = self.pick(at)
         expected = self.model.call(session)
-        self.send(f"{RL}/sessions/{session.id}/heartbeat", {}, session.key, expected, False)
+        self.send(f"{RL}/sessions/{session.id}/heartbeat", {}, session, expected, False)
 
     @rule(most=st.integers(1, 3))
     def lease(self, most: int) -> None:
@@ -263,24 +298,57 @@ class Machine(RuleBasedStateMachine):
         assert len(taken) == min(most, len(ready)) and set(taken) <= ready
         for trajectory in got:
             session = by_id[trajectory.session_id]
-            assert [i.id for i in trajectory.interactions] == session.calls
-            own = {i.id: i.reward for i in trajectory.interactions if i.reward is not None}
-            assert own == session.own_rewards()
-            assert trajectory.final_reward == session.final_reward
+            self.check_handed_out(trajectory, session)
             session.state, session.owner = "leased", self.owner
 
-    @precondition(lambda self: self.model.leased(self.owner))
-    @rule(at=picks, trained=st.booleans(), keyed=st.booleans())
-    def ack(self, at: int, trained: bool, keyed: bool) -> None:
-        mine = self.model.leased(self.owner)
-        session = mine[at % len(mine)]
-        body: dict[str, Any] = {"owner": self.owner, "step": 1}
+    def check_handed_out(self, trajectory: Trajectory, session: Session) -> None:
+        assert [i.id for i in trajectory.interactions] == session.calls
+        own = {i.id: i.reward for i in trajectory.interactions if i.reward is not None}
+        assert own == session.own_rewards()
+        assert trajectory.final_reward == session.final_reward
+
+    @precondition(lambda self: self.model.sessions)
+    @rule(at=picks)
+    def replay(self, at: int) -> None:
+        """As a trainer that resumes from before the step which took it."""
+        self.service.steps += 1
+        session = self.pick(at)
+        expected = self.model.replay(session, self.owner)
+        body = {"owner": self.owner, "session_ids": [session.id], "replay": True}
+        answer = self.http.post(f"{RL}/lease", json=body)
+        self.judge(answer, expected, "replay")
+        if expected == OK:
+            (trajectory,) = unpack_trajectories(answer.content)
+            assert trajectory.session_id == session.id
+            self.check_handed_out(trajectory, session)
+
+    @precondition(lambda self: self.model.sessions)
+    @rule(at=picks)
+    def export(self, at: int) -> None:
+        self.service.steps += 1
+        session = self.pick(at)
+        expected = self.model.export(session)
+        body = {"session_ids": [session.id]}
+        answer = self.http.post(f"{RL}/export_trajectories", json=body)
+        self.judge(answer, expected, "export")
+        if expected == OK:
+            assert set(answer.json()["trajectories"][session.id]) == set(session.calls)
+
+    @precondition(lambda self: self.model.sessions)
+    @rule(at=picks, holder=st.booleans(), trained=st.booleans(), keyed=st.booleans())
+    def ack(self, at: int, holder: bool, trained: bool, keyed: bool) -> None:
+        """Mostly of what is leased, by who has leased it."""
+        leased = [s for s in self.model.sessions if s.state == "leased"]
+        session = (leased or self.model.sessions)[at % len(leased or self.model.sessions)]
+        owner = session.owner if holder and session.owner else self.owner
+        step = None if owner == EXPORT else 1
+        body: dict[str, Any] = {"owner": owner, "step": step}
         if trained:
             body["trained"] = [session.id]
         else:
             body["rejected"] = [{"session_id": session.id, "reason": "no variance"}]
-        self.send(f"{RL}/ack", body, None, OK, keyed)
-        session.state, session.step = "trained" if trained else "rejected", 1
+        expected = self.model.ack(session, owner, "trained" if trained else "rejected", step)
+        self.send(f"{RL}/ack", body, None, expected, keyed)
 
     @precondition(lambda self: self.kept)
     @rule(at=picks, other=st.booleans())
@@ -315,6 +383,13 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def counts_agree(self) -> None:
+        deadline = time.monotonic() + SETTLED_WITHIN
+        while self.model.too_small:
+            if self.info(self.model.too_small[-1])["reason"] in ("group_too_small", "deleted"):
+                self.model.too_small.pop()
+            else:
+                assert time.monotonic() < deadline, "a group that is too small is not rejected"
+                time.sleep(0.05)
         said = self.http.get(f"{RL}/capacity").json()
         wanted = self.model.counts()
         assert {name: said[name] for name in wanted} == wanted
