@@ -135,6 +135,13 @@ class Completer:
 
     def _require_plausible(self, call: ChatCall) -> None:
         """Refuse what cannot fit, however it is tokenised, before the cost of tokenising it."""
+        if len(call.messages) > self.context_length:
+            # Each is a token at least. Millions of empty ones would be hashed for half a minute.
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.context_length} tokens, but there "
+                f"are {len(call.messages)} messages; send fewer",
+                param="messages",
+            )
         characters = sum(
             len(text_of(message.get("content")) or "")
             for message in call.messages

@@ -17,6 +17,7 @@ from any_agent.errors import InvalidRequest
 T = TypeVar("T")
 
 MAX_DEPTH = 64
+_LONG = 1 << 20
 _PARSERS_DEPTH = "depth limit exceeded"
 """What orjson says of more than 1024 levels."""
 
@@ -33,14 +34,19 @@ class JSONResponse(Response):
 async def read_json(request: Request) -> Any:
     """The body as JSON; InvalidRequest when it is none (NaN and Infinity are none)."""
     try:
-        data = orjson.loads(await request.body())
+        body = await request.body()
+        data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         if error.msg == _PARSERS_DEPTH:
             raise _too_deep(MAX_DEPTH) from None
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except ClientDisconnect:
         raise InvalidRequest("the body did not arrive whole") from None
-    require_shallow(data)
+    if len(body) > _LONG:
+        # A second for as many values as there can be: not on the event loop.
+        await asyncio.to_thread(require_shallow, data)
+    else:
+        require_shallow(data)
     return data
 
 

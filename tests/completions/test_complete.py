@@ -159,6 +159,8 @@ async def test_what_cannot_fit_is_not_tokenised(
     for messages in ([{**USER, "content": "x" * (most + 1)}], [{**USER, "content": parts}]):
         with pytest.raises(ContextLengthExceeded, match="characters long"):
             await complete(completer, InteractionTree(), messages)
+    with pytest.raises(ContextLengthExceeded, match="there are 33 messages"):
+        await complete(completer, InteractionTree(), [{**USER, "content": ""}] * 33)
     assert not rendered
     # One character less might be that many of the longest token.
     with pytest.raises(ContextLengthExceeded, match="tokens long"):
