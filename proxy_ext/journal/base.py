@@ -114,8 +114,15 @@ class Journal(Protocol):
         """The marked requests of a session's interactions, in their order."""
         ...
 
-    async def rewards(self, session_id: str) -> list[RewardRow]:
-        """Every reward that was ever set, in the order in which they were."""
+    async def rewards(self, session_id: str, *, last: int | None = None) -> list[RewardRow]:
+        """Every reward that was ever set, or the last ones, in the order in which they were."""
+        ...
+
+    async def reward_parts(
+        self, session_id: str, interaction_id: str | None
+    ) -> tuple[dict[str | None, float], int]:
+        """What an interaction's reward (None: the session's) is made of, by name, and how many
+        rewards the session was ever given."""
         ...
 
     async def answer(self, scope: str, key: str) -> AnswerRow | None:

@@ -190,13 +190,31 @@ class SQLiteJournal:
         rows = await self._read(lambda c: c.execute(sql, (session_id,)).fetchall())
         return [StoredRequest(id, RequestMark(hash, n), bool(d)) for id, hash, n, d in rows]
 
-    async def rewards(self, session_id: str) -> list[RewardRow]:
+    async def rewards(self, session_id: str, *, last: int | None = None) -> list[RewardRow]:
         sql = (
             "SELECT interaction_id, name, value, by, at FROM rewards "
-            "WHERE session_id = ? ORDER BY number"
+            "WHERE session_id = ? ORDER BY number DESC LIMIT ?"
         )
-        rows = await self._read(lambda c: c.execute(sql, (session_id,)).fetchall())
-        return [RewardRow(*row) for row in rows]
+        values = (session_id, -1 if last is None else last)
+        rows = await self._read(lambda c: c.execute(sql, values).fetchall())
+        return [RewardRow(*row) for row in reversed(rows)]
+
+    async def reward_parts(
+        self, session_id: str, interaction_id: str | None
+    ) -> tuple[dict[str | None, float], int]:
+        # The other columns of a row with a MAX are those of the largest one.
+        parts = (
+            "SELECT name, value, MAX(number) FROM rewards "
+            "WHERE session_id = ? AND interaction_id IS ? GROUP BY name"
+        )
+        count = "SELECT COUNT(*) FROM rewards WHERE session_id = ?"
+
+        def read(connection: sqlite3.Connection) -> tuple[dict[str | None, float], int]:
+            rows = connection.execute(parts, (session_id, interaction_id)).fetchall()
+            (given,) = connection.execute(count, (session_id,)).fetchone()
+            return {name: value for name, value, _ in rows}, given
+
+        return await self._read(read)
 
     async def answer(self, scope: str, key: str) -> AnswerRow | None:
         sql = (

@@ -120,10 +120,27 @@ async def test_rewards_are_a_history(journal: SQLiteJournal) -> None:
     assert await journal.rewards("s1") == [
         RewardRow(s.interaction_id, s.name, s.value, s.by, s.at) for s in history
     ]
+    assert [r.at for r in await journal.rewards("s1", last=2)] == [2.5, 3.5]
     (stored,) = await journal.interactions("s1")
     row = await journal.session("s1")
     assert row is not None
     assert (stored.interaction.reward, row.final_reward) == (1.25, -2.0)
+
+
+async def test_what_a_reward_is_made_of(journal: SQLiteJournal) -> None:
+    await journal.commit(PutSession(make_row("s1")), PutInteraction(make_interaction("i1", "s1")))
+    for of, name, value in (
+        ("i1", "correct", 1.0),
+        ("i1", None, 5.0),
+        (None, "correct", 7.0),
+        ("i1", "correct", 0.0),
+        ("i1", None, -5.0),
+    ):
+        await journal.commit(SetReward("s1", of, name, value, "session", 1.0, combined=0.0))
+    assert await journal.reward_parts("s1", "i1") == ({"correct": 0.0, None: -5.0}, 5)
+    assert await journal.reward_parts("s1", None) == ({"correct": 7.0}, 5)
+    assert await journal.reward_parts("s1", "i2") == ({}, 5)
+    assert await journal.reward_parts("s2", None) == ({}, 0)
 
 
 async def test_marked_requests(journal: SQLiteJournal) -> None:
