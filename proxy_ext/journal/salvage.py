@@ -20,6 +20,7 @@ from typing import Any
 from any_agent.atomic import fsync
 from any_agent.errors import StartupError
 from any_agent.record import unpack_interaction
+from any_agent.types import TERMINAL_STATES
 from proxy_ext.journal import schema
 
 _CHILDREN = ("interactions", "rewards")
@@ -30,6 +31,12 @@ UPDATE sessions SET
             WHEN state IN ('finalized', 'leased') THEN 'rejected' ELSE state END,
     {also} reason = 'damaged', owner = NULL
 WHERE id IN (SELECT id FROM damaged)
+"""
+_CONTENT = """
+content = CASE WHEN content = 'archived'
+    AND NOT EXISTS (SELECT 1 FROM interactions WHERE session_id = sessions.id)
+    THEN content ELSE 'deleted' END,
+ended_at = COALESCE(ended_at, {now}),
 """
 _LIKE_ITS_GROUP = """
 UPDATE sessions SET group_size = (
@@ -302,6 +309,9 @@ def _bury(table: _Table, target: sqlite3.Connection, lost: list[int]) -> set[str
             "created_at": time.time(),
             "expires_at": time.time(),
         }
+        if "content" in table.columns and values["state"] in TERMINAL_STATES:
+            # If nothing of it is here; and whoever looks for it there in vain says so.
+            values["content"] = "archived"
         marks = ", ".join(f":{name}" for name in values)
         with contextlib.suppress(sqlite3.IntegrityError):
             target.execute(f"INSERT INTO sessions ({', '.join(values)}) VALUES ({marks})", values)
@@ -326,8 +336,7 @@ def _end(target: sqlite3.Connection, lost: _Lost) -> int:
         target.execute(f"{add} SELECT id FROM sessions WHERE {_LIVE}")
     elif lost.perhaps:
         target.execute(f"{add} SELECT id FROM sessions WHERE {_OPEN}")
+    also = _CONTENT.format(now=time.time()) if counted else ""
+    ended = target.execute(_END.format(also=also)).rowcount
     target.execute("DELETE FROM interactions WHERE session_id IN (SELECT id FROM damaged)")
-    also = ""
-    if counted:
-        also = f"content = 'deleted', ended_at = COALESCE(ended_at, {time.time()}), "
-    return target.execute(_END.format(also=also)).rowcount
+    return ended

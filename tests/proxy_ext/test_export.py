@@ -207,6 +207,24 @@ async def test_what_is_missing_from_the_journal_costs_one_session(
     await rank.start()
 
 
+async def test_what_is_archived_outlives_its_row(rank: Rank, tmp_path: Path) -> None:
+    await fill(rank)
+    await rank.stop()
+    path = tmp_path / TRIAL / "journal" / "rank-0.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        sql = "SELECT rootpage FROM sqlite_master WHERE name = 'sessions'"
+        (page,) = connection.execute(sql).fetchone()
+    content = bytearray(path.read_bytes())
+    content[(page - 1) * PAGE : page * PAGE] = bytes(PAGE)
+    path.write_bytes(content)
+    await rank.start()
+    rows = [(await rank.sessions.by_id(id)).row for id in "abcde"]
+    assert {row.reason for row in rows} == {"damaged"}
+    assert [row.id for row in rows if row.content == "archived"] == ["a", "c"]
+    done = export(tmp_path)
+    assert (done.code, done.ids) == (0, ["a", "c"])
+
+
 async def test_what_is_deleted_meanwhile_is_not_missed(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
