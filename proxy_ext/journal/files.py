@@ -38,9 +38,9 @@ def open_journal(path: Path) -> tuple[sqlite3.Connection, salvage.Damage | None]
         damage = _checked(path)
         connection = _connect(path)
         try:
+            schema.settle(connection)
             if schema.version_of(connection, path) < schema.VERSION:
                 schema.migrate(connection)
-            schema.settle(connection)
         except BaseException:
             connection.close()
             raise

@@ -15,11 +15,13 @@ from any_agent.launcher.trial import trial_dir
 from any_agent.record import pack_interaction
 from any_agent.types import SessionState, id_array, logprob_array
 from proxy_ext.journal import (
+    EraseContent,
     PutInteraction,
     PutMeta,
     PutSession,
     RequestMark,
     SQLiteJournal,
+    files,
     schema,
 )
 from proxy_ext.journal.wal import UNSYNCED, has_lost_commits
@@ -65,6 +67,26 @@ async def test_a_journal_of_version_1_is_taken_over(tmp_path: Path) -> None:
     rows = await journal.sessions([SessionState.OPEN])
     assert [row.id for row in rows] == ["ses-0-0", "new"]
     await journal.close()
+
+
+async def test_a_takeover_leaves_no_second_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what may be deleted one day. Whether SQLite does so unasked depends on how it is built."""
+    path = tmp_path / "rank-0.sqlite"
+    old_journal(path)
+    connect = files._connect
+
+    def careless(path: Path) -> sqlite3.Connection:
+        connection = connect(path)
+        connection.execute("PRAGMA secure_delete = OFF")
+        return connection
+
+    monkeypatch.setattr(files, "_connect", careless)
+    journal = SQLiteJournal(path)
+    await journal.commit(EraseContent(tuple(f"ses-0-{k}" for k in range(4))))
+    await journal.close()
+    assert b"message_delta" not in path.read_bytes()
 
 
 async def test_a_takeover_that_fails_changes_nothing(
