@@ -298,7 +298,9 @@ class Opening:
         groups, deadline = self._sessions.groups, time.monotonic() + wait
         key = group_key(body.group_id, body.task_id, tenant)
         unknown = key.named and groups.get(key.name) is None
-        if unknown and await self._sessions.journal.group(key.name):
+        stored = await self._sessions.journal.group(key.name) if unknown else []
+        # Looked at again: others may have begun it meanwhile, and it is their sessions that are read.
+        if stored and groups.get(key.name) is None:
             # Its sessions were trained on long ago, perhaps; it is closed for good.
             raise closed_error(key.name)
         while True:

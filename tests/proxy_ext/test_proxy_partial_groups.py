@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -144,3 +145,27 @@ async def test_a_group_of_which_an_export_holds_the_last_one_waits(start: Start)
     await proxy.service.leases.give_back([done[0]["session_id"]], "export")
     await close_groups(sessions, proxy.service.expiry)
     assert (groups.too_small, len(sessions.live), len(groups)) == (1, 0, 0)
+
+
+async def test_members_that_open_at_once_all_get_in(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One looks the group's name up in the journal while another one begins the group."""
+    proxy = await start()
+    await proxy.admit(8)
+    journal = proxy.service.journal
+    looked, go, look = asyncio.Event(), asyncio.Event(), journal.group
+
+    async def late(group_id: str) -> Any:
+        if not looked.is_set():
+            looked.set()
+            await go.wait()
+        return await look(group_id)
+
+    monkeypatch.setattr(journal, "group", late)
+    first = asyncio.create_task(proxy.open(group_id="g", group_size=2))
+    await asyncio.wait_for(looked.wait(), 15)
+    await proxy.open(group_id="g", group_size=2)
+    go.set()
+    await first
+    await refused(proxy, 409, "group_closed", group_id="g", group_size=2)
