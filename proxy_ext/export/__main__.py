@@ -6,6 +6,7 @@ import argparse
 import heapq
 import os
 import re
+import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -93,6 +94,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="any-agent export")
     add_export_arguments(parser)
     arguments = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Sessions that took long lie in files that all reach to the same place in the order.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         export = Export(arguments)
         with _output(arguments.out) as out:
@@ -127,6 +131,10 @@ def _output(name: str) -> Iterator[BinaryIO]:
             sys.stdout.buffer.flush()
             return
         target = Path(name)
+        if target.exists() and not target.is_file():
+            # A pipe or a device is written to, not replaced.
+            yield stack.enter_context(open(target, "wb"))
+            return
         partial = target.with_name(f".partial-{target.name}")
         stack.callback(partial.unlink, missing_ok=True)
         with open(partial, "wb") as file:

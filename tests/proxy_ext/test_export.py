@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sqlite3
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from any_agent import protocol
 from any_agent.config import load_config
 from any_agent.export_cli import _STATES
 from any_agent.types import SessionState
-from proxy_ext.archive.files import Archives
+from proxy_ext.archive.files import Archives, Writer, read_lines
 from proxy_ext.archive.records import read_record
 from proxy_ext.export import reading
 from proxy_ext.export.reading import Wanted
@@ -260,6 +261,35 @@ async def test_a_file_is_there_when_it_is_whole(rank: Rank, tmp_path: Path) -> N
     assert len(out.read_text().splitlines()) == 5
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
     assert export(tmp_path, "--out", str(tmp_path / "no" / "out")).code == 1
+    # What is no file is written to, and stays what it is.
+    out = tmp_path / "link"
+    out.symlink_to("/dev/stdout")
+    assert export(tmp_path, "--out", str(out)).ids == list("abcde")
+    assert out.is_symlink()
+
+
+async def test_more_files_at_once_than_a_process_may_usually_open(
+    rank: Rank, tmp_path: Path
+) -> None:
+    """Each with a session that took very long."""
+    folder, files = rank.folder / "archive", 60
+    await rank.add("a")
+    await rank.archive.sweep()
+    (line,) = [line for line in read_lines(next(folder.iterdir()), print) if b'"number"' in line]
+    for k in range(1, files):
+        writer = Writer(folder, 0, {})
+        for number in (k + 1, files + k):
+            head = b'{"number":%d,"session":{"id": "s%d"' % (number, number)
+            writer.add(number, line.replace(b'{"number":1,"session":{"id": "a"', head))
+        writer.finish()
+    (rank.folder / "journal" / "rank-0.sqlite").unlink()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (50, limits[1]))
+    try:
+        done = export(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (done.code, len(done.ids)) == (0, 2 * files - 1), done.said
 
 
 async def test_a_reader_that_leaves(rank: Rank, tmp_path: Path) -> None:
