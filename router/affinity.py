@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 from aiohttp import hdrs
 from multidict import CIMultiDictProxy, istr
 
-from any_agent.errors import Conflict, NotFound, SessionMismatch
+from any_agent.errors import Conflict, InvalidRequest, NotFound, SessionMismatch
 from any_agent.keys import (
     SESSION_KEY_PREFIX,
     KeySigner,
@@ -25,6 +25,8 @@ SESSION_HEADER = istr("X-Any-Agent-Session")
 API_KEY_HEADER = istr("X-Api-Key")
 SESSIONS_PATH = "/rl/v1/sessions/"
 _KEYS_KEPT = 16_384
+_MOST_FIELDS = 100
+"""Of a query that is looked through; no route has as many."""
 
 
 def home_of(name: str, ranks: int) -> int:
@@ -60,10 +62,14 @@ class Affinity:
         Path prefix, else key, else header, else query, else a session in the path. The rank is
         None, too, for a forged key, and an id whose form tells none: whichever rank is asked, it
         says so. NotFound (`unknown_rank`) for a key or id of a rank that this service does not
-        have, SessionMismatch for two that live on different ranks.
+        have, SessionMismatch for two that live on different ranks, InvalidRequest for a query with
+        too many fields.
         """
         named = [value for value in headers.getall(SESSION_HEADER, ()) if value]
         if "session_id" in query:
+            if query.count("&") >= _MOST_FIELDS:
+                # Nobody is known yet, and thousands of them take tens of milliseconds.
+                raise InvalidRequest(f"the query has more than {_MOST_FIELDS} fields")
             named += [value for key, value in parse_qsl(query) if key == "session_id"]
         prefix = session_prefix(path)
         if prefix is not None:

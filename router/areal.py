@@ -20,11 +20,11 @@ from router.fanout import Handler
 from router.forward import Forwarder
 from router.health import Ranks
 from router.opens import MAX_BYTES
+from router.repeats import IDEMPOTENCY_KEY
 from router.reply import Replies
 from router.upstream import Answer
 
 AREAL_START = "/rl/start_session"
-_IDEMPOTENCY_KEY = "Idempotency-Key"
 
 
 class ArealRoutes:
@@ -50,7 +50,7 @@ class ArealRoutes:
 
     async def grant(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
         """One slot at one rank: the ranks in turn, or the one that the idempotency key names."""
-        key = request.headers.get(_IDEMPOTENCY_KEY)
+        key = request.headers.get(IDEMPOTENCY_KEY)
         if key is not None:
             rank = home_of(key, self._ranks.count)
         else:
@@ -71,7 +71,7 @@ class ArealRoutes:
         lane = home if key is None else self._rank_of_key(key, home)
         if lane != home:
             answer = await self._at_lane(request, fields, lane, home)
-        elif key is not None or _IDEMPOTENCY_KEY in request.headers:
+        elif key is not None or IDEMPOTENCY_KEY in request.headers:
             # The answer is kept at one rank, so no other one may be tried.
             return await self._forwarder.pass_on(request, home, body, content=content)
         else:

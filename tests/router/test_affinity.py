@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from any_agent.errors import AnyAgentError, Conflict, NotFound, SessionMismatch
+from any_agent.errors import (
+    AnyAgentError,
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    SessionMismatch,
+)
 from any_agent.keys import KeySigner, Lane
 from router.affinity import Affinity, home_of
 
@@ -112,6 +118,16 @@ def test_a_rank_that_the_service_does_not_have() -> None:
 def test_ids_that_tell_no_rank_are_named_all_the_same() -> None:
     for name in ("ses-01-0123456789abcdef", "something", "ses-1-short"):
         assert place(X_Any_Agent_Session=name) == (None, True)
+
+
+def test_a_query_of_thousands_of_fields_is_not_looked_through() -> None:
+    """To take each apart costs tens of milliseconds, before anybody has shown a key."""
+    fields = "&".join(["a=%41"] * 10_000)
+    assert place(query=fields) == (None, False)
+    with pytest.raises(InvalidRequest, match="fields"):
+        place(query=f"{fields}&session_id={IDS[1]}")
+    few = "&".join(["a=%41"] * 50)
+    assert place(query=f"{few}&session_id={IDS[1]}") == (1, True)
 
 
 def test_two_sessions_of_different_ranks() -> None:
