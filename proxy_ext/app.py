@@ -100,8 +100,9 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.include_router(rl.router)
+    # First: a request is matched against one route after another, and most are model calls.
     _add_model_routes(app)
+    app.include_router(rl.router)
     _add_health_routes(app)
     _add_error_handlers(app)
     scopes.check_routes(app.routes)
