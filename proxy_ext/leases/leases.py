@@ -167,7 +167,7 @@ class Leases:
                 f"{session.id} is {session.state}"
                 + (f", its content {session.row.content}" * (session.row.content != "stored"))
                 for session in chosen
-                if not allowed(session.row, Event.REPLAY) or session.row.owner == EXPORT_OWNER
+                if not allowed(session.row, Event.REPLAY)
             ]
             if wrong:
                 raise Conflict(

@@ -197,6 +197,7 @@ ENDED = (TRAINED, REJECTED, EVALUATED, EXPIRED, ABORTED)
 _TRAIN, _EVAL = SessionMode.TRAIN, SessionMode.EVAL
 _NOT_NEEDED = "no checkpoint that is kept needs it"
 _NOT_HAD = "no trainer has had it"
+_NOT_EXPORTED = "no export has had it"
 TRANSITIONS = (
     Transition(None, Event.OPEN, OPEN),
     Transition(OPEN, Event.CALL, OPEN),
@@ -226,12 +227,12 @@ TRANSITIONS = (
     Transition(LEASED, Event.RELEASE, FINALIZED),
     Transition(LEASED, Event.TRAIN, TRAINED),
     Transition(LEASED, Event.REJECT, REJECTED),
-    Transition(LEASED, Event.REPLAY, LEASED, when="not held by an export"),
+    Transition(LEASED, Event.REPLAY, LEASED, when=_NOT_EXPORTED),
     Transition(TRAINED, Event.TRAIN, TRAINED, when="it was acknowledged before"),
-    Transition(TRAINED, Event.REPLAY, LEASED, when="its content is kept"),
+    Transition(TRAINED, Event.REPLAY, LEASED, when=f"{_NOT_EXPORTED}, and its content is kept"),
     Transition(TRAINED, Event.DELETE, TRAINED, when=_NOT_NEEDED),
     Transition(REJECTED, Event.REJECT, REJECTED, when="it was acknowledged before"),
-    Transition(REJECTED, Event.REPLAY, LEASED, when="its content is kept"),
+    Transition(REJECTED, Event.REPLAY, LEASED, when=f"{_NOT_EXPORTED}, and its content is kept"),
     Transition(REJECTED, Event.DELETE, REJECTED, when=_NOT_NEEDED),
     Transition(EVALUATED, Event.DELETE, EVALUATED),
     Transition(EXPIRED, Event.DELETE, EXPIRED),
@@ -279,7 +280,7 @@ def handed_out(row: SessionRow) -> bool:
 
 def allowed(row: SessionRow, event: Event) -> bool:
     """Whether the table has a line for it, and its condition on the row holds."""
-    if event is Event.REPLAY and row.content != "stored":
+    if event is Event.REPLAY and (row.content != "stored" or row.owner == EXPORT_OWNER):
         return False
     if event is Event.REWARD and handed_out(row):
         return False
