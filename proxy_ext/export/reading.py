@@ -141,16 +141,14 @@ def _read(
             if found is None:
                 return
             number = found["number"]
-            row = session_row(found)
-            line = None
-            if row.content == "stored":
-                try:
-                    line = _line(connection, found)
-                except (ValueError, sqlite3.DatabaseError) as error:
-                    if isinstance(error, sqlite3.DatabaseError) and not is_damage(error):
-                        raise
-                    report(f"session {row.id} is damaged in the journal: {error}")
-                    continue
+            try:
+                row = session_row(found)
+                line = _line(connection, found) if row.content == "stored" else None
+            except (ValueError, sqlite3.DatabaseError) as error:
+                if isinstance(error, sqlite3.DatabaseError) and not is_damage(error):
+                    raise
+                report(f"session {found['id']} is damaged in the journal: {error}")
+                continue
         finally:
             connection.execute("ROLLBACK")
         archived = line is None

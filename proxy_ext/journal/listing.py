@@ -33,10 +33,18 @@ FROM sessions WHERE number >= :lowest AND number < :before
 
 
 def session_row(row: sqlite3.Row) -> SessionRow:
-    """A session as the table has it."""
+    """A session as the table has it; an error of SQLite's own kind for one that was never written.
+
+    No check of SQLite's finds that.
+    """
     data = {name: row[name] for name in SESSION_FIELDS}
-    data["state"] = SessionState(data["state"])
-    data["metadata"] = orjson.loads(data["metadata"])
+    try:
+        data["state"] = SessionState(data["state"])
+        data["metadata"] = orjson.loads(data["metadata"])
+    except ValueError as error:
+        damage = sqlite3.DatabaseError(f"session {data['id']} is not what was written: {error}")
+        damage.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise damage from error
     return SessionRow(**data)
 
 

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from any_agent.atomic import fsync
 from any_agent.errors import StartupError
 from any_agent.record import unpack_interaction
-from any_agent.types import TERMINAL_STATES
+from any_agent.types import TERMINAL_STATES, SessionState
 from proxy_ext.journal import schema
 
 _CHILDREN = ("interactions", "rewards")
@@ -111,9 +113,11 @@ class _Table:
             yield number, row if row is None or self._sound(row) else None
 
     def _sound(self, row: tuple[Any, ...]) -> bool:
+        values = dict(zip(self.columns, row, strict=True))
+        if self.name == "sessions":
+            return _is_json(values["metadata"]) and values["state"] in list(SessionState)
         if self.name != "interactions":
             return True
-        values = dict(zip(self.columns, row, strict=True))
         data = values["data"]
         if not isinstance(data, bytes):
             return False
@@ -132,6 +136,14 @@ class _Table:
             with contextlib.suppress(sqlite3.DatabaseError, UnicodeDecodeError, TypeError):
                 (session_id,) = self.source.execute(sql, (number,)).fetchone()
         return session_id if isinstance(session_id, str) else None
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        orjson.loads(value)
+    except ValueError:
+        return False
+    return True
 
 
 def salvage(source: sqlite3.Connection, path: Path, *, commits_lost: bool) -> Damage:

@@ -72,8 +72,7 @@ class SQLiteJournal:
         wanted = tuple(str(state) for state in states)
         marks = ", ".join("?" * len(wanted))
         sql = f"SELECT * FROM sessions WHERE state IN ({marks}) ORDER BY number"
-        rows = await self._read(lambda c: c.execute(sql, wanted).fetchall())
-        return [session_row(row) for row in rows]
+        return await self._read(lambda c: [*map(session_row, c.execute(sql, wanted))])
 
     async def session(self, session_id: str) -> SessionRow | None:
         return await self._one("SELECT * FROM sessions WHERE id = ?", session_id)
@@ -86,8 +85,7 @@ class SQLiteJournal:
 
     async def group(self, group_id: str) -> list[SessionRow]:
         sql = "SELECT * FROM sessions WHERE group_id = ? ORDER BY number"
-        rows = await self._read(lambda c: c.execute(sql, (group_id,)).fetchall())
-        return [session_row(row) for row in rows]
+        return await self._read(lambda c: [*map(session_row, c.execute(sql, (group_id,)))])
 
     async def group_ids(self) -> list[str]:
         sql = "SELECT DISTINCT group_id FROM sessions WHERE group_id IS NOT NULL"
@@ -241,8 +239,8 @@ class SQLiteJournal:
         await self._writer.close()
 
     async def _one(self, sql: str, value: str) -> SessionRow | None:
-        row = await self._read(lambda c: c.execute(sql, (value,)).fetchone())
-        return None if row is None else session_row(row)
+        rows = await self._read(lambda c: [*map(session_row, c.execute(sql, (value,)))])
+        return rows[0] if rows else None
 
     async def _read(self, run: Callable[[sqlite3.Connection], T]) -> T:
         result: T = await self._writer.submit(Job(run, writes=False))

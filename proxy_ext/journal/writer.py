@@ -291,7 +291,9 @@ def _code_of(cause: Exception) -> int | None:
 
 def is_damage(cause: Exception) -> bool:
     """Whether the file is not what was written."""
-    return _code_of(cause) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    # Of a text that is none, Python's module says so, without a code.
+    no_text = isinstance(cause, sqlite3.OperationalError) and "decode to UTF-8" in str(cause)
+    return no_text or _code_of(cause) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def _advice(cause: Exception) -> str:

@@ -6,14 +6,15 @@ import json
 import os
 import random
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from any_agent.errors import StartupError
+from any_agent.errors import StartupError, StoreUnavailable
 from any_agent.launcher.trial import trial_dir
 from any_agent.record import pack_interaction
-from any_agent.types import SessionState, id_array, logprob_array
+from any_agent.types import TERMINAL_STATES, SessionState, id_array, logprob_array
 from proxy_ext.journal import (
     EraseContent,
     PutInteraction,
@@ -130,6 +131,28 @@ async def test_a_file_that_lost_free_pages_only(tmp_path: Path) -> None:
         assert journal.stats.damaged == 0
         assert await journal.session("a") == make_row("a")
         await journal.close()
+
+
+@pytest.mark.parametrize("damage", ["metadata = x'7b'", "task_id = CAST(x'ff' AS TEXT)"])
+async def test_a_session_that_was_never_written_so(tmp_path: Path, damage: str) -> None:
+    """SQLite finds nothing wrong with it; once met, the next start ends it."""
+    path = tmp_path / "rank-0.sqlite"
+    journal = SQLiteJournal(path)
+    await journal.commit(PutSession(make_row("a")), PutSession(make_row("b")))
+    await journal.close()
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"UPDATE sessions SET {damage} WHERE id = 'b'")
+    journal = SQLiteJournal(path)
+    with pytest.raises(StoreUnavailable):
+        await journal.sessions(list(SessionState))
+    await journal.close()
+    journal = SQLiteJournal(path)
+    assert journal.stats.damaged == 1
+    a, b = await journal.sessions(list(SessionState))
+    assert a == make_row("a")
+    assert (b.id, b.reason, b.content) == ("b", "damaged", "deleted")
+    assert b.state in TERMINAL_STATES
+    await journal.close()
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
