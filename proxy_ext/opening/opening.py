@@ -299,7 +299,7 @@ class Opening:
         key = group_key(body.group_id, body.task_id, tenant)
         unknown = key.named and groups.get(key.name) is None
         stored = await self._sessions.journal.group(key.name) if unknown else []
-        # Looked at again: others may have begun it meanwhile, and it is their sessions that are read.
+        # Looked at again: others may have begun it meanwhile, and theirs are the sessions read.
         if stored and groups.get(key.name) is None:
             # Its sessions were trained on long ago, perhaps; it is closed for good.
             raise closed_error(key.name)
