@@ -59,9 +59,13 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
 def write_whole(target: Path, text: str) -> None:
     """Write a text file by way of a temporary one, fsync and rename."""
     temporary = target.with_name(f"{_PREFIX}{target.name}")
-    temporary.write_text(text, encoding="utf-8")
-    fsync(temporary)
-    temporary.replace(target)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        fsync(temporary)
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     fsync(target.parent)
 
 

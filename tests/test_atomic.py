@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.atomic import append_line, remove_folder, whole_folder
+from any_agent import atomic
+from any_agent.atomic import append_line, remove_folder, whole_folder, write_whole
 
 INTERRUPTIONS = pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
 
@@ -115,3 +116,19 @@ def test_a_line_is_a_line_of_its_own(tmp_path: Path, before: str | None, after: 
         path.write_text(before, encoding="utf-8")
     append_line(path, "new")
     assert path.read_text(encoding="utf-8") == after
+
+
+def test_nothing_is_left_of_a_text_without_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "state.json"
+    write_whole(target, "old")
+
+    def full(_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(atomic, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(target, "new")
+    assert list(tmp_path.iterdir()) == [target]
+    assert target.read_text() == "old"
