@@ -27,7 +27,7 @@ from any_agent.record import unpack_trajectories
 from any_agent.types import Trajectory
 from tests.chaos.conftest import Figure
 from tests.chaos.killable import KillableProxy, engine_in_thread
-from tests.chaos.model import EXPORT, OK, Model, Opened, Session, Verdict
+from tests.chaos.model import EXPORT, OK, TAKEN, Model, Opened, Session, Verdict
 
 RL = "/rl/v1"
 MESSAGES = [{"role": "user", "content": "Say a number."}]
@@ -124,6 +124,13 @@ class Machine(RuleBasedStateMachine):
 
     def pick(self, number: int) -> Session:
         return self.model.sessions[number % len(self.model.sessions)]
+
+    def pick_done(self, number: int) -> Session:
+        """Mostly one that is finalized, or was."""
+        done = [s for s in self.model.sessions if s.state in ("finalized", "leased", *TAKEN)]
+        if not done or number % 4 == 0:
+            return self.pick(number)
+        return done[number % len(done)]
 
     def info(self, session: Session) -> dict[str, Any]:
         answer = self.http.get(f"{RL}/sessions/{session.id}", headers=self.headers(session))
@@ -243,6 +250,15 @@ class Machine(RuleBasedStateMachine):
         expected = self.model.finalize(session, rewards)
         self.send(f"{RL}/finalize", body, session, expected, keyed)
 
+    @precondition(lambda self: any(s.state == "open" for s in self.model.sessions))
+    @rule(rewards=named)
+    def finish(self, rewards: dict[str, float]) -> None:
+        """All that are open do what most do, so that what comes after it is seen more often."""
+        for at, session in enumerate(self.model.sessions):
+            if session.state == "open":
+                self.call(at)
+                self.finalize(at, rewards, keyed=False)
+
     @precondition(lambda self: any(s.train for s in self.model.sessions))
     @rule(at=picks, keyed=st.booleans())
     def await_reward(self, at: int, keyed: bool) -> None:
@@ -312,7 +328,7 @@ class Machine(RuleBasedStateMachine):
     def replay(self, at: int) -> None:
         """As a trainer that resumes from before the step which took it."""
         self.service.steps += 1
-        session = self.pick(at)
+        session = self.pick_done(at)
         expected = self.model.replay(session, self.owner)
         body = {"owner": self.owner, "session_ids": [session.id], "replay": True}
         answer = self.http.post(f"{RL}/lease", json=body)
@@ -326,7 +342,7 @@ class Machine(RuleBasedStateMachine):
     @rule(at=picks)
     def export(self, at: int) -> None:
         self.service.steps += 1
-        session = self.pick(at)
+        session = self.pick_done(at)
         expected = self.model.export(session)
         body = {"session_ids": [session.id]}
         answer = self.http.post(f"{RL}/export_trajectories", json=body)
