@@ -15,7 +15,7 @@ _LOOKED_AT = 20_000
 _TRIMMED = 1 << 20
 """Bytes that are given back to the file system at once, within some milliseconds."""
 _NEVER_REPLAYED = (SessionState.EVALUATED, SessionState.EXPIRED, SessionState.ABORTED)
-# 'export' is EXPORT_OWNER in proxy_ext/sessions/lifecycle.py, which imports the journal.
+# 'export' is EXPORT_OWNER in proxy_ext/sessions/owners.py, which imports the journal.
 _ENDED = f"""
 SELECT * FROM sessions INDEXED BY sessions_by_end
 WHERE content = 'stored' AND ended_at < :before AND (
@@ -27,7 +27,8 @@ WHERE content = 'stored' AND ended_at < :before AND (
 """
 """By their end: of what was archived, however much that is, nothing is looked at."""
 _PAGE = """
-SELECT *, (SELECT COUNT(*) FROM interactions WHERE session_id = sessions.id) AS interactions
+SELECT *, (SELECT COUNT(*) FROM interactions WHERE session_id = sessions.id) AS interactions,
+    (SELECT COUNT(*) FROM rewards WHERE session_id = sessions.id) AS rewards_given
 FROM sessions WHERE number >= :lowest AND number < :before
 """
 
@@ -76,7 +77,10 @@ def page(
         f"{_PAGE}{conditions} ORDER BY number DESC LIMIT :limit",
         {**values, "lowest": lowest, "before": before, "limit": limit},
     ).fetchall()
-    found = [NumberedRow(row["number"], session_row(row), row["interactions"]) for row in rows]
+    found = [
+        NumberedRow(row["number"], session_row(row), row["interactions"], row["rewards_given"])
+        for row in rows
+    ]
     reached = found[-1].number if len(found) == limit else lowest
     return SessionPage(found, reached if reached > 1 else None)
 

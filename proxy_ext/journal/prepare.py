@@ -21,7 +21,6 @@ from proxy_ext.journal.statements import (
     PutMeta,
     PutSession,
     SetAwaiting,
-    SetFinal,
     SetReward,
     SetState,
     Statement,
@@ -64,16 +63,6 @@ def _(statement: SetState) -> Prepared:
         f"awaits_until = NULL, {_SEAL} WHERE id {_AMONG}"
     )
     return ((sql, (str(s.state), s.reason, s.owner, s.step, s.at, _ids(s.session_ids))),)
-
-
-@prepare.register
-def _(statement: SetFinal) -> Prepared:
-    s = statement
-    sql = (
-        "UPDATE sessions SET state = ?, final_reward = ?, ended_at = ?, awaits_until = NULL, "
-        f"{_SEAL} WHERE id = ?"
-    )
-    return ((sql, (str(s.state), s.final_reward, s.at, s.session_id)),)
 
 
 @prepare.register

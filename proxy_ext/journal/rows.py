@@ -26,7 +26,8 @@ class SessionRow:
     final_reward: float | None = None
     reason: str | None = None
     owner: str | None = None
-    """The trainer that holds its lease."""
+    """The trainer or export that holds its lease, or has had it; whose it is from the start, if it
+    was opened on a grant."""
     tenant: str | None = None
     opened_by: str | None = None
     """Whose key opened it, by name."""
@@ -51,6 +52,8 @@ class NumberedRow:
     row: SessionRow
     interactions: int = 0
     """How many the journal holds; not counted by every read."""
+    rewards_given: int = 0
+    """As :attr:`interactions`."""
 
 
 @dataclass(frozen=True, slots=True)

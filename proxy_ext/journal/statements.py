@@ -31,17 +31,6 @@ class SetState:
 
 
 @dataclass(frozen=True, slots=True)
-class SetFinal:
-    """End a session's calls, with its final reward."""
-
-    session_id: str
-    state: SessionState
-    final_reward: float | None
-    at: float | None = None
-    """As :attr:`SetState.at`."""
-
-
-@dataclass(frozen=True, slots=True)
 class SetAwaiting:
     """A session takes no more calls, and rewards until then (seconds since the epoch)."""
 
@@ -129,7 +118,6 @@ class PutMeta:
 Statement: TypeAlias = (
     PutSession
     | SetState
-    | SetFinal
     | SetAwaiting
     | PutInteraction
     | SetReward

@@ -22,7 +22,7 @@ from any_agent.client import RLClient
 from any_agent.launcher.trial import trial_dir
 from any_agent.registry import Entry, publish, rank_name
 from any_agent.types import Interaction, SessionState
-from proxy_ext.journal import SetFinal, SetState, SQLiteJournal, Statement
+from proxy_ext.journal import SetState, SQLiteJournal, Statement
 from proxy_ext.run_state import RunState
 from proxy_ext.scopes import RULES
 from proxy_ext.sessions.session import Session
@@ -284,10 +284,10 @@ async def test_fifty_finalizes_are_one_transition(
     session = await lab.session()
     journal = lab.proxy.service.journal
     commit = journal.commit
-    written: list[SetState | SetFinal] = []
+    written: list[SetState] = []
 
     async def watched(*statements: Statement) -> None:
-        written.extend(s for s in statements if isinstance(s, SetState | SetFinal))
+        written.extend(s for s in statements if isinstance(s, SetState))
         await commit(*statements)
 
     monkeypatch.setattr(journal, "commit", watched)

@@ -17,7 +17,6 @@ from proxy_ext.journal import (
     PutInteraction,
     PutSession,
     RequestMark,
-    SetFinal,
     SetReward,
     SetState,
     SQLiteJournal,
@@ -37,7 +36,8 @@ def statements(session_id: str, value: float) -> list[tuple[Statement, ...]]:
         (PutSession(make_row(session_id)), PutInteraction(interaction, b"key", mark)),
         (reward, MarkDelivered((interaction.id,))),
         (
-            SetFinal(session_id, SessionState.FINALIZED, value),
+            SetReward(session_id, None, None, value, "test", at=1.0, combined=value),
+            SetState((session_id,), SessionState.FINALIZED),
             PutAnswer("session", session_id, b"hash", 200, b"{}", 1.0),
         ),
         (SetState((session_id,), SessionState.REJECTED, "deleted"), EraseContent((session_id,))),

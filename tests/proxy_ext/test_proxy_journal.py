@@ -33,10 +33,10 @@ from proxy_ext.journal import (
     RewardRow,
     SessionRow,
     SetAwaiting,
-    SetFinal,
     SetReward,
     SetState,
     SQLiteJournal,
+    Statement,
     StoredRequest,
     writer,
 )
@@ -51,6 +51,14 @@ async def journal(tmp_path: Path) -> AsyncIterator[SQLiteJournal]:
     journal = SQLiteJournal(tmp_path / "j" / "rank-0.sqlite")
     yield journal
     await journal.close()
+
+
+def finalize(session_id: str, reward: float) -> tuple[Statement, ...]:
+    """What is written when a session ends with its final reward."""
+    return (
+        SetReward(session_id, None, None, reward, "me", at=1.0, combined=reward),
+        SetState((session_id,), SessionState.FINALIZED),
+    )
 
 
 async def test_round_trip(journal: SQLiteJournal, tmp_path: Path) -> None:
@@ -103,7 +111,7 @@ async def test_a_session_that_is_there_is_not_overwritten(journal: SQLiteJournal
     with pytest.raises(StoreUnavailable):
         await journal.commit(PutSession(make_row("s1", metadata={"whose": "another's"})))
     assert await journal.session("s1") == first
-    await journal.commit(SetFinal("s1", SessionState.FINALIZED, 0.5))
+    await journal.commit(*finalize("s1", 0.5))
     final = replace(first, state=SessionState.FINALIZED, final_reward=0.5)
     assert await journal.session("s1") == final
 
@@ -222,7 +230,7 @@ async def test_states_of_a_session(journal: SQLiteJournal) -> None:
         "SELECT state, awaits_until FROM sessions"
     )
     assert (state, until) == ("awaiting_reward", 50.0)
-    await journal.commit(SetFinal("s1", SessionState.FINALIZED, 0.5))
+    await journal.commit(*finalize("s1", 0.5))
     final = replace(first, state=SessionState.FINALIZED, final_reward=0.5)
     assert await journal.session("s1") == final
     await journal.commit(SetState(("s1",), SessionState.TRAINED, step=7, at=60.0))
