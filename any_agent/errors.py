@@ -161,11 +161,20 @@ class VersionGone(Conflict):
 
     @classmethod
     def of(cls, pinned: object, serving: int) -> VersionGone:
-        """What an open, or a call, of a pinned session is told."""
+        """What a call of a pinned session is told."""
         return cls(
             f"the session is pinned to weight version {pinned}, and the engine serves {serving}; "
             'open another one with version "current"',
             details={"pinned": pinned, "serving": serving},
+        )
+
+    @classmethod
+    def at_open(cls, wanted: object, serving: int) -> VersionGone:
+        """What an open is told that wants to pin its session to another version."""
+        return cls(
+            f"weight version {wanted} cannot be had: the engine serves {serving}; open with "
+            f'version {serving}, or "current"',
+            details={"pinned": wanted, "serving": serving},
         )
 
 

@@ -370,7 +370,7 @@ class Capacity(BaseModel):
     """Slots taken by sessions that are not open yet: being opened, or members of open groups."""
     waiting: int
     running: int
-    """Open train sessions."""
+    """Open train sessions; like the buffered ones without those that were opened on grants."""
     buffered: int
     """Finalized or leased, neither trained nor rejected."""
     limit: int

@@ -37,16 +37,18 @@ signs new session keys, and those signed before stay good until `rotate --drop-o
 trainer and router use a key derived from that secret and follow by themselves.
 
 A tenant's limits (`--open-sessions`, `--requests-per-second`, `--tokens-per-second`) are of the
-whole service, over all of its keys; `server.tenant_*` are the defaults. Groups are a tenant's own,
-too: two tenants' `group_id` may be the same.
+whole service, over all of its keys; `server.tenant_*` are the defaults. Each rank enforces its
+share, rounded up. A group lives on one rank, so `open_sessions` should be at least `group_size`
+times the ranks: with fewer a group cannot have all of its sessions open at once. Groups are a
+tenant's own, too: two tenants' `group_id` may be the same.
 
 ## Answers
 
 - 401 `invalid_api_key`: no key, or one that is not valid here: forged, revoked, expired.
 - 403 `forbidden`: a key of another scope. Refusals come before the request's body is read.
 - 404 `session_not_found`: a session that is not there, or not the caller's; both are answered
-  alike. A session's key beside another session's id is 400 `session_mismatch`, whether or not there
-  is such a session.
+  alike. A session's key beside the id of a session that was not opened under it is 400
+  `session_mismatch`, whether or not there is such a session; its earlier sessions may be named.
 - 404 `not_found`: no such route. That is also the answer of LiteLLM's own routes, for every key,
   except """
 TABLE_HEAD = """

@@ -45,8 +45,8 @@ TAIL = """## Rewards
   so), `zero` (its history says who gave the 0), or `grade`: `sessions.grader` is called in a
   process of its own, and if it raises, hangs beyond `sessions.grader_timeout`, dies or returns what
   is no finite number, the session is rejected, and the reason says which.
-- A key names its lane's newest session. Rewards for an earlier one, whose agent has opened the
-  next with the same key meanwhile, come with the tenant's or the admin's key and `session_id`.
+- A key names its lane's newest session. With `session_id` the same key also names an earlier one,
+  whose agent has opened the next with it meanwhile; so do its tenant's key and an admin's.
 - A session that awaits its reward makes no calls, so it is not among the running ones; its tokens
   grow old meanwhile, so it counts as buffered wherever staleness is bounded.
 

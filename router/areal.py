@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from any_agent.errors import AnyAgentError, Conflict
+from any_agent.errors import AnyAgentError, Conflict, RunFinished, from_response
 from any_agent.keys import SESSION_KEY_PREFIX
 from router.affinity import Affinity, home_of
 from router.body import Body, dumped, json_object
@@ -102,7 +102,7 @@ class ArealRoutes:
     ) -> Answer:
         deadline = time.monotonic() + self._ranks.wait
         refusal = await self._forwarder.ask(request, home, content=content, deadline=deadline)
-        if refusal.status != HTTPStatus.TOO_MANY_REQUESTS:
+        if not _without_slot(refusal):
             return refusal
         for rank in self._ranks.live:
             if rank == home:
@@ -134,6 +134,13 @@ class ArealRoutes:
         """The process lives; how many ranks serve."""
         data = {"status": "ok", "workers": len(self._ranks.live)}
         return await self._replies.json(request, data)
+
+
+def _without_slot(answer: Answer) -> bool:
+    """Whether a rank opened none for want of a slot; without a training, for want of a grant."""
+    if answer.status == HTTPStatus.TOO_MANY_REQUESTS:
+        return True
+    return isinstance(from_response(answer.status, answer.body, None), RunFinished)
 
 
 def _text(fields: dict[str, Any], name: str) -> str | None:

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import SessionRow
 from proxy_ext.opening.groups import Groups
+from proxy_ext.sessions.owners import GRANT_OWNER
 from proxy_ext.sessions.session import Session
 
 _Key: TypeAlias = tuple[bool, str]
@@ -95,6 +96,9 @@ class Leasable:
             return [self._live[member] for member in group.finalized]
         session = self._live.get(id)
         if session is None or session.mode is not SessionMode.TRAIN:
+            return []
+        if session.row.owner == GRANT_OWNER:
+            # Whoever granted it trains on it, and may come for it late.
             return []
         return [session] if session.state is SessionState.FINALIZED else []
 

@@ -13,19 +13,13 @@ from collections.abc import Callable
 
 from any_agent.errors import Conflict, InvalidRequest, SessionClosed, SessionDamaged
 from any_agent.protocol import Ack, Capacity, Lease, SetCapacity
-from any_agent.types import Interaction, SessionMode, SessionState, Trajectory
+from any_agent.types import Interaction, SessionState, Trajectory
 from proxy_ext.journal import SessionRow
 from proxy_ext.leases.fence import Fence
 from proxy_ext.leases.leasable import Leasable
-from proxy_ext.sessions.lifecycle import (
-    EXPORT_OWNER,
-    Event,
-    allowed,
-    handed_out,
-    refusal,
-    target,
-)
+from proxy_ext.sessions.lifecycle import Event, allowed, refusal, target
 from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.owners import EXPORT_OWNER, GRANT_OWNER, for_export, handed_out, holds
 from proxy_ext.sessions.session import Session
 
 log = logging.getLogger(__name__)
@@ -85,22 +79,23 @@ class Leases:
         def unknown(session: Session) -> bool:
             if session.row.owner == body.owner:
                 return session.id not in held and session.lease_began + _UNHEARD_OF < now
-            return session.row.owner != EXPORT_OWNER
+            return not for_export(session.row)
 
         if taken := await self._give_back(unknown):
             log.info("took back %d sessions that their trainer does not hold", taken)
         return self.capacity()
 
     def capacity(self) -> Capacity:
-        train = SessionMode.TRAIN
         counts, admission = self._sessions.counts, self._sessions.admission
         return Capacity(
             admitted=admission.admitted,
             # Also those of sessions that are being written: they are neither open nor free.
             reserved=self._sessions.reserved,
             waiting=admission.waiting,
-            running=counts.now[train, SessionState.OPEN],
-            buffered=sum(counts.now[train, state] for state in _BUFFERED),
+            # What was opened on grants is no trainer's: it neither takes its slots nor fills its
+            # batches, however long nobody exports it.
+            running=counts.for_trainer(SessionState.OPEN),
+            buffered=counts.for_trainer(*_BUFFERED),
             limit=admission.limit,
             queue=admission.queue,
         )
@@ -110,6 +105,8 @@ class Leases:
 
         StaleOwner if a later start of the trainer than ``epoch`` appeared meanwhile.
         """
+        if body.owner == GRANT_OWNER:
+            raise InvalidRequest(f"no trainer may be named {GRANT_OWNER!r}", param="owner")
         if body.replay and body.session_ids is None:
             raise InvalidRequest("replay needs session_ids", param="session_ids")
         if body.session_ids is not None:
@@ -146,8 +143,10 @@ class Leases:
             chosen = []
             for session_id in dict.fromkeys(session_ids):
                 session = await self._sessions.by_id(session_id)
-                ours = session.state is SessionState.LEASED and session.row.owner == owner
+                ours = session.state is SessionState.LEASED and holds(session.row, owner)
                 if session.state is not SessionState.FINALIZED and not ours:
+                    raise refusal(session.row, Event.LEASE)
+                if owner != EXPORT_OWNER and session.row.owner == GRANT_OWNER:
                     raise refusal(session.row, Event.LEASE)
                 if owner == EXPORT_OWNER and self._needed(session.row):
                     # Taken by an export it would be revised, or acknowledged, behind its back.
@@ -194,12 +193,12 @@ class Leases:
 
     def held_by(self, owner: str) -> set[str]:
         """The sessions that one holder has leased."""
-        return {s.id for s in self._leasable.leased if s.row.owner == owner}
+        return {s.id for s in self._leasable.leased if holds(s.row, owner)}
 
     async def give_back(self, session_ids: list[str], owner: str) -> None:
         """End leases of one holder without an effect."""
         ids = set(session_ids)
-        await self._give_back(lambda s: s.id in ids and s.row.owner == owner)
+        await self._give_back(lambda s: s.id in ids and holds(s.row, owner))
 
     # ------------------------------------------------------------------------------------------
 
@@ -239,7 +238,7 @@ class Leases:
         fresh = [
             s
             for s in chosen
-            if s.state is not SessionState.LEASED or s.row.owner != owner or s.id not in live
+            if s.state is not SessionState.LEASED or not holds(s.row, owner) or s.id not in live
         ]
         for session in chosen:
             # Before they are leased: a sweep must not take new leases for ones that ran out.
@@ -275,7 +274,7 @@ class Leases:
             session = await self._sessions.by_id(session_id)
             if target(session.row, event) is session.state:
                 continue
-            if session.row.owner != owner:
+            if not holds(session.row, owner):
                 raise Conflict(
                     f"session {session_id} is not leased by {owner}; its lease ran out or was "
                     "taken back",

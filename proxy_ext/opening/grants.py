@@ -1,7 +1,8 @@
 """Slots for train sessions that were granted one by one, beside those that the trainer admits.
 
-Who grants one wants a session of its own for it, without a group. Both counts are kept for good, so
-that as many sessions are opened on grants as there were grants, over restarts too.
+Who grants one wants a session of its own for it, without a group, and trains on it elsewhere: only
+exports get it, and it opens also where no training goes on. Both counts are kept for good, so that
+as many sessions are opened on grants as there were grants, over restarts too.
 """
 
 from __future__ import annotations

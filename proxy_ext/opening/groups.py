@@ -14,8 +14,8 @@ from any_agent.errors import Conflict
 from any_agent.types import SessionState
 from proxy_ext.journal import SessionRow
 from proxy_ext.opening.slots import Ticket
-from proxy_ext.sessions.lifecycle import EXPORT_OWNER
 from proxy_ext.sessions.names import Names
+from proxy_ext.sessions.owners import EXPORT_OWNER
 
 _TENANT_ENDS = "/"
 """After a tenant's name in the ids of its groups: one tenant's "g1" is not another's."""
@@ -181,16 +181,21 @@ class Groups:
         group = self._by_key.get(key)
         return group is None or group.room <= 0
 
-    def joinable(self, key: GroupKey, *, tenant: str | None, size: int) -> Group:
+    def joinable(
+        self, key: GroupKey, *, tenant: str | None, size: int, by_default: bool = False
+    ) -> Group:
         """The open generation for a new member, made if there is none.
 
-        Conflict when the named group is full or closed, or has another size.
+        ``by_default``: the open did not say the size. Conflict when the named group is full or
+        closed, or has another size.
         """
         group = self._by_key.get(key)
         if group is not None and group.room > 0:
             if group.size != size:
+                default = " (the default, sessions.group_size)" if by_default else ""
                 raise Conflict(
-                    f"the group of {public_id(key.name)} has group_size {group.size}, not {size}",
+                    f"the group of {public_id(key.name)} has group_size {group.size}, not "
+                    f"{size}{default}; send group_size {group.size}",
                     code="group_size_mismatch",
                 )
             return group

@@ -29,6 +29,7 @@ from proxy_ext.run_state import RunState
 from proxy_ext.sessions.clock import stamp
 from proxy_ext.sessions.endings import Endings
 from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.owners import GRANT_OWNER
 from proxy_ext.sessions.session import Session
 from proxy_ext.sessions.task_names import TaskNumbers
 
@@ -109,7 +110,8 @@ class Opening:
     ) -> SessionStarted:
         if self._draining:
             raise draining()
-        if body.mode == "train":
+        if body.mode == "train" and not (numbered is not None and self._sessions.grants.left > 0):
+            # Whoever grants slots trains by itself, whatever becomes of the training here.
             self._run.require_training()
         if self._sessions.counts.undecided + len(self._opening) >= self._config.max_open:
             raise TooManyRequests(
@@ -137,10 +139,12 @@ class Opening:
         grants = self._sessions.grants if place.numbers is not None else None
         granted = grants is not None and mode is SessionMode.TRAIN and grants.take()
         if mode is SessionMode.TRAIN and not granted:
+            # The grant that there was may have been taken meanwhile.
+            self._run.require_training()
             if place.grant_only:
                 raise self._no_slot(place.tenant)
             group = await self._admit(body, place.tenant)
-        session = self._session(body, place, group, pinned)
+        session = self._session(body, place, group, pinned, GRANT_OWNER if granted else None)
         row = session.row
         answer = SessionStarted(
             session_id=row.id,
@@ -165,7 +169,12 @@ class Opening:
         return answer
 
     def _session(
-        self, body: StartSession, place: _Place, group: Group | None, pinned: int | None
+        self,
+        body: StartSession,
+        place: _Place,
+        group: Group | None,
+        pinned: int | None,
+        owner: str | None,
     ) -> Session:
         wall = time.time()
         ttl = min(body.ttl or self._config.ttl, self._config.ttl)
@@ -180,6 +189,7 @@ class Opening:
             metadata=body.metadata,
             created_at=wall,
             expires_at=wall + ttl,
+            owner=owner,
             tenant=place.tenant,
             opened_by=place.caller.name,
             pinned_version=pinned,
@@ -195,7 +205,7 @@ class Opening:
     def _pinned(self, body: StartSession) -> int | None:
         """The weight version that all of its tokens must have; VersionGone for another one."""
         if body.version not in (None, "current", self._run.version):
-            raise VersionGone.of(body.version, self._run.version)
+            raise VersionGone.at_open(body.version, self._run.version)
         return None if body.version is None else self._run.version
 
     async def _insert(
@@ -306,7 +316,9 @@ class Opening:
         while True:
             if groups.begins(key):
                 self._quotas.begin_group(tenant, groups.unfilled(tenant))
-            group = groups.joinable(key, tenant=tenant, size=size)
+            group = groups.joinable(
+                key, tenant=tenant, size=size, by_default=body.group_size is None
+            )
             await self._wait_for(group, deadline - time.monotonic())
             if group.room > 0:
                 group.promised += 1
@@ -345,7 +357,7 @@ class Opening:
 
     def _no_slot(self, tenant: str | None) -> TooManyRequests:
         message = (
-            "no slot for a train session is free: the trainer has as many as it wants now; "
+            f"no slot for a train session is free: {self._sessions.admission.why_none}; "
             "try again later, or pass `wait` (seconds) to wait for one"
         )
         # Nobody is told of another tenant's groups.

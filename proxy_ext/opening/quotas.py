@@ -198,9 +198,10 @@ class Quotas:
         self, quota: str, tenant: str, limit: float | None, wait: float
     ) -> TooManyRequests:
         self.refused[quota] += 1
+        where = f" on each of {self._ranks} ranks" if self._ranks > 1 else ""
         return TooManyRequests(
-            f"tenant {tenant} has used up its quota {quota} ({limit:g} on each of {self._ranks} "
-            "ranks); wait as long as Retry-After says",
+            f"tenant {tenant} has used up its quota {quota} ({limit:g}{where}); "
+            "wait as long as Retry-After says",
             code="quota_exceeded",
             retry_after=min(max(1.0, wait), _MOST_WAIT),
             details={"quota": quota},

@@ -48,7 +48,8 @@ class Admission:
     def __init__(self, *, admitted: int = 0, max_waiting: int) -> None:
         self.admitted = admitted
         self._limit = 0
-        self._lapses = 0.0
+        self._lapses: float | None = None
+        """None: nobody has set the cap yet."""
         self._max_waiting = max_waiting
         self._queue: deque[Ticket] = deque()
         self._refused: dict[str, tuple[int, float]] = {}
@@ -57,7 +58,20 @@ class Admission:
     @property
     def limit(self) -> int:
         """The cap in force; nothing more is admitted once its setter has gone silent."""
-        return self._limit if time.monotonic() < self._lapses else self.admitted
+        return self.admitted if self._lapsed else self._limit
+
+    @property
+    def _lapsed(self) -> bool:
+        return self._lapses is None or time.monotonic() >= self._lapses
+
+    @property
+    def why_none(self) -> str:
+        """Why no slot is free, if none is."""
+        if self._lapses is None:
+            return "no trainer has said yet how many it wants (it is starting, or none runs)"
+        if self._lapsed:
+            return "the trainer has not been heard of for a while (it restarts, or is gone)"
+        return "the trainer has as many as it wants now"
 
     @property
     def waiting(self) -> int:

@@ -17,7 +17,7 @@ from pydantic.types import StringConstraints
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.errors import AnyAgentError, TooManyRequests
+from any_agent.errors import AnyAgentError, RunFinished, TooManyRequests
 from any_agent.protocol import Ack, SessionInfo, SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.auth import SESSIONS_SCOPE_KEY, Caller, Scope
@@ -30,7 +30,7 @@ from proxy_ext.rl.areal_export import ArealTrajectories, exported
 from proxy_ext.rl.common import Anyone, Once, Who
 from proxy_ext.rl.strict import StrictRoute
 from proxy_ext.service import Service
-from proxy_ext.sessions.lifecycle import EXPORT_OWNER
+from proxy_ext.sessions.owners import EXPORT_OWNER
 from proxy_ext.sessions.rewards import parts_of
 from proxy_ext.sessions.session import Session
 from proxy_ext.wire.http import while_present
@@ -141,8 +141,10 @@ async def _start(service: Service, body: ArealStart, caller: Caller, keep: Keep)
         )
         try:
             return await service.opening.open(start, caller, keep, numbered=numbered)
-        except TooManyRequests:
-            if not wait or body.grant_only:
+        except (TooManyRequests, RunFinished) as error:
+            # Without a training there are slots only where somebody grants them.
+            hopeless = isinstance(error, RunFinished) and not service.sessions.grants.granted
+            if hopeless or not wait or body.grant_only:
                 raise
         # What is refused at once, as for a quota, has not waited.
         await asyncio.sleep(began + wait - time.monotonic())

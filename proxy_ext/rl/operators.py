@@ -25,7 +25,7 @@ from proxy_ext.journal import NumberedRow, SessionFilter
 from proxy_ext.opening.groups import group_key, public_id
 from proxy_ext.rl.common import Anyone, Who
 from proxy_ext.rl.strict import StrictRoute
-from proxy_ext.sessions.lifecycle import EXPORT_OWNER
+from proxy_ext.sessions.owners import EXPORT_OWNER
 from proxy_ext.wire.http import JSONResponse
 
 router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)

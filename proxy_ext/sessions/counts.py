@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from any_agent.types import SessionState
+from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import SessionRow
+from proxy_ext.sessions.owners import GRANT_OWNER
 
 _UNDECIDED = (SessionState.OPEN, SessionState.AWAITING_REWARD)
 
@@ -23,6 +24,12 @@ class SessionCounts:
         self.now: Counter[tuple[str, SessionState]] = Counter()
 
         self._undecided: Counter[str | None] = Counter()
+        self._granted: Counter[SessionState] = Counter()
+        """Of the live ones, those that were opened on grants."""
+
+    def for_trainer(self, *states: SessionState) -> int:
+        """Live train sessions in these states that are a trainer's, or may become its."""
+        return sum(self.now[SessionMode.TRAIN, state] - self._granted[state] for state in states)
 
     @property
     def undecided(self) -> int:
@@ -41,18 +48,23 @@ class SessionCounts:
         self.created = Counter()
         for (mode, _), number in stored.items():
             self.created[mode] += number
-        self._undecided = Counter(row.tenant for row in live if row.state in _UNDECIDED)
+        rows = list(live)
+        self._undecided = Counter(row.tenant for row in rows if row.state in _UNDECIDED)
+        self._granted = Counter(row.state for row in rows if row.owner == GRANT_OWNER)
 
     def add(self, row: SessionRow) -> None:
         """A session was created."""
         self.created[str(row.mode)] += 1
         self.now[str(row.mode), row.state] += 1
         self._undecided[row.tenant] += row.state in _UNDECIDED
+        self._granted[row.state] += row.owner == GRANT_OWNER
 
     def move(self, before: SessionRow, after: SessionRow) -> None:
         """A session's state may have changed."""
         self.now[str(before.mode), before.state] -= 1
         self.now[str(after.mode), after.state] += 1
+        self._granted[before.state] -= before.owner == GRANT_OWNER
+        self._granted[after.state] += after.owner == GRANT_OWNER
         self._undecided[after.tenant] += (after.state in _UNDECIDED) - (before.state in _UNDECIDED)
         if not self._undecided[after.tenant]:
             del self._undecided[after.tenant]

@@ -14,21 +14,19 @@ from enum import StrEnum
 from any_agent.errors import AnyAgentError, Conflict, SessionClosed
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import SessionRow
+from proxy_ext.sessions.owners import EXPORT_OWNER, GRANT_OWNER, for_export, handed_out
 
 OPEN, AWAITING = SessionState.OPEN, SessionState.AWAITING_REWARD
 FINALIZED, LEASED = SessionState.FINALIZED, SessionState.LEASED
 TRAINED, REJECTED = SessionState.TRAINED, SessionState.REJECTED
 EVALUATED, EXPIRED, ABORTED = SessionState.EVALUATED, SessionState.EXPIRED, SessionState.ABORTED
 
-EXPORT_OWNER = "export"
-"""Holds what `export_trajectories` leased; a trainer does not take these back."""
-
 STATES = {
     OPEN: "takes calls and rewards",
     AWAITING: "takes no more calls; waits for its rewards until a deadline",
     FINALIZED: "waits to be trained on; its rewards can still be revised",
     LEASED: "handed to the trainer, or held by an export",
-    TRAINED: "an optimizer step used it",
+    TRAINED: "an optimizer step used it, or whoever exported it trains on it elsewhere",
     REJECTED: "never trained on; the reason says why",
     EVALUATED: "an eval session that is over",
     EXPIRED: "its time ran out",
@@ -157,7 +155,8 @@ EVENTS = {
     Event.LEASE: Rule(
         _TRAINER,
         "POST /rl/v1/lease",
-        "hands it out with its closed group; alone if it is named, or to an export",
+        "hands it out with its closed group; alone if it is named, or to an export, which alone "
+        "gets what was opened on a grant",
         "not_finalized",
     ),
     Event.RELEASE: Rule(
@@ -170,7 +169,8 @@ EVENTS = {
     Event.TRAIN: Rule(
         "its lease's holder",
         "POST /rl/v1/ack",
-        "ends it: an optimizer step used it",
+        "ends it: an optimizer step used it; of what AReaL's `POST /export_trajectories` "
+        "answered, at once",
         "lease_lost",
     ),
     Event.REJECT: Rule(
@@ -198,6 +198,7 @@ _TRAIN, _EVAL = SessionMode.TRAIN, SessionMode.EVAL
 _NOT_NEEDED = "no checkpoint that is kept needs it"
 _NOT_HAD = "no trainer has had it"
 _NOT_EXPORTED = "no export has had it"
+_LEASABLE = "by an export only if no trainer has had it; opened on a grant, by an export only"
 TRANSITIONS = (
     Transition(None, Event.OPEN, OPEN),
     Transition(OPEN, Event.CALL, OPEN),
@@ -221,7 +222,7 @@ TRANSITIONS = (
     Transition(FINALIZED, Event.VETO, REJECTED, when=_NOT_HAD),
     Transition(FINALIZED, Event.DELETE, REJECTED, when=_NOT_HAD),
     Transition(FINALIZED, Event.DISCARD, REJECTED),
-    Transition(FINALIZED, Event.LEASE, LEASED, when="by an export only if no trainer has had it"),
+    Transition(FINALIZED, Event.LEASE, LEASED, when=_LEASABLE),
     Transition(FINALIZED, Event.REPLAY, LEASED),
     Transition(LEASED, Event.LEASE, LEASED, when="named by its holder"),
     Transition(LEASED, Event.RELEASE, FINALIZED),
@@ -269,32 +270,36 @@ def target(row: SessionRow, event: Event, to: SessionState | None = None) -> Ses
     return to
 
 
-def handed_out(row: SessionRow) -> bool:
-    """Whether a trainer has had it, and it waits again.
-
-    A step may have taken it that was killed before it could say so: then a resume makes that step
-    again, as it was, and nothing of it must have changed.
-    """
-    return row.state is FINALIZED and row.owner is not None
+def owner_after(row: SessionRow, event: Event, owner: str | None) -> str | None:
+    """Who has it after an event that ``owner`` caused."""
+    if row.owner == GRANT_OWNER and event in (Event.LEASE, Event.RELEASE):
+        return GRANT_OWNER
+    if event is Event.RELEASE and row.owner != EXPORT_OWNER:
+        # One that a trainer gives back stays known as one that it has had.
+        return row.owner
+    return owner
 
 
 def allowed(row: SessionRow, event: Event) -> bool:
     """Whether the table has a line for it, and its condition on the row holds."""
-    if event is Event.REPLAY and (row.content != "stored" or row.owner == EXPORT_OWNER):
+    if event is Event.REPLAY and (row.content != "stored" or for_export(row)):
         return False
     if event is Event.REWARD and handed_out(row):
         return False
     return any(t.mode in (None, row.mode) for t in transitions(row.state, event))
 
 
-def refusal(row: SessionRow, event: Event) -> AnyAgentError:
-    """What the caller of a forbidden event is told."""
+def refusal(row: SessionRow, event: Event, *, closing: bool = False) -> AnyAgentError:
+    """What the caller of a forbidden event is told; ``closing``: the session is being ended."""
     code, advice = refused_with(row.state, event)
     if handed_out(row) and event in _HANDED_OUT:
         code, advice = _HANDED_OUT[event]
+    elif row.state is FINALIZED and event is Event.LEASE:
+        code, advice = "on_a_grant", "it was opened on a grant, so nobody but an export gets it"
     why = f" ({row.reason})" if row.reason else ""
     gone = "" if row.content == "stored" else f", and its content was {row.content}"
-    message = f"session {row.id} is {_IN_WORDS.get(row.state, row.state)}{why}{gone}; {advice}"
+    said = "being ended" if closing else _in_words(row)
+    message = f"session {row.id} is {said}{why}{gone}; {advice}"
     kind = SessionClosed if code == "session_closed" else Conflict
     details = {"state": str(row.state), "reason": row.reason}
     return kind(message, code=code, details=details)
@@ -305,12 +310,17 @@ def refused_with(state: SessionState, event: Event) -> tuple[str, str]:
     return _EXCEPTIONS.get((event, state)) or (EVENTS[event].code, _advice(event))
 
 
+def _in_words(row: SessionRow) -> str:
+    words = _OF_EXPORTS if for_export(row) else _IN_WORDS
+    return words.get(row.state) or _IN_WORDS.get(row.state, str(row.state))
+
+
 _IN_WORDS = {
-    OPEN: "being ended",
     AWAITING: "awaiting its reward",
-    LEASED: "finalized and handed to training",
-    TRAINED: "finalized and trained on",
+    LEASED: "handed to training",
+    TRAINED: "trained on",
 }
+_OF_EXPORTS = {LEASED: "leased by an export", TRAINED: "exported"}
 _NEW = "it takes no more calls or rewards: start a new session"
 _NO_CALLS = (
     "it takes no more calls, but rewards until its deadline (set_reward, then finalize); for calls "
@@ -318,6 +328,7 @@ _NO_CALLS = (
 )
 _REVISE = "set_reward can still revise its rewards; for more calls start a new session"
 _VETO = "POST .../veto keeps it out of training; for more calls start a new session"
+_TAKEN = "whoever leased it has it already, so it cannot be taken out"
 _EXCEPTIONS = {
     (Event.CALL, AWAITING): ("session_closed", _NO_CALLS),
     (Event.HEARTBEAT, AWAITING): ("session_closed", _NO_CALLS),
@@ -329,14 +340,20 @@ _EXCEPTIONS = {
     (Event.ABORT, FINALIZED): ("session_closed", _VETO),
     (Event.VETO, OPEN): ("not_finalized", "abort it instead"),
     (Event.VETO, AWAITING): ("not_finalized", "abort it instead"),
-    (Event.VETO, LEASED): ("in_training", "the trainer has it already; it cannot be taken out"),
+    (Event.ABORT, LEASED): ("session_closed", _TAKEN),
+    (Event.VETO, LEASED): ("in_training", _TAKEN),
+    (Event.LEASE, LEASED): ("not_finalized", "nobody else gets it before that lease has ended"),
+    (Event.LEASE, TRAINED): ("not_finalized", "it is not leased or exported once more"),
 }
 """Refusals that are not their event's usual one."""
 for _ended in ENDED:
-    _EXCEPTIONS[Event.VETO, _ended] = ("session_closed", "it is over, there is nothing to veto")
+    for _event in (Event.ABORT, Event.VETO):
+        _nothing = f"it is over, there is nothing to {_event}"
+        _EXCEPTIONS[_event, _ended] = ("session_closed", _nothing)
 
 _HANDED_OUT = {
     Event.REWARD: ("session_closed", "a trainer has had it, so its rewards are fixed"),
+    Event.ABORT: ("session_closed", "a trainer has had it, and may train on it again"),
     Event.VETO: ("in_training", "a trainer has had it, and may train on it again"),
     Event.DELETE: ("in_training", "a trainer has had it, and may train on it again"),
     Event.LEASE: ("in_training", "a trainer has had it, and may train on it again"),

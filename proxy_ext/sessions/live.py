@@ -39,7 +39,7 @@ from proxy_ext.opening.slots import Admission
 from proxy_ext.sessions import clock
 from proxy_ext.sessions.counts import SessionCounts
 from proxy_ext.sessions.deadlines import Deadlines
-from proxy_ext.sessions.lifecycle import EXPORT_OWNER, Event, target
+from proxy_ext.sessions.lifecycle import Event, owner_after, target
 from proxy_ext.sessions.names import Names
 from proxy_ext.sessions.session import LIVE_STATES, Session
 from proxy_ext.sessions.task_names import TaskNames
@@ -297,9 +297,7 @@ class Sessions:
             rows = []
             for row in (session.row for session in chosen):
                 state = target(row, event)
-                # One that a trainer gives back stays known as one that it has had.
-                had = row.owner if event is Event.RELEASE and row.owner != EXPORT_OWNER else owner
-                held = replace(row, owner=had, step=step)
+                held = replace(row, owner=owner_after(row, event, owner), step=step)
                 # That it counts as 0 stays true; why it was rejected does not, if it is replayed.
                 said = None if row.state is SessionState.REJECTED else row.reason
                 rows.append(ended(held, state, reasons.get(row.id, said)))

@@ -119,7 +119,7 @@ class Session:
         """SessionClosed (410) unless it takes calls."""
         lifecycle.target(self.row, Event.CALL)
         if self.closing:
-            raise lifecycle.refusal(self.row, Event.CALL)
+            raise lifecycle.refusal(self.row, Event.CALL, closing=True)
 
     def heartbeat(self) -> Heartbeat:
         """Its agent is there; SessionClosed unless it is open."""

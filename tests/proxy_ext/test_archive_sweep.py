@@ -19,7 +19,7 @@ from proxy_ext.archive.records import read_record
 from proxy_ext.journal import ArchiveContent, EraseContent, sqlite
 from proxy_ext.leases.fence import Fence
 from proxy_ext.leases.leases import Leases
-from proxy_ext.sessions.lifecycle import EXPORT_OWNER
+from proxy_ext.sessions.owners import EXPORT_OWNER
 from tests.proxy_ext.archive_lab import CALLS, Rank
 from tests.proxy_ext.test_archive_files import archives_of
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import httpx
@@ -17,10 +18,13 @@ from proxy_ext.sessions.lifecycle import (
     STATES,
     TRANSITIONS,
     Event,
+    refusal,
     refused_with,
     transitions,
 )
+from proxy_ext.sessions.owners import EXPORT_OWNER
 from tests.proxy_ext.conftest import Start
+from tests.proxy_ext.journal_lab import make_row
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
 
 Ask: TypeAlias = Callable[[Proxy, dict[str, Any]], Awaitable[httpx.Response]]
@@ -318,3 +322,37 @@ async def test_what_a_session_shows(proxy: Proxy) -> None:
     assert (shown["state"], shown["awaits_in"]) == ("aborted", None)
     assert shown["ended_at"] >= shown["created_at"]
     assert shown["rewards"] == {completion: 2.0}
+
+
+def said(state: SessionState, event: Event, owner: str | None = None, **more: bool) -> str:
+    row = replace(make_row("s"), state=state, owner=owner)
+    return refusal(row, event, **more).message
+
+
+@pytest.mark.parametrize("event", [Event.ABORT, Event.VETO])
+def test_what_is_over_needs_nothing_more(event: Event) -> None:
+    for state in TERMINAL_STATES:
+        message = said(state, event)
+        assert f"there is nothing to {event}" in message
+        assert "start a new session" not in message
+    assert "cannot be taken out" in said(SessionState.LEASED, event, OWNER)
+    assert "start a new session" not in said(SessionState.LEASED, event, OWNER)
+
+
+def test_only_what_is_being_ended_is_called_so() -> None:
+    for event in (Event.VETO, Event.LEASE):
+        assert said(SessionState.OPEN, event).startswith("session s is open; ")
+    assert "is being ended; " in said(SessionState.OPEN, Event.CALL, closing=True)
+
+
+def test_a_refused_lease_says_what_is_the_case() -> None:
+    leased, trained = SessionState.LEASED, SessionState.TRAINED
+    cases = [
+        (OWNER, "handed to training", "trained on"),
+        (EXPORT_OWNER, "leased by an export", "exported"),
+    ]
+    for owner, holds, has in cases:
+        for state, words in ((leased, holds), (trained, has)):
+            message = said(state, Event.LEASE, owner)
+            assert f"session s is {words}; " in message
+            assert "finalized" not in message

@@ -49,7 +49,7 @@ def test_the_wait_is_what_the_bucket_needs() -> None:
     error = refused.value
     assert error.code == "quota_exceeded"
     assert error.details == {"quota": "requests_per_second"}
-    assert "requests_per_second" in error.message
+    assert "quota requests_per_second (1); wait" in error.message, "of ranks only if several share"
     assert error.headers()["Retry-After"] == "1"
     lab.now += error.retry_after or 0
     lab.quotas.request("alice")

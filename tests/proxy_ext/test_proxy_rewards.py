@@ -185,7 +185,7 @@ async def test_an_export_that_is_given_back_fixes_nothing(proxy: Proxy) -> None:
     await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
     await proxy.export(id)
     response = await proxy.post("/rl/v1/set_reward", {"final_reward": 2}, key)
-    refusal(response, 410, "session_closed", "finalized")
+    refusal(response, 410, "session_closed", "leased by an export")
     await proxy.service.leases.give_back([id], "export")
     assert await give(proxy, key, final_reward=2) == 2
 

@@ -181,6 +181,16 @@ async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start
     await client.close()
 
 
+async def test_why_no_slot_is_free(start: Start) -> None:
+    proxy = await start()
+    assert "no trainer has said yet" in (await refused(proxy, 429, "no_capacity"))["message"]
+    await proxy.admit(0)
+    assert "as many as it wants" in (await refused(proxy, 429, "no_capacity"))["message"]
+    await proxy.admit(1, ttl=0.001)
+    await until(lambda: "not been heard of" in proxy.service.sessions.admission.why_none)
+    assert "not been heard of" in (await refused(proxy, 429, "no_capacity"))["message"]
+
+
 async def test_a_service_that_does_not_train_refuses_train_sessions(start: Start) -> None:
     proxy = await start(training=False)
     error = await refused(proxy, 409, "run_finished")
@@ -285,7 +295,9 @@ async def test_group_sizes_must_agree(proxy: Proxy) -> None:
     session = await proxy.open(group_id="g", group_size=3)
     assert session["group_id"] == "g"
     error = await refused(proxy, 409, "group_size_mismatch", group_id="g", group_size=2)
-    assert "3" in error["message"]
+    assert error["message"].endswith("has group_size 3, not 2; send group_size 3")
+    error = await refused(proxy, 409, "group_size_mismatch", group_id="g")
+    assert "not 2 (the default, sessions.group_size); send group_size 3" in error["message"]
     await proxy.open(group_id="g", group_size=3)
 
 

@@ -60,6 +60,19 @@ async def test_without_a_slot_at_home_another_ranks_grant_will_do(pair: Lab) -> 
     assert response.json() == {"rank": 1, "grant_only": True}
 
 
+async def test_without_a_training_another_ranks_grant_will_do(pair: Lab) -> None:
+    async def finished(received: Received) -> None:
+        await received.answer({"error": {"code": "run_finished", "message": ""}}, status=409)
+
+    pair.ranks[0].handler = finished
+    pair.ranks[1].handler = rank_with(pair.ranks[1], slots=False, grants=True)
+    response = await pair.post(START, {"task_id": task_of(0)})
+    assert response.json() == {"rank": 1, "grant_only": True}
+    pair.ranks[1].handler = finished
+    response = await pair.post(START, {"task_id": task_of(0)})
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "run_finished")
+
+
 async def test_another_ranks_group_slots_will_not(pair: Lab) -> None:
     pair.ranks[0].handler = rank_with(pair.ranks[0], slots=False, grants=False)
     pair.ranks[1].handler = rank_with(pair.ranks[1], slots=True, grants=False)
