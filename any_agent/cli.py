@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from any_agent import __version__
+from any_agent.arguments import parse
 from any_agent.errors import AnyAgentError, ConfigError, StartupError
 from any_agent.export_cli import add_export_command
 from any_agent.keys_cli import add_keys_commands
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code. 0 ended well, 1 failed, 2 wrong input, 130 interrupted."""
-    arguments = _parser().parse_args(argv)
+    arguments = parse(_parser(), argv)
     return guarded(lambda: arguments.run(arguments))
 
 

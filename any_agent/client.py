@@ -331,6 +331,11 @@ class RLClient:
                     continue
                 if response.status_code not in _LOST_OR_AWAY or not (once or repeatable) or late:
                     break
+            except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+                raise errors.ConfigError(
+                    f"{url} is no URL of a service: it begins with http:// or https://, like "
+                    "http://127.0.0.1:8000"
+                ) from error
             except httpx.TransportError as error:
                 never_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 if not (once or repeatable or never_sent) or late:

@@ -23,7 +23,12 @@ Without --style each line is a session: number, session (id, state, metadata, st
 each holds what it adds to its parent). With a style each line is a row, its reward run back through
 the session's tree: individual and concat give session_id, interaction_id, group_id, task_id, state,
 step, input_ids, loss_mask, logprobs, versions, attention_mask, rewards; messages gives messages and
-tools of each conversation instead of the last six, and its reward.
+tools of each conversation instead of the last six, and its reward. In a session that nobody has
+rewarded (open, aborted, rejected for want of a reward) rewards and reward are null, not 0; where a
+session has any, calls without one of their own count as 0.
+
+--out replaces a plain file when all is written, and keeps what it held if that fails; a pipe or a
+device is written to as it goes.
 
 Exit codes: 0 all of it was written, 1 something could not be (damaged, missing, or no exact token
 sequence for --style concat; standard error says what), 2 wrong input, 141 the reader left.
@@ -62,7 +67,8 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "--since",
         type=_moment,
         metavar="TIME",
-        help="only sessions opened since then: 2026-01-31, 2026-01-31T12:00, or like 90m, 12h, 7d",
+        help="only sessions opened since then: 2026-01-31, 2026-01-31T12:00, or like 90m, 12h, 7d; "
+        "a time without a zone is local",
     )
     add(
         "--style",
@@ -76,7 +82,13 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         help="of rewards, per turn, with --style; default: the run's train.discount",
     )
     add("--out", default="-", metavar="FILE", help="default: - (standard output)")
-    add("overrides", nargs="*", metavar="key=value", help="any setting, e.g. root=FOLDER")
+    add(
+        "overrides",
+        nargs="*",
+        default=(),
+        metavar="key=value",
+        help="any setting, e.g. root=FOLDER",
+    )
 
 
 def _run(_: argparse.Namespace) -> int:
@@ -96,7 +108,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 def _whole(text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or len(text) > 6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is no rank: it is a whole number from 0")
     return int(text)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 LIMITS = ("open_sessions", "requests_per_second", "tokens_per_second")
 _EPILOG = (
     "A service that runs follows within two seconds. Exit codes: 0 done, 1 not done (no such key "
@@ -68,7 +68,11 @@ def _add(
     parser.add_argument("--trial", metavar="NAME", help="short for trial=NAME")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="any setting, e.g. root=FOLDER"
+        "overrides",
+        nargs="*",
+        default=(),
+        metavar="key=value",
+        help="any setting, e.g. root=FOLDER",
     )
     parser.set_defaults(run=_run)
     return parser
@@ -97,7 +101,7 @@ def _number(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd])", text)
     if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time like 90s, 12h or 30d")
+        raise argparse.ArgumentTypeError(f"{text!r} is no time with its unit, like 90s, 12h or 30d")
     return float(match[1]) * _SECONDS[match[2]]

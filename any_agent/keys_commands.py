@@ -69,6 +69,12 @@ def _create(arguments: argparse.Namespace, run_dir: RunDir) -> int:
     else:
         _say(f"key {key.id} for {run_dir.path}; it is shown this once, and kept nowhere:")
         print(text)
+    started = (run_dir.path / "config.yaml").is_file()
+    if not started:
+        _say(
+            f"this trial has not been started yet: {run_dir.path.absolute()}; the key is good for "
+            "no other. --config, --experiment, --trial and root=FOLDER choose one"
+        )
     admins = [k for k in read_keys(run_dir.keys).keys if k.scope == "admin"]
     if not admins:
         _say(
@@ -76,7 +82,8 @@ def _create(arguments: argparse.Namespace, run_dir: RunDir) -> int:
             "everybody on its machine"
         )
     elif admins == [key]:
-        _say("the first admin key: from now on the service asks everybody for a key")
+        since = "from now on" if started else "once it is started,"
+        _say(f"the first admin key: {since} this trial's service asks everybody for a key")
     return 0
 
 

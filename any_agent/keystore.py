@@ -166,9 +166,12 @@ def create_key(
 
     ``told`` is given the key before it is good: a record that must exist for it.
     """
-    if scope == "tenant" and (tenant is None or re.fullmatch(NAME_PATTERN, tenant) is None):
+    if scope == "tenant" and tenant is None:
+        raise ConfigError("a tenant's key needs the tenant's name: --tenant NAME")
+    if tenant is not None and re.fullmatch(NAME_PATTERN, tenant) is None:
         raise ConfigError(
-            f"a tenant's key needs the tenant's name: --tenant, of the form {NAME_PATTERN}"
+            f"--tenant {tenant[:80]!r} is no tenant's name: that is up to 64 letters, digits, "
+            "dots, underscores and hyphens, the first a letter or a digit"
         )
     if scope != "tenant" and (tenant is not None or limits not in (None, TenantLimits())):
         raise ConfigError("only a key of scope tenant has a tenant and limits")

@@ -339,6 +339,8 @@ class SessionLine(BaseModel):
     tenant: str | None
     interactions: int
     """Those that the journal holds."""
+    rewards_given: int | None
+    """How many there were in all, revisions too; None: they are archived."""
     final_reward: float | None
     reason: str | None
     step: int | None

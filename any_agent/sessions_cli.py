@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from any_agent.client import RLClient
     from any_agent.protocol import SessionInfo, SessionLine
 
@@ -19,12 +21,19 @@ _EPILOG = (
     f"The key is that of an operator or a tenant: --key, or in the environment {_KEYS[0]} or "
     f"{_KEYS[1]}. Exit codes: 0 done, 1 not done (standard error says why), 2 wrong input."
 )
+_LISTED = (
+    ". REWARDS: how many were given, revisions too; FINAL: the session's final one; - for none, ? "
+    "for what the journal does not hold any more."
+)
 _DEEDS = {
     "abort": ("throw open sessions away; their calls are aborted", "aborted by the operator"),
     "veto": ("keep finalized sessions out of training", "vetoed by the operator"),
     "delete": ("erase what was recorded of sessions, for good", None),
 }
-_COLUMNS = ("SESSION", "STATE", "MODE", "CALLS", "REWARD", "STEP", "AGE", "GROUP OR TASK", "NOTE")
+_COLUMNS = (
+    *("SESSION", "STATE", "MODE", "CALLS", "REWARDS", "FINAL", "STEP", "AGE"),
+    *("GROUP OR TASK", "NOTE"),
+)
 
 
 def add_sessions_commands(
@@ -39,7 +48,7 @@ def add_sessions_commands(
     below = sessions.add_subparsers(
         dest="sessions_command", required=True, metavar="COMMAND", help="what to do"
     )
-    shown = _add(below, "list", "list sessions, ended ones too, newest first")
+    shown = _add(below, "list", "list sessions, ended ones too, newest first", _LISTED)
     shown.add_argument("--state", metavar="STATE", help="only those in this state, e.g. open")
     shown.add_argument("--task", metavar="ID", help="only those of this task_id")
     shown.add_argument("--group", metavar="ID", help="only those of this group")
@@ -62,9 +71,9 @@ def add_sessions_commands(
 
 
 def _add(
-    below: argparse._SubParsersAction[argparse.ArgumentParser], name: str, help: str
+    below: argparse._SubParsersAction[argparse.ArgumentParser], name: str, help: str, more: str = ""
 ) -> argparse.ArgumentParser:
-    parser = below.add_parser(name, help=help, description=help, epilog=_EPILOG)
+    parser = below.add_parser(name, help=help, description=f"{help}{more}", epilog=_EPILOG)
     parser.add_argument("--url", default=_URL, help=f"the service (default {_URL})")
     parser.add_argument("--key", help="an operator's or a tenant's key; better in the environment")
     parser.add_argument("--json", action="store_true", help="print JSON, a line per session")
@@ -74,7 +83,7 @@ def _add(
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 (0: all)")
     return int(text)
 
 
@@ -82,6 +91,7 @@ def _run(arguments: argparse.Namespace) -> int:
     import asyncio
 
     from any_agent.client import RLClient
+    from any_agent.errors import Forbidden, Unauthenticated
 
     key = arguments.key or next(filter(None, map(os.environ.get, _KEYS)), None)
     deed: Callable[[RLClient, argparse.Namespace], Awaitable[int]] = arguments.deed
@@ -92,6 +102,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
     try:
         return asyncio.run(act())
+    except (Unauthenticated, Forbidden) as error:
+        error.message += f"; give one with --key or in {_KEYS[0]}"
+        raise
     except BrokenPipeError:
         # Python would try to write the rest at its end, and say that it could not.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -99,9 +112,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 async def _list(client: RLClient, arguments: argparse.Namespace) -> int:
-    from pydantic import ValidationError
-
-    from any_agent.errors import ConfigError
+    from any_agent.protocol import ListSessions
 
     filters = {
         "state": arguments.state,
@@ -110,22 +121,33 @@ async def _list(client: RLClient, arguments: argparse.Namespace) -> int:
         "tenant": arguments.tenant,
         "limit": min(arguments.limit or 1000, 1000),
     }
+    _check(ListSessions, filters)
     away: set[str] = set()
     table = _Table(arguments.json)
     left = arguments.limit or float("inf")
-    try:
-        async for line in client.sessions(missing=away.add, **filters):
-            table.add(line)
-            left -= 1
-            if left <= 0:
-                break
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise ConfigError(f"--{problem['loc'][0]}: {problem['msg']}".replace("_id", "")) from None
+    async for line in client.sessions(missing=away.add, **filters):
+        table.add(line)
+        left -= 1
+        if left <= 0:
+            break
     table.end()
     if away:
         print(f"warning: without rank {', '.join(sorted(away))}, away now", file=sys.stderr)
     return 1 if away else 0
+
+
+def _check(model: type[BaseModel], fields: dict[str, Any]) -> None:
+    """ConfigError for options that are not what the service takes."""
+    from pydantic import ValidationError
+
+    from any_agent.errors import ConfigError
+
+    try:
+        model(**fields)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        option = str(problem["loc"][0]).removesuffix("_id")
+        raise ConfigError(f"--{option}: {problem['msg']}") from None
 
 
 async def _show(client: RLClient, arguments: argparse.Namespace) -> int:
@@ -151,7 +173,11 @@ async def _show(client: RLClient, arguments: argparse.Namespace) -> int:
 
 
 async def _end(client: RLClient, arguments: argparse.Namespace) -> int:
+    from any_agent.protocol import Abort
+
     name = arguments.sessions_command
+    if name != "delete":
+        _check(Abort, {"reason": arguments.reason})
 
     async def end(id: str) -> None:
         done: SessionInfo
@@ -172,13 +198,20 @@ async def _end(client: RLClient, arguments: argparse.Namespace) -> int:
 
 async def _each(ids: list[str], act: Callable[[str], Awaitable[None]]) -> int:
     """For every session, also after one of them failed; the exit code."""
-    from any_agent.errors import AnyAgentError, ServiceUnavailable
+    from any_agent.errors import (
+        AnyAgentError,
+        ConfigError,
+        Forbidden,
+        ServiceUnavailable,
+        Unauthenticated,
+    )
 
     code = 0
     for id in ids:
         try:
             await act(id)
-        except ServiceUnavailable:
+        except (ConfigError, Forbidden, ServiceUnavailable, Unauthenticated):
+            # The others would fare no better.
             raise
         except AnyAgentError as error:
             print(f"error: {error.message}", file=sys.stderr)
@@ -228,13 +261,21 @@ def _row(line: SessionLine) -> tuple[str, ...]:
         line.session_id,
         line.state,
         line.mode,
-        "-" if line.content != "stored" else str(line.interactions),
+        "?" if line.content != "stored" else str(line.interactions),
+        _given(line),
         "-" if line.final_reward is None else f"{line.final_reward:g}",
         "-" if line.step is None else str(line.step),
         _age(time.time() - line.created_at),
         _plain(line.group_id or line.task_id or "-"),
         _plain(", ".join(filter(None, notes))),
     )
+
+
+def _given(line: SessionLine) -> str:
+    """How many rewards; what is archived has them in its archive."""
+    if line.rewards_given is None:
+        return "?"
+    return str(line.rewards_given or "-")
 
 
 def _age(seconds: float) -> str:
@@ -253,7 +294,7 @@ def _readable(name: str, value: Any) -> str:
 
 
 def _date(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
 
 
 def _plain(text: str) -> str:

@@ -25,7 +25,7 @@ VOCABULARY: tuple[str, ...] = (
     "rundir",
 )
 VOCABULARY += ("atomic", "client", "logs", "loopback", "metrics", "ports", "presence")
-VOCABULARY += ("access", "audit", "keystore", "watched")
+VOCABULARY += ("access", "arguments", "audit", "keystore", "watched")
 LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
     ("chat", "engine", "record"),

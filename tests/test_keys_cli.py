@@ -53,6 +53,15 @@ def test_a_key_is_shown_once(run: Run, trial: RunDir) -> None:
     assert (trial.path / "audit").stat().st_mode & 0o777 == 0o700
 
 
+def test_options_may_stand_anywhere(run: Run) -> None:
+    """The settings that `run` adds come behind an option here."""
+    _, key, _ = run("create", "--scope", "trainer")
+    code, out, err = run("revoke", str(key_id(key.strip())), "--json")
+    assert (code, json.loads(out)["state"]) == (0, "revoked"), err
+    code, out, err = run("revoke", "--odd")
+    assert (code, out) == (2, "")
+
+
 def test_json(run: Run, trial: RunDir) -> None:
     limits = ["--open-sessions", "4", "--requests-per-second", "2.5"]
     code, out, _ = run(
@@ -111,7 +120,9 @@ def test_no_such_trial(run: Run, trial: RunDir, command: tuple[str, ...]) -> Non
         (("create", "--scope", "trainer", "--open-sessions", "3"), "scope tenant"),
         (("create", "--scope", "tenant", "--open-sessions", "0"), "whole number"),
         (("create", "--scope", "tenant", "--tokens-per-second", "nan"), "above 0"),
+        (("create", "--scope", "tenant", "--tenant", "a b"), "--tenant 'a b' is no tenant's name"),
         (("create", "--scope", "admin", "--expires-in", "soon"), "like 90s"),
+        (("create", "--scope", "admin", "--expires-in", "5"), "like 90s"),
         (("create", "--scope", "admin", "server.prot=1"), "server.port"),
     ],
 )
@@ -142,6 +153,26 @@ def test_what_the_first_admin_key_means_is_said(run: Run) -> None:
     assert "open to everybody" in run("create", "--scope", "trainer")[2]
     assert "asks everybody for a key" in run("create", "--scope", "admin")[2]
     assert "everybody" not in run("create", "--scope", "admin")[2]
+
+
+def test_a_trial_that_was_never_started(run: Run, trial: RunDir) -> None:
+    err = run("create", "--scope", "admin")[2]
+    assert f"has not been started yet: {trial.path};" in err and "--trial" in err
+    assert "from now on" not in err
+    trial.create()
+    (trial.path / "config.yaml").write_text("{}")
+    trial.keys.unlink()
+    err = run("create", "--scope", "admin")[2]
+    assert "started yet" not in err and "from now on" in err
+
+
+def test_only_the_id_is_required(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["keys", "revoke"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("arguments are required: ID\n")
 
 
 def test_a_file_that_cannot_be_written(run: Run, trial: RunDir) -> None:

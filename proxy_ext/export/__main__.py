@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import os
 import re
 import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import BinaryIO
 
-from any_agent.atomic import fsync
+from any_agent.arguments import parse
 from any_agent.config import Config, load_config
 from any_agent.errors import AnyAgentError, ConfigError, StartupError, Unprocessable
 from any_agent.export_cli import add_export_arguments
 from any_agent.rundir import RunDir
 from proxy_ext.archive.records import read_record
+from proxy_ext.export.output import Out, output
 from proxy_ext.export.reading import Found, Wanted, read_rank
 from proxy_ext.export.styles import rows
 
@@ -42,7 +39,7 @@ class Export:
         self._told = time.monotonic()
         self.sessions = self.archived = self.lines = self.problems = 0
 
-    def run(self, out: BinaryIO) -> None:
+    def run(self, out: Out) -> None:
         """Write everything that can be read."""
         for found in self._found():
             try:
@@ -93,17 +90,15 @@ class Export:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="any-agent export")
     add_export_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = parse(parser, None)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Sessions that took long lie in files that all reach to the same place in the order.
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         export = Export(arguments)
-        with _output(arguments.out) as out:
+        with output(arguments.out) as out:
             export.run(out)
     except BrokenPipeError:
-        # Python would try to write the rest at its end, and say that it could not.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _READER_LEFT
     except (ConfigError, StartupError) as error:
         print(f"error: {error.message}", file=sys.stderr)
@@ -120,27 +115,6 @@ def main() -> int:
         said += f"; {export.problems} problems, see above"
     print(said, file=sys.stderr)
     return 1 if export.problems else 0
-
-
-@contextmanager
-def _output(name: str) -> Iterator[BinaryIO]:
-    """Standard output, or a file that is there when it is whole."""
-    with ExitStack() as stack:
-        if name == "-":
-            yield sys.stdout.buffer
-            sys.stdout.buffer.flush()
-            return
-        target = Path(name)
-        if target.exists() and not target.is_file():
-            # A pipe or a device is written to, not replaced.
-            yield stack.enter_context(open(target, "wb"))
-            return
-        partial = target.with_name(f".partial-{target.name}")
-        stack.callback(partial.unlink, missing_ok=True)
-        with open(partial, "wb") as file:
-            yield file
-        fsync(partial)
-        partial.replace(target)
 
 
 def _config(arguments: argparse.Namespace) -> Config:

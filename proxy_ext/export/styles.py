@@ -14,6 +14,8 @@ from proxy_ext.archive.records import Record
 def rows(record: Record, style: str, discount: float) -> Iterator[bytes]:
     """Lines of one of the styles, a row each.
 
+    The reward of each is null if nobody gave the session any: not that of one that was worth 0.
+
     Raises:
         Unprocessable: for `concat`, a path of it is no exact token sequence.
     """
@@ -22,6 +24,9 @@ def rows(record: Record, style: str, discount: float) -> Iterator[bytes]:
     rewards = propagate_rewards(
         record.interactions, discount=discount, final_reward=session["final_reward"]
     )
+    rewarded = session["final_reward"] is not None or any(
+        call.reward is not None for call in record.interactions
+    )
     said = {name: session[name] for name in ("group_id", "task_id", "state", "step")}
     if style == "messages":
         found = _messages(tree, rewards)
@@ -29,6 +34,8 @@ def rows(record: Record, style: str, discount: float) -> Iterator[bytes]:
         found = {id: row_to_json(row) for id, row in export_rows(tree, rewards, style).items()}
     for id, row in found.items():
         line = {"session_id": session["id"], "interaction_id": id, **said, **row}
+        if not rewarded:
+            line["reward" if style == "messages" else "rewards"] = None
         yield json.dumps(line).encode() + b"\n"
 
 

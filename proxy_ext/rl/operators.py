@@ -69,6 +69,7 @@ def _line(each: NumberedRow) -> SessionLine:
         group_id=public_id(row.group_id) if row.group_id else None,
         tenant=row.tenant,
         interactions=each.interactions,
+        rewards_given=None if row.content == "archived" else each.rewards_given,
         final_reward=row.final_reward,
         reason=row.reason,
         step=row.step,

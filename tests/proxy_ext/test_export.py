@@ -260,7 +260,6 @@ async def test_a_file_is_there_when_it_is_whole(rank: Rank, tmp_path: Path) -> N
     assert (done.code, done.lines) == (0, [])
     assert len(out.read_text().splitlines()) == 5
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
-    assert export(tmp_path, "--out", str(tmp_path / "no" / "out")).code == 1
     # What is no file is written to, and stays what it is.
     out = tmp_path / "link"
     out.symlink_to("/dev/stdout")
@@ -305,6 +304,19 @@ def leave(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", script], capture_output=True, timeout=60)
     assert done.returncode == 141, done.stderr
     assert b"Traceback" not in done.stderr and b"Error" not in done.stderr
+
+
+@pytest.mark.parametrize("style", ["individual", "concat", "messages"])
+async def test_no_reward_is_not_a_reward_of_0(start: Start, tmp_path: Path, style: str) -> None:
+    proxy = await start("user=u", "experiment=e", "trial=t")
+    keys = [(await proxy.open(mode="eval", task_id=str(k)))["api_key"] for k in range(3)]
+    for key in keys:
+        await proxy.complete(key)
+    await proxy.post("/rl/v1/set_reward", {"reward": 0}, keys[1])
+    await proxy.post("/rl/v1/finalize", {"final_reward": 0}, keys[2])
+    field = "reward" if style == "messages" else "rewards"
+    found = {line["task_id"]: line[field] for line in export(tmp_path, "--style", style).lines}
+    assert found == {"0": None, "1": 0.0, "2": 0.0}
 
 
 async def test_styles(start: Start, tmp_path: Path) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from datetime import datetime
 from typing import Any, NamedTuple
 
 import pytest
 
 from any_agent.sessions_cli import _age, _plain
+from tests.proxy_ext.archive_lab import archive_now
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy
 
@@ -45,13 +49,13 @@ async def test_a_table(proxy: Proxy) -> None:
     said = await sessions(proxy, "list")
     assert said.code == 0
     head, first, second = said.out.splitlines()
-    assert head.split() == ["SESSION", "STATE", "MODE", "CALLS", "REWARD", "STEP", "AGE", "GROUP",
-                            "OR", "TASK", "NOTE"]  # fmt: skip
+    assert head.split() == ["SESSION", "STATE", "MODE", "CALLS", "REWARDS", "FINAL", "STEP",
+                            "AGE", "GROUP", "OR", "TASK", "NOTE"]  # fmt: skip
     assert first.split()[:4] == [gone, "aborted", "eval", "0"]
     # Nothing of it moves the cursor.
     assert first.endswith("red \ufffd[31m\ufffd") and "\x1b" not in said.out
-    assert second.split() == [done, "finalized", "train", "1", "0.25", "-", second.split()[6],
-                              "math"]  # fmt: skip
+    assert second.split() == [done, "finalized", "train", "1", "1", "0.25", "-",
+                              second.split()[7], "math"]  # fmt: skip
     said = await sessions(proxy, "list", "--json", "--state", "aborted")
     assert [json.loads(line)["session_id"] for line in said.out.splitlines()] == [gone]
     said = await sessions(proxy, "list", "--limit", "1", "--json")
@@ -60,6 +64,34 @@ async def test_a_table(proxy: Proxy) -> None:
     assert (said.code, said.out, said.err) == (0, "", "no sessions\n")
     said = await sessions(proxy, "list", "--state", "odd")
     assert said.code == 2 and "--state" in said.err
+
+
+async def test_rewards_of_calls_are_counted(proxy: Proxy) -> None:
+    session = await proxy.open(task_id="t", group_size=1)
+    key, none = session["api_key"], (await proxy.open(mode="eval"))["session_id"]
+    first, second = [await proxy.complete(key) for _ in range(2)]
+    for answer in (first, second, second):
+        body = {"reward": 0, "completion_id": answer["id"]}
+        await proxy.post("/rl/v1/set_reward", body, key)
+    _, unrewarded, rewarded = (await sessions(proxy, "list")).out.splitlines()
+    assert unrewarded.split()[:6] == [none, "open", "eval", "0", "-", "-"]
+    assert rewarded.split()[3:6] == ["2", "3", "-"]
+    await proxy.post("/rl/v1/finalize", {"final_reward": 0.5}, key)
+    rewarded = (await sessions(proxy, "list")).out.splitlines()[2]
+    assert rewarded.split()[3:6] == ["2", "4", "0.5"]
+    await sessions(proxy, "abort", none)
+    await archive_now(proxy)
+    _, archived, _ = (await sessions(proxy, "list")).out.splitlines()
+    assert archived.split()[3:6] == ["?", "?", "-"]
+
+
+@pytest.mark.parametrize("command", ["abort", "veto"])
+async def test_a_reason_that_is_too_long(proxy: Proxy, command: str) -> None:
+    id = (await proxy.open())["session_id"]
+    said = await sessions(proxy, command, id, "--reason", "x" * 201)
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith("error: --reason: ") and "200 characters" in said.err
+    assert json.loads((await sessions(proxy, "show", "--json", id)).out)["state"] == "open"
 
 
 async def test_all_of_many(proxy: Proxy) -> None:
@@ -80,7 +112,12 @@ async def test_show(proxy: Proxy) -> None:
     shown = dict(line.split(None, 1) for line in said.out.splitlines())
     assert (shown["session_id:"], shown["state:"], shown["task_id:"]) == (id, "open", "t")
     assert shown["reward:"].startswith(f"1 (right) for {answer['id']}, by ")
-    said = await sessions(proxy, "show", id, "--json")
+    dates = re.findall(r"\d{4}-\d\d-\d\d.*", said.out)
+    assert len(dates) == 2
+    for date in dates:
+        at = datetime.strptime(date, "%Y-%m-%dT%H:%M:%S%z")
+        assert abs(time.time() - at.timestamp()) < 300, "whatever the zone here is"
+    said = await sessions(proxy, "show", "--json", id)
     assert json.loads(said.out)["session_id"] == id
     said = await sessions(proxy, "show", "ses-0-none", id)
     assert said.code == 1 and "there is no session" in said.err and id in said.out
@@ -108,8 +145,10 @@ async def test_keys(start: Start) -> None:
         assert (await sessions(proxy, "list", **environ)).code == 0
     assert (await sessions(proxy, "list", "--key", key)).code == 0
     for environ in ({}, {"ANY_AGENT_KEY": "wrong-admin-key-x"}):
-        said = await sessions(proxy, "list", **environ)
-        assert said.code == 1 and "key" in said.err
+        for command in (("list",), ("show", "ses-0-x", "ses-0-y")):
+            said = await sessions(proxy, *command, **environ)
+            assert said.code == 1 and said.err.count("\n") == 1
+            assert "give one with --key or in ANY_AGENT_KEY" in said.err
         assert key not in said.out + said.err and "wrong" not in said.err
 
 
@@ -119,6 +158,27 @@ async def test_nobody_there() -> None:
 
     said = await sessions(Nowhere(), "list")  # type: ignore[arg-type]
     assert said.code == 1 and "is it running?" in said.err
+
+
+@pytest.mark.parametrize(
+    "url", ["foo", "127.0.0.1:8000", "localhost:8000", "ftp://127.0.0.1", "http://a:b"]
+)
+async def test_a_url_that_is_none(url: str) -> None:
+    class Odd:
+        pass
+
+    odd = Odd()
+    odd.url = url  # type: ignore[attr-defined]
+    said = await sessions(odd, "list")  # type: ignore[arg-type]
+    assert said.code == 2 and "http://" in said.err and "running" not in said.err
+
+
+async def test_a_limit_below_none() -> None:
+    class Nowhere:
+        url = "http://127.0.0.1:9"
+
+    said = await sessions(Nowhere(), "list", "--limit", "-1")  # type: ignore[arg-type]
+    assert said.code == 2 and "from 0 (0: all)" in said.err
 
 
 @pytest.mark.parametrize(
