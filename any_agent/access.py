@@ -86,6 +86,13 @@ def require_key(config: Config, host: str) -> None:
         )
 
 
+def is_open(config: Config) -> bool:
+    """Whether a service that starts now is open to everybody on its machine."""
+    server = config.server
+    closed = server.admin_key is not None or server.host not in LOOPBACK
+    return not closed and not read_keys(run_dir_of(config).keys).wants_admin
+
+
 class Access:
     """The keys of one run: the configured one, the kept ones, and those that are derived."""
 
@@ -110,6 +117,10 @@ class Access:
         if not self._closed and self._kept.get().wants_admin:
             self._closed = True
         return not self._closed
+
+    def look(self) -> None:
+        """Look for changes of `keys.json`: what is wrong with it is told, also if nobody asks."""
+        self._kept.get()
 
     def caller(self, bearer: str) -> Caller:
         """Who holds this key, "" for none; Unauthenticated for one that is not valid here."""

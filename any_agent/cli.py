@@ -190,8 +190,27 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
         options = replace(options, weights=_served_weights(config))
     with Node(config, options) as node:
         print(f"any-agent server listening at {node.url}", flush=True)
+        options.say(_who_may(config))
         node.watch(until_trained=not stay)
     return 0
+
+
+def _who_may(config: Config) -> str:
+    """Whether the service asks for keys, in one line."""
+    from shlex import quote
+
+    from any_agent.access import is_open
+
+    if not is_open(config):
+        return "keys      asked for: the service is closed to whoever has none"
+    default = type(config)()
+    names = ("root", "user", "experiment", "trial")
+    other = [name for name in names if getattr(config, name) != getattr(default, name)]
+    trial = "".join(f" {name}={quote(str(getattr(config, name)))}" for name in other)
+    return (
+        "keys      none asked for: without an admin key whoever reaches this machine's loopback "
+        f"is the operator; `any-agent keys create --scope admin{trial}` ends that"
+    )
 
 
 def _served_weights(config: Config) -> SavedWeights | None:

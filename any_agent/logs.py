@@ -146,6 +146,8 @@ def set_up_logging(
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in ("httpx", "httpcore", "urllib3", "transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # It tells each of its retries, and twice; what they came to is told by whoever asked.
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread

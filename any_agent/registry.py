@@ -58,6 +58,8 @@ class Entry(BaseModel):
     version: int = 0
     """The weight version that the rank serves."""
     load: Load = Load()
+    store_full: bool = False
+    """The rank's journal has no room: it can be read, and takes nothing."""
 
 
 def rank_name(rank: int) -> str:
@@ -112,6 +114,10 @@ class Registry:
         """The last good copy, whether or not its writer still lives."""
         seen = self._seen.get(name)
         return seen.entry if seen is not None else None
+
+    def entries(self) -> list[Entry]:
+        """All of them, as :meth:`get` gives each."""
+        return [seen.entry for seen in self._seen.values() if seen.entry is not None]
 
     def heard(self, name: str) -> float:
         """When a write of this part was last noticed, in monotonic seconds; 0.0 for never."""

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from any_agent.chat import ChatFormat
 from any_agent.config import Config
-from any_agent.errors import AnyAgentError, InvalidRequest, NotFound
+from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, ServiceUnavailable
 from any_agent.metrics import CONTENT_TYPE
 from any_agent.types import SessionMode, SessionState
 from proxy_ext import litellm_shim, rl, scopes
@@ -141,8 +141,14 @@ def _add_health_routes(app: FastAPI) -> None:
 
     @app.get("/readyz")
     async def readyz(request: Request) -> Readiness:
-        """The engine answers too; 503 otherwise."""
+        """The engine answers too, and the store takes writes; 503 otherwise."""
         service = service_of(request)
+        if service.journal.stats.full:
+            raise ServiceUnavailable(
+                "the journal's disk is full: calls are answered with 507 until there is space",
+                code="store_full",
+                retry_after=10,
+            )
         await service.engine.info()
         return Readiness(version=service.run.version)
 

@@ -42,6 +42,7 @@ def entry_of(service: Service, *, url: str, boot_id: str) -> Entry:
             waiting=service.sessions.admission.waiting,
             calls=len(service.calls),
         ),
+        store_full=service.journal.stats.full,
     )
 
 

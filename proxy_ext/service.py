@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from any_agent.access import Access
 from any_agent.audit import AuditLog
@@ -24,7 +26,7 @@ from proxy_ext.auth import Auth
 from proxy_ext.calls.calls import Calls
 from proxy_ext.calls.inflight import most_calls
 from proxy_ext.idempotency import Answers
-from proxy_ext.journal import Journal, SQLiteJournal
+from proxy_ext.journal import Journal, PutMeta, SQLiteJournal
 from proxy_ext.leases.fence import Fence
 from proxy_ext.leases.leases import Leases
 from proxy_ext.opening.closing import close_groups
@@ -43,6 +45,8 @@ log = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 1.0
 _ASK_EVERY = 0.25
+_ROOM = 1 << 20
+"""Bytes; a full disk is written to again when it has as many. Less is gone at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +198,7 @@ async def open_service(
             audit=audit,
             answers=Answers(journal, signer),
         )
-        sweeper = asyncio.create_task(_sweep(service))
+        sweeper = asyncio.create_task(_sweep(service, run_dir.journal(rank).parent))
         archiver = asyncio.create_task(archive.run())
         try:
             yield service
@@ -236,11 +240,23 @@ async def _context_length(engine: SGLangEngine, wait: float) -> int:
         await asyncio.sleep(_ASK_EVERY)
 
 
-async def _sweep(service: Service) -> None:
-    """Expire sessions, groups and leases."""
+async def _look_for_room(journal: Journal, folder: Path) -> None:
+    """Whether a full disk takes writes again: who is sent away by `/readyz` does not write."""
+    if not journal.stats.full:
+        return
+    disk = await asyncio.to_thread(os.statvfs, folder)
+    if disk.f_bavail * disk.f_frsize >= _ROOM:
+        with suppress(StoreUnavailable):
+            await journal.commit(PutMeta("room", time.time()))
+
+
+async def _sweep(service: Service, folder: Path) -> None:
+    """Expire sessions, groups and leases, and notice what nobody asks about."""
     while True:
         await asyncio.sleep(_SWEEP_SECONDS)
         try:
+            service.auth.access.look()
+            await _look_for_room(service.journal, folder)
             await service.expiry.sweep()
             await close_groups(service.sessions, service.expiry)
             await service.leases.expire()

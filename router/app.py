@@ -214,10 +214,23 @@ class Router:
         return {"state": state, "version": entry.version, "load": entry.load.model_dump()}
 
     async def _readyz(self, request: web.BaseRequest, _: Body) -> web.StreamResponse:
-        """Some rank can be reached; 503 otherwise."""
-        if not self.ranks.live:
+        """Some rank can be reached and takes writes; 503 otherwise."""
+        live = self.ranks.live
+        if not live:
             raise ServiceUnavailable("no rank of the service is up", retry_after=2)
-        return await self.replies.json(request, {"status": "ready", "ranks": self.ranks.live})
+        ready = [rank for rank in live if not self._is_full(rank)]
+        if not ready:
+            raise ServiceUnavailable(
+                "the disk of the ranks' journals is full: calls are answered with 507 until "
+                "there is space",
+                code="store_full",
+                retry_after=10,
+            )
+        return await self.replies.json(request, {"status": "ready", "ranks": ready})
+
+    def _is_full(self, rank: int) -> bool:
+        entry = self.ranks.entry(rank)
+        return entry is not None and entry.store_full
 
 
 class _Connection(web.RequestHandler):
@@ -295,7 +308,12 @@ async def running_router(
         await web.SockSite(runner, listener, backlog=2048).start()
         entry = Entry(name="router", boot_id=secrets.token_hex(8), url=public_url, pid=os.getpid())
         last = entry.model_copy(update={"state": "stopping"})
-        presence = Presence(run_dir.registry, lambda: last if router.draining else entry)
+
+        def now() -> Entry:
+            access.look()
+            return last if router.draining else entry
+
+        presence = Presence(run_dir.registry, now)
         await presence.begin()
         stack.push_async_callback(presence.end)
         yield router

@@ -26,11 +26,12 @@ import yaml
 from any_agent.access import require_key
 from any_agent.atomic import write_whole
 from any_agent.config import SECRET_VARIABLES, Config
-from any_agent.errors import ConfigError
+from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.address import answers, from_here, reachable
 from any_agent.launcher.part import Part
 from any_agent.launcher.process import Process
 from any_agent.launcher.progress import Progress
+from any_agent.launcher.room import Room
 from any_agent.launcher.silence import Silence
 from any_agent.launcher.stopping import Terminated, drain, stop
 from any_agent.launcher.trial import Weights, latest_weights, newest_weights, trial_dir
@@ -71,6 +72,7 @@ class Node:
         self.parts: dict[str, Part] = {}
         """By name, in the order of starting; each tells its state and process id."""
         self._silence = Silence(self.dir.registry, self.parts)
+        self._room = Room(self.dir.registry, self.options.say)
         self._stack = ExitStack()
         self._lock: int | None = None
         self._public: socket.socket
@@ -79,8 +81,8 @@ class Node:
     def __enter__(self) -> Self:
         try:
             self._start()
-        except BaseException:
-            self.stop()
+        except BaseException as error:
+            self._end(error, drains=False)
             raise
         return self
 
@@ -90,12 +92,26 @@ class Node:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._end(error, drains=isinstance(error, Terminated))
+
+    def _end(self, error: BaseException | None, *, drains: bool) -> None:
+        """End every process, and tell whoever asked for it what becomes of calls."""
+        asked = isinstance(error, Terminated | KeyboardInterrupt)
+        say = self.options.say if asked else lambda _: None
+        cut = False
         try:
-            if isinstance(error, Terminated):
-                self.options.say("service   stops; what is under way ends first")
-                drain(self.parts, self._refuse_connections, self.config.server.drain_timeout)
+            if drains:
+                within = self.config.server.drain_timeout
+                say(
+                    "service   draining: new work is refused, what is under way has "
+                    f"{within:g} s to end"
+                )
+                cut = not drain(self.parts, self._refuse_connections, within)
+            else:
+                say("service   stopping: calls under way are cut off")
         finally:
             self.stop()
+        say(f"service   stopped{'; what had not ended was cut off' if cut else ''}")
 
     def stop(self) -> None:
         """End every process within seconds, for certain."""
@@ -135,6 +151,7 @@ class Node:
         for part in self.parts.values():
             part.check()
         self._silence.look()
+        self._room.look()
         trainer = self.parts.get("trainer")
         return trainer is not None and trainer.finished
 
@@ -143,16 +160,13 @@ class Node:
     def _start(self) -> None:
         self._check_model()
         require_key(self.config, self.config.server.host)
-        self.dir.create()
-        self._lock = self._stack.enter_context(self.dir.lock())
-        for left in self.dir.registry.iterdir():
-            left.unlink()
+        settings = yaml.safe_dump(self.config.dump(), sort_keys=False)
+        self._take_folder(settings)
         server = self.config.server
         self._public = self._stack.enter_context(reserve(server.host, server.port))
         self.url = server.public_url or url_of(reachable(server.host), _port(self._public))
-        settings = yaml.safe_dump(self.config.dump(), sort_keys=False)
-        write_whole(self._settings, settings)
         self.options.say(f"run       {self.dir.path}")
+        self._tell_if_trained()
         engines = self._start_engines()
         self._start_proxies(engines)
         self._start_router()
@@ -160,6 +174,27 @@ class Node:
             # Only now: a start that failed must not bind the trial to a mistyped model.
             write_whole(self.dir.path / "config.yaml", settings)
             self._start_trainer()
+
+    def _take_folder(self, settings: str) -> None:
+        """Make the trial's folder this service's; StartupError where that cannot be."""
+        try:
+            self.dir.create()
+            self._lock = self._stack.enter_context(self.dir.lock())
+            for left in self.dir.registry.iterdir():
+                left.unlink()
+            write_whole(self._settings, settings)
+        except OSError as error:
+            raise StartupError(
+                f"cannot write in {self.dir.path}: {error.strerror}; choose another root"
+            ) from None
+
+    def _tell_if_trained(self) -> None:
+        saved = latest_weights(self.config)
+        if saved is not None and saved.step >= self.config.train.steps:
+            self.options.say(
+                f"run       its {self.config.train.steps} steps are done: train sessions are "
+                f"refused; checkpoint {saved.path}"
+            )
 
     def _start_engines(self) -> Sequence[str]:
         """Their URLs; they are ready."""

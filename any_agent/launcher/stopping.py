@@ -43,12 +43,13 @@ def stop(parts: Mapping[str, Part], close: Callable[[], None]) -> None:
         _stop(parts.values(), 0.25 * STOP_GRACE)
 
 
-def drain(parts: Mapping[str, Part], close: Callable[[], None], within: float) -> None:
+def drain(parts: Mapping[str, Part], close: Callable[[], None], within: float) -> bool:
     """Let what is under way end, up to ``within`` seconds; SIGTERM or Ctrl-C ends the wait.
 
     The router refuses new work from now on, while the trainer ends its step and keeps a checkpoint,
     for which it needs the proxies. These are told later, and answer long polls then. Afterwards
-    :func:`stop` ends what is left.
+    :func:`stop` ends what is left. Whether requests ended by themselves: a router or a proxy that
+    ends at its own time limit has cut some off.
     """
     with _hastened() as hurry:
         now = time.monotonic()
@@ -61,6 +62,7 @@ def drain(parts: Mapping[str, Part], close: Callable[[], None], within: float) -
         for part in proxies:
             part.ask_to_drain()
         _wait([*front, *proxies], now + within, hurry)
+        return not hurry.is_set() and time.monotonic() < now + within
 
 
 def _trainer(parts: Mapping[str, Part]) -> list[Part]:

@@ -150,6 +150,8 @@ async def check_reads(proxy: Proxy, agents: list[Agent]) -> None:
         assert info["interactions"] == len(agent.acknowledged)
         assert info["rewards"] == agent.rewards
     assert (await proxy.http.get("/healthz")).status_code == 200
+    ready = await proxy.http.get("/readyz")
+    assert (ready.status_code, ready.json()["error"]["code"]) == (503, "store_full")
     assert "any_agent_journal_full 1" in (await proxy.http.get("/metrics")).text.replace(
         '{rank="0"}', ""
     )

@@ -177,6 +177,13 @@ def test_a_run_directory_in_use(tmp_path: Path, tiny_model_dir: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_root_that_cannot_be_written(tmp_path: Path, tiny_model_dir: Path) -> None:
+    done = run_cli("serve", "--model", str(tiny_model_dir), "root=/proc/x", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: cannot write in /proc/x/")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_config_prints_what_would_be_used(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text("train: {steps: 7, lr: 1e-3}\nexperiment: mine\n")
     done = run_cli(

@@ -35,6 +35,8 @@ def test_at_sigterm_the_router_and_the_trainer_are_told_first_and_engines_last(l
     assert set(ended[2:4]) == {"rank-0", "rank-1"}
     assert set(ended[4:]) == {"engine"}
     assert {codes(lab)[name] for name in ended[:4]} == {DRAINED}
+    assert lab.said[-2].startswith("service   draining: new work is refused")
+    assert lab.said[-1] == "service   stopped"
 
 
 def test_the_program_has_ended_well(lab: Lab) -> None:
@@ -49,6 +51,7 @@ def test_an_interrupt_drains_nothing(lab: Lab) -> None:
         all_started(lab, node)
         raise KeyboardInterrupt
     assert {codes(lab)[name] for name in ("router", "rank-0", "rank-1")} == {AT_ONCE}
+    assert lab.said[-2:] == ["service   stopping: calls under way are cut off", "service   stopped"]
 
 
 def test_what_does_not_end_is_awaited_for_so_long(lab: Lab) -> None:
@@ -58,6 +61,7 @@ def test_what_does_not_end_is_awaited_for_so_long(lab: Lab) -> None:
         began = time.monotonic()
         terminate(signal.SIGTERM, None)
     assert time.monotonic() - began >= 0.5
+    assert lab.said[-1] == "service   stopped; what had not ended was cut off"
     assert lab.names("drains") == ["rank-1"]
     assert codes(lab)["rank-0"] == DRAINED
     assert codes(lab)["rank-1"] == AT_ONCE

@@ -325,6 +325,18 @@ async def test_without_ranks_it_lives_and_is_not_ready(lab: Lab) -> None:
     assert response.headers["retry-after"]
 
 
+async def test_ranks_without_room_are_not_ready(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    full: set[int] = set()
+    monkeypatch.setattr(pair.router, "_is_full", lambda rank: rank in full)
+    full.add(0)
+    assert (await pair.get("/readyz")).json()["ranks"] == [1]
+    full.add(1)
+    response = await pair.get("/readyz")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "store_full"
+    assert response.headers["retry-after"]
+
+
 async def test_it_writes_its_own_entry(lab: Lab) -> None:
     path = lab.registry / "router.json"
     entry = Entry.model_validate_json(path.read_bytes())
