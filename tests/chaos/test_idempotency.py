@@ -33,7 +33,7 @@ from tests.proxy_ext.proxy_lab import Proxy, config_for, running_proxy
 from tests.router.router_lab import serving
 
 EQUAL = 100
-LIMIT = 120.0
+LIMIT = 600.0
 
 
 # -- one proxy, each route ---------------------------------------------------------------------
