@@ -258,10 +258,12 @@ async def test_a_finished_session_is_sealed(proxy: Proxy, engine: ScriptedEngine
             await proxy.post("/rl/v1/set_reward", {"reward": 5}, key),
             await proxy.post("/rl/v1/set_reward", {"final_reward": 5}, key),
             await proxy.post("/rl/v1/finalize", {"final_reward": 5}, key),
-            await proxy.post(f"/rl/v1/sessions/{session['session_id']}/abort", {}, key),
         ):
             error = refusal(response, 410, "session_closed", "start a new session")
             assert error["state"] == ("leased" if mode == "train" else "evaluated")
+        aborted = await proxy.post(f"/rl/v1/sessions/{session['session_id']}/abort", {}, key)
+        advice = "cannot be taken out" if mode == "train" else "nothing to abort"
+        refusal(aborted, 410, "session_closed", advice)
         assert len(engine.requests) == before
         (interaction,) = await proxy.recorded(session["session_id"])
         assert interaction.reward is None
