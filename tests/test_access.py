@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.access import ANYONE, NOBODY, Access, Scope, authorize, require_key, signer_of
+from any_agent.cli import _who_may
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, Forbidden, StartupError, Unauthenticated
 from any_agent.keys import KeySigner
@@ -182,3 +183,24 @@ def test_without_a_scope_nothing_is_allowed() -> None:
         authorize({Scope.ADMIN, Scope.TRAINER}, NOBODY)
     with pytest.raises(Forbidden, match="scope admin cannot"):
         authorize({Scope.TRAINER}, ANYONE)
+
+
+def test_damaged_keys_are_told_though_nobody_uses_one(
+    configured: Callable[..., Config], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A closed service whose agents have session keys never asks for the kept ones."""
+    config = configured("server.admin_key=operator-secret")
+    create_key(trial_dir(config).keys, "admin")
+    access = Access(config)
+    trial_dir(config).keys.write_text("{broken")
+    for _ in range(3):
+        access.look()
+    assert len([r for r in caplog.records if "goes on as it was" in r.getMessage()]) == 1
+
+
+def test_what_a_start_says_of_keys(configured: Callable[..., Config]) -> None:
+    assert "closed" in _who_may(configured("server.admin_key=operator-secret"))
+    config = configured("trial=second")
+    assert "is the operator" in _who_may(config) and "trial=second" in _who_may(config)
+    create_key(trial_dir(config).keys, "admin")
+    assert "closed" in _who_may(config)
