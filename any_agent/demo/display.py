@@ -53,7 +53,12 @@ class Screen:
         )
 
     def __enter__(self) -> Self:
-        self._live.start(refresh=True)
+        try:
+            self._live.start(refresh=True)
+        except BaseException:
+            # Ctrl-C during the first frame: nobody else would show the cursor again.
+            self._live.stop()
+            raise
         return self
 
     def __exit__(

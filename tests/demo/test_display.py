@@ -139,3 +139,18 @@ def test_after_a_failure_the_last_frame_stays(error: type[BaseException]) -> Non
 def test_a_restart_is_seen_though_the_part_is_ready_again() -> None:
     state = replace(fresh(1), parts=(Part("trainer", "ready", 1),), history=(step(1),))
     assert row(shown(frame(state, 80)), "trainer") == "ready (restarted once)"
+
+
+def test_an_interrupt_of_the_first_frame_leaves_the_cursor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = io.StringIO()
+    screen = Screen(fresh, Console(file=out, force_terminal=True, width=80, height=40))
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(screen, "_look", interrupted)
+    with pytest.raises(KeyboardInterrupt), screen:
+        pass
+    assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")

@@ -17,7 +17,7 @@ from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher import Node, silence
 from any_agent.launcher.node import check_model
 from any_agent.launcher.process import Process
-from any_agent.launcher.trial import Weights, trial_dir
+from any_agent.launcher.trial import SavedWeights, Weights, trial_dir
 from any_agent.ports import listen
 from any_agent.registry import Entry, publish
 from tests.launcher.children import is_alive, until
@@ -178,6 +178,15 @@ def test_a_finished_trainer_is_left_alone(lab: Lab) -> None:
         kill_and_wait(node, "rank-0")
         assert node.check()
     assert f"trainer   done; checkpoints in {node.dir.checkpoints}" in lab.said
+
+
+def test_a_run_that_is_trained_says_so(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = SavedWeights(lab.home / "step-00000005", 7, 5)
+    monkeypatch.setattr("any_agent.launcher.node.latest_weights", lambda _: saved)
+    line = f"run       its 5 steps are done: train sessions are refused; checkpoint {saved.path}"
+    for steps, said in ((6, False), (5, True)):
+        with lab.node("server.ranks=1", f"train.steps={steps}"):
+            assert (line in lab.said) is said
 
 
 @pytest.mark.parametrize(("code", "kind"), [(1, StartupError), (2, ConfigError)])
