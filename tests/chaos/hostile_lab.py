@@ -195,6 +195,8 @@ class Wire:
                 return
             if not await self.send(part):
                 return
+            # What the other side takes at once never makes us wait, and its answer is to be read.
+            await asyncio.sleep(0)
 
     async def reply(self) -> Reply:
         """The next answer."""

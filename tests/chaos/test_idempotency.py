@@ -324,11 +324,12 @@ class Cluster:
     root: Path
     engine: ScriptedEngine
     kills: int = 0
+    enough: bool = False
 
     async def killing(self, every: float, seed: int) -> None:
-        """Kill a rank again and again, and start it at once."""
+        """Kill a rank again and again, and start it at once, until it is `enough`."""
         rng = random.Random(seed)
-        while True:
+        while not self.enough:
             await asyncio.sleep(rng.uniform(0.5, 1.5) * every)
             await self.kill(rng.choice(self.ranks))
 
@@ -429,8 +430,9 @@ async def test_an_open_is_done_once_over_both_ranks_while_they_are_killed(
                     insist(http, "/rl/v1/start_session", body, f"key-{k}") for _ in range(EQUAL)
                 ]
                 answers.append(await asyncio.gather(*asked))
-            killing.cancel()
-            await asyncio.gather(killing, return_exceptions=True)
+            # Not cancelled: a rank must not stay dead between its kill and its start.
+            cluster.enough = True
+            await killing
             # What was answered before all this is still what is answered.
             last = await insist(
                 http, "/rl/v1/start_session", {"mode": "eval", "metadata": {"k": 0}}, "key-0"
@@ -545,8 +547,8 @@ async def test_a_call_that_is_repeated_over_kills_is_recorded_once(
         talks = Talks(cluster)
         killing = asyncio.create_task(cluster.killing(0.3, seed=11))
         await asyncio.gather(*(talks.agent(k, turns, seconds=30) for k in range(agents)))
-        killing.cancel()
-        await asyncio.gather(killing, return_exceptions=True)
+        cluster.enough = True
+        await killing
         for rank in cluster.ranks:
             rank.close()
         recorded = await talks.recorded()
