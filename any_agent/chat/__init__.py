@@ -5,9 +5,9 @@ from __future__ import annotations
 from any_agent.chat.format import ChatFormat
 from any_agent.chat.keys import chain_keys, normalise
 from any_agent.chat.load import load_chat_format
-from any_agent.chat.machine import MessageDelta, ParsedMessage
 from any_agent.chat.messages import text_of, validate_messages, validate_tools
-from any_agent.chat.stream import StreamParser
+from any_agent.chat.output.machine import MessageDelta, ParsedMessage
+from any_agent.chat.output.stream import StreamParser
 
 __all__ = [
     "ChatFormat",

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from any_agent.chat.bridge import derive_bridge
-from any_agent.chat.detokenise import detokeniser_factory
-from any_agent.chat.machine import (
+from any_agent.chat.messages import validate_messages, validate_tools
+from any_agent.chat.output.detokenise import detokeniser_factory
+from any_agent.chat.output.machine import (
     THINK_CLOSE,
     THINK_OPEN,
     TOOL_CLOSE,
@@ -16,10 +17,9 @@ from any_agent.chat.machine import (
     OutputMachine,
     ParsedMessage,
 )
-from any_agent.chat.messages import validate_messages, validate_tools
-from any_agent.chat.stops import Piece
-from any_agent.chat.stream import BufferedParser, IncrementalParser, Markers, StreamParser
-from any_agent.chat.toolcalls import (
+from any_agent.chat.output.stops import Piece
+from any_agent.chat.output.stream import BufferedParser, IncrementalParser, Markers, StreamParser
+from any_agent.chat.output.toolcalls import (
     CallIds,
     ReadCall,
     as_call,

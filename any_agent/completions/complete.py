@@ -8,8 +8,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, chain_keys, text_of
+from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, chain_keys
 from any_agent.completions.params import ChatCall
+from any_agent.completions.prompt import find_prompt, require_plausible
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable, VersionGone
 from any_agent.record import InteractionTree, lacks_texts
@@ -43,20 +44,6 @@ class Prepared:
     key: bytes
     """Chain key over the request's messages and tools."""
     created_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """A prompt's ids, and what of them the parent has already."""
-
-    ids: list[int]
-    inherited: int = 0
-    """Leading ids that are the parent's prompt and output."""
-    parent_id: str | None = None
-    covered: int = 0
-    """Leading messages that the parent has."""
-    continuation: Continuation = Continuation.ROOT
-    branch_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +91,9 @@ class Completer:
 
         Raises TemplateError, ContextLengthExceeded or InvalidRequest; nothing is recorded.
         """
-        self._require_plausible(call)
+        require_plausible(call, self.chat, self.context_length)
         keys = chain_keys(call.messages, call.tools)
-        prompt = self._prompt(call, keys, tree)
+        prompt = find_prompt(call, keys, tree, self.chat)
         room = self.context_length - len(prompt.ids)
         if room < 1:
             raise ContextLengthExceeded(
@@ -132,46 +119,6 @@ class Completer:
             key=keys[-1],
             created_at=time.time(),
         )
-
-    def _require_plausible(self, call: ChatCall) -> None:
-        """Refuse what cannot fit, however it is tokenised, before the cost of tokenising it."""
-        if len(call.messages) > self.context_length:
-            # Each is a token at least. Millions of empty ones would be hashed for half a minute.
-            raise ContextLengthExceeded(
-                f"this model's maximum context length is {self.context_length} tokens, but there "
-                f"are {len(call.messages)} messages; send fewer",
-                param="messages",
-            )
-        characters = sum(
-            len(text_of(message.get("content")) or "")
-            for message in call.messages
-            if isinstance(message, dict)
-        )
-        if characters > self.context_length * self.chat.longest_token:
-            raise ContextLengthExceeded(
-                f"this model's maximum context length is {self.context_length} tokens, but the "
-                f"messages are {characters} characters long; shorten them",
-                param="messages",
-            )
-
-    def _prompt(self, call: ChatCall, keys: list[bytes], tree: InteractionTree | None) -> _Prompt:
-        found = tree.find(keys, call.messages) if tree is not None else None
-        if found is None or tree is None:
-            return _Prompt(self.chat.render(call.messages, call.tools))
-        parent, covered = found
-        new = call.messages[covered:]
-        reason = "no message follows the recorded answer"
-        if new:
-            before = tree.prompt_ids(parent.id).tolist()
-            output = parent.output_ids.tolist()
-            # None unless the ids begin with all of before + output: it compares them.
-            ids = self.chat.bridge(before, output, new, call.tools)
-            if ids is not None:
-                inherited = len(before) + len(output)
-                return _Prompt(ids, inherited, parent.id, covered, Continuation.EXACT)
-            reason = "the template cannot continue the earlier ids"
-        ids = self.chat.render(call.messages, call.tools)
-        return _Prompt(ids, continuation=Continuation.BRANCH, branch_reason=reason)
 
     async def run(
         self, prepared: Prepared, *, session_id: str, stream: bool, pinned: int | None = None

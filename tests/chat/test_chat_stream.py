@@ -12,9 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage
-from any_agent.chat.detokenise import _ByteDetokeniser, _WindowDetokeniser, detokeniser_factory
-from any_agent.chat.stream import Markers
-from any_agent.chat.toolcalls import read_xml_call
+from any_agent.chat.output.detokenise import (
+    _ByteDetokeniser,
+    _WindowDetokeniser,
+    detokeniser_factory,
+)
+from any_agent.chat.output.stream import Markers
+from any_agent.chat.output.toolcalls import read_xml_call
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": "é"}}\n</tool_call>'

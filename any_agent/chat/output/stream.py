@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from any_agent.chat.detokenise import Detokeniser
-from any_agent.chat.machine import (
+from any_agent.chat.output.detokenise import Detokeniser
+from any_agent.chat.output.machine import (
     TEXT,
     THINK_CLOSE,
     THINK_OPEN,
@@ -17,7 +17,7 @@ from any_agent.chat.machine import (
     ParsedMessage,
     Trimmed,
 )
-from any_agent.chat.stops import Piece, StopFilter
+from any_agent.chat.output.stops import Piece, StopFilter
 
 _THINK_TEXT = {"<think>": THINK_OPEN, "</think>": THINK_CLOSE}
 

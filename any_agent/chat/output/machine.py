@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from any_agent.chat.stops import Piece
-from any_agent.chat.toolcalls import CallIds, openai_call
+from any_agent.chat.output.stops import Piece
+from any_agent.chat.output.toolcalls import CallIds, openai_call
 from any_agent.types import Message
 
 TEXT = "text"

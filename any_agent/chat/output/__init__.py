@@ -1,0 +1,1 @@
+"""Sampled ids to text, reasoning and tool calls, whole or while they are sampled."""
