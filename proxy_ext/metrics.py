@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeVar, get_args
 
+from any_agent.loop_lag import LOOP_LAG
 from any_agent.metrics import Exposition, Metric, Reading, Values
 from any_agent.registry import rank_name
 from any_agent.types import Continuation, SessionMode, SessionState
@@ -234,6 +235,7 @@ def _read(service: Service) -> Iterable[Reading]:
     yield PAUSE_SECONDS, service.run.pauses.seconds
     yield ENGINE_UP, not service.engine.away
     yield RESUBMISSIONS, _by_one(service.engine.resubmitted, ("update", "death"))
+    yield LOOP_LAG, {(rank_name(service.rank),): service.loop_lag}
     yield KEYS_REFUSED, _by_one(service.audit.refused)
     yield AUDIT_LOST, service.audit.dropped
     yield JOURNAL_WRITES, service.journal.stats.writes

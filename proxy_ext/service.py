@@ -18,6 +18,8 @@ from any_agent.completions import Completer
 from any_agent.config import Config
 from any_agent.engine import SGLangEngine
 from any_agent.errors import AnyAgentError, EngineUnavailable, StoreUnavailable
+from any_agent.loop_lag import new_lag, watched_loop
+from any_agent.metrics import Histogram
 from any_agent.registry import rank_name
 from any_agent.rundir import RunDir
 from any_agent.types import GenerationHyperparameters
@@ -76,6 +78,7 @@ class Service:
     auth: Auth
     audit: AuditLog
     answers: Answers
+    loop_lag: Histogram
 
     async def drain(self) -> None:
         """Begin nothing new and answer long polls; calls under way go on."""
@@ -197,11 +200,13 @@ async def open_service(
             auth=Auth(sessions, access, quotas),
             audit=audit,
             answers=Answers(journal, signer),
+            loop_lag=new_lag(),
         )
         sweeper = asyncio.create_task(_sweep(service, run_dir.journal(rank).parent))
         archiver = asyncio.create_task(archive.run())
         try:
-            yield service
+            async with watched_loop(service.loop_lag):
+                yield service
         finally:
             sweeper.cancel()
             archiver.cancel()

@@ -29,6 +29,7 @@ from any_agent.errors import (
     Unauthenticated,
 )
 from any_agent.keys import session_prefix
+from any_agent.loop_lag import new_lag, watched_loop
 from any_agent.loopback import require_local
 from any_agent.presence import Presence
 from any_agent.registry import Entry, Registry
@@ -82,6 +83,7 @@ class Router:
         self._client_timeout = server.client_timeout
         self._affinity = affinity = Affinity(access.signer, server.ranks)
         self.stats = RouterStats()
+        self.loop_lag = new_lag()
         self.ranks = ranks
         self.replies = replies = Replies(timeout=server.client_timeout)
         self.forwarder = forwarder = Forwarder(upstream, ranks, replies)
@@ -290,6 +292,7 @@ async def running_router(
         audit = AuditLog(run_dir.audit / "router.jsonl")
         stack.push_async_callback(asyncio.to_thread, audit.close)
         router = Router(config, access, audit, upstream, ranks)
+        await stack.enter_async_context(watched_loop(router.loop_lag))
         low_level = _Server(
             router.handle,
             # A client that leaves ends what was begun for it.

@@ -13,7 +13,8 @@ from any_agent.access import METRICS_SCOPES, Access, authorize
 from any_agent.audit import AuditLog
 from any_agent.errors import AnyAgentError
 from any_agent.keys import key_id
-from any_agent.metrics import CONTENT_TYPE, Exposition, Metric, Reading, Values
+from any_agent.loop_lag import LOOP_LAG
+from any_agent.metrics import CONTENT_TYPE, Exposition, Histogram, Metric, Reading, Values
 from any_agent.registry import rank_name
 from router.affinity import key_in
 from router.body import Body
@@ -77,6 +78,7 @@ class _Counted(Protocol):
     ranks: Ranks
     replies: Replies
     forwarder: Forwarder
+    loop_lag: Histogram
 
 
 class MetricsRoute:
@@ -145,6 +147,7 @@ class MetricsRoute:
         yield CUT, router.replies.cut
         yield BYTES_IN, stats.bytes_in
         yield BYTES_OUT, stats.bytes_out
+        yield LOOP_LAG, {("router",): router.loop_lag}
 
 
 def merged(texts: Iterable[str]) -> str:

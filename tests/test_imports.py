@@ -24,7 +24,7 @@ VOCABULARY: tuple[str, ...] = (
     "registry",
     "rundir",
 )
-VOCABULARY += ("atomic", "client", "logs", "loopback", "metrics", "ports", "presence")
+VOCABULARY += ("atomic", "client", "logs", "loop_lag", "loopback", "metrics", "ports", "presence")
 VOCABULARY += ("access", "arguments", "audit", "keystore", "watched")
 LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
