@@ -44,7 +44,8 @@ class GenerationHyperparameters:
     ``temperature`` 0 means greedy. ``top_k`` -1 means off. Stop strings end the output at the
     token that completes one; ``stop_token_ids`` at the token itself (kept in the output).
     With ``seed``, a signed 64-bit integer, the draw of a token depends on nothing but its
-    distribution, the seed and its position in prompt + output.
+    distribution, the seed and its position in prompt + output. What comes after it bends the
+    distribution itself, and is neutral by default.
     """
 
     max_new_tokens: int = 16_384
@@ -55,6 +56,16 @@ class GenerationHyperparameters:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest one's probability are never drawn."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits."""
+    grammar: str | None = None
+    """What the output's text must be, as JSON: ``{"json_schema": {...}}``,
+    ``{"json_object": true}`` or ``{"regex": "..."}``."""
 
     def new(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
@@ -66,9 +77,11 @@ class ModelRequest:
     """One request to an inference engine: token ids in, token ids out."""
 
     rid: str
-    input_ids: list[int]
+    input_ids: list[int] | IdArray
     gconfig: GenerationHyperparameters
     cache_salt: str | None = None
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to tell of at each position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +97,15 @@ class GenerationChunk:
     versions: list[int]
     stop_reason: StopReason | None = None
     matched_stop: str | int | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """Per token the likeliest ids and their log-probabilities, best first; None if not asked."""
 
     def __post_init__(self) -> None:
-        if not len(self.output_ids) == len(self.logprobs) == len(self.versions):
+        n = len(self.output_ids)
+        if not n == len(self.logprobs) == len(self.versions):
             raise ValueError("a chunk needs one logprob and one version per token")
+        if self.top_logprobs is not None and len(self.top_logprobs) != n:
+            raise ValueError("a chunk needs the likeliest tokens of each of its tokens, or none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,21 @@ class ChatCall:
     """What the agent asked for and the run's sampling replaced."""
     recorded: dict[str, Any] = field(default_factory=dict)
     """Harmless parameters."""
+    n: int = 1
+    """Choices."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to tell of at each position."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """For the chat template."""
+    forced_call: str | None = None
+    """The tool that must be called, "" for any; None where nothing is forced."""
+    parallel_tool_calls: bool = True
+    untrainable: str | None = None
+    """Why no answer to it can be trained on."""
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    """Of a legacy completion, which has no messages: texts, or token ids."""
+    echo: bool = False
+    """Of a legacy completion: the answer begins with the prompt."""
 
 
 def parse_chat(

@@ -26,8 +26,10 @@ from any_agent.types import (
     Trajectory,
 )
 
-FORMAT = 3
+FORMAT = 4
 """Raised when the fields change; other numbers are refused."""
+OLDER_FORMAT = 3
+"""The same without what bends the distribution: no interaction of older journals had any of it."""
 NAMED_FORMAT = 2
 """Interactions as mappings with their fields' names, versions one by one: of older journals."""
 
@@ -56,6 +58,15 @@ _GCONFIG: dict[str, tuple[type, ...]] = {
     "seed": (int, type(None)),
 }
 _GCONFIG_LISTS: dict[str, type] = {"stop": str, "stop_token_ids": int}
+_BENDING: dict[str, tuple[type, ...]] = {
+    "min_p": (float, int),
+    "frequency_penalty": (float, int),
+    "presence_penalty": (float, int),
+    "repetition_penalty": (float, int),
+    "logit_bias": (list,),
+    "grammar": (str, type(None)),
+}
+_NEUTRAL = [getattr(GenerationHyperparameters(), name) for name in _BENDING]
 FIELDS = (*_PLAIN, *_IDS, "output_logprobs", "output_versions", *_JSON, "continuation", "gconfig")
 """The order of an interaction's values."""
 _GCONFIG_FIELDS = (*_GCONFIG, *_GCONFIG_LISTS)
@@ -73,7 +84,8 @@ def unpack_interaction(data: bytes) -> Interaction:
     Raises:
         ValueError: naming the field that is missing, unknown or wrong.
     """
-    return _interaction(_unpack(data, "interaction", NAMED_FORMAT), "interaction")
+    plain = _unpack(data, "interaction", OLDER_FORMAT, NAMED_FORMAT)
+    return _interaction(plain, "interaction")
 
 
 def pack_trajectories(trajectories: list[Trajectory]) -> bytes:
@@ -102,8 +114,15 @@ def _interaction_to_list(interaction: Interaction) -> list[Any]:
         _runs(i.output_versions),
         *[_to_json(getattr(i, name)) for name in _JSON],
         i.continuation.value,
-        [getattr(i.gconfig, name) for name in _GCONFIG_FIELDS],
+        _gconfig_to_list(i.gconfig),
     ]
+
+
+def _gconfig_to_list(gconfig: GenerationHyperparameters) -> list[Any]:
+    """Its values in order; what bends the distribution only where something does."""
+    values = [getattr(gconfig, name) for name in _GCONFIG_FIELDS]
+    bending = [getattr(gconfig, name) for name in _BENDING]
+    return values if bending == _NEUTRAL else values + bending
 
 
 def _runs(values: IdArray) -> bytes:
@@ -196,11 +215,25 @@ def _gconfig(plain: Any, where: str) -> GenerationHyperparameters:
     if isinstance(plain, dict):
         plain = _fields(plain, set(_GCONFIG_FIELDS), where)
     else:
-        plain = _by_name(plain, _GCONFIG_FIELDS, where)
-    values = {k: _typed(plain[k], types, f"{where}.{k}") for k, types in _GCONFIG.items()}
+        bent = isinstance(plain, list) and len(plain) > len(_GCONFIG_FIELDS)
+        plain = _by_name(plain, (*_GCONFIG_FIELDS, *_BENDING) if bent else _GCONFIG_FIELDS, where)
+    types = {k: t for k, t in (_GCONFIG | _BENDING).items() if k in plain}
+    values = {k: _typed(plain[k], t, f"{where}.{k}") for k, t in types.items()}
     for name, kind in _GCONFIG_LISTS.items():
         values[name] = tuple(_list_of(plain[name], kind, f"{where}.{name}"))
+    if "logit_bias" in values:
+        values["logit_bias"] = _biases(values["logit_bias"], f"{where}.logit_bias")
     return GenerationHyperparameters(**values)
+
+
+def _biases(pairs: list[Any], where: str) -> tuple[tuple[int, float], ...]:
+    out = []
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"{where}[{i}] is no pair")
+        token, bias = _typed(pair[0], (int,), where), _typed(pair[1], (float, int), where)
+        out.append((token, bias))
+    return tuple(out)
 
 
 def _pack(value: Mapping[str, Any]) -> bytes:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 from dataclasses import fields
 from typing import Any
 
@@ -45,6 +46,12 @@ GCONFIG = st.builds(
     stop_token_ids=st.lists(INT32, max_size=2).map(tuple),
     ignore_eos=st.booleans(),
     seed=st.none() | st.integers(0, 2**31 - 1),
+    min_p=st.just(0.0) | FINITE,
+    frequency_penalty=st.just(0.0) | FINITE,
+    presence_penalty=st.just(0.0) | FINITE,
+    repetition_penalty=st.just(1.0) | FINITE,
+    logit_bias=st.lists(st.tuples(INT32, FINITE), max_size=2).map(tuple),
+    grammar=st.none() | TEXT,
 )
 
 
@@ -206,7 +213,8 @@ def test_the_named_format_is_read(make: Make) -> None:
     values = msgpack.unpackb(pack_interaction(i))["interaction"]
     named = dict(zip(FIELDS, values, strict=True))
     named["output_versions"] = i.output_versions.tobytes()
-    named["gconfig"] = {f.name: getattr(i.gconfig, f.name) for f in fields(i.gconfig)}
+    older = [f.name for f in fields(i.gconfig)][:8]
+    named["gconfig"] = {name: getattr(i.gconfig, name) for name in older}
     old = msgpack.packb({"format": 2, "interaction": named})
     assert same(unpack_interaction(old), i)
     del named["model"]
@@ -217,6 +225,60 @@ def test_the_named_format_is_read(make: Make) -> None:
         unpack_interaction(msgpack.packb({"format": 2, "interaction": wrong}))
     with pytest.raises(ValueError, match="format"):
         unpack_trajectories(msgpack.packb({"format": 2, "trajectories": []}))
+
+
+GOLDEN = """
+gqZmb3JtYXQDq2ludGVyYWN0aW9u3AAToWKhc6FhpHN0b3CmZ3B0LTRvwNklc2FtcGxlZCBmcm9tIGEgdHJ1bmNhdGVk
+IGRpc3RyaWJ1dGlvbss/4AAAAAAAAMs/+AAAAAAAAMQMAQAAAAIAAAADAAAAxAwHAAAACAAAAAkAAADEDAAAAL4AAIC+
+AADAvsQQAgAAAAMAAAABAAAABAAAANkhW3sicm9sZSI6InVzZXIiLCJjb250ZW50Ijoiw6k/In1d2Sl7InJvbGUiOiJh
+c3Npc3RhbnQiLCJjb250ZW50IjoiYW5zd2VyIGIifbVbeyJ0eXBlIjoiZnVuY3Rpb24ifV3ZInsib3ZlcnJpZGRlbiI6
+eyJ0ZW1wZXJhdHVyZSI6MC4yfX2lZXhhY3SYQMs/5mZmZmZmZss/7MzMzMzMzQXDC5GheJEC
+"""
+"""An interaction as format 3 has it, in the journals of earlier releases."""
+
+
+def test_what_was_written_in_format_3_is_read(make: Make) -> None:
+    expected = make(
+        "b",
+        "a",
+        asked="é?",
+        output=(7, 8, 9),
+        output_versions=id_array([3, 3, 4]),
+        tools=[{"type": "function"}],
+        reward=0.5,
+        request={"overridden": {"temperature": 0.2}},
+        untrainable_reason="sampled from a truncated distribution",
+        created_at=1.5,
+        model="gpt-4o",
+        gconfig=GenerationHyperparameters(64, 0.7, 0.9, 5, ("x",), (2,), True, 11),
+    )
+    written = base64.b64decode(GOLDEN)
+    assert same(unpack_interaction(written), expected)
+    # What bends nothing takes no more room than before.
+    assert len(pack_interaction(expected)) == len(written)
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (8, "0"),
+        (11, None),
+        (12, {}),
+        (12, [5]),
+        (12, [[1]]),
+        (12, [[1.5, 1.0]]),
+        (12, [[1, "x"]]),
+        (13, 5),
+    ],
+)
+def test_a_wrong_setting_that_bends_the_distribution(make: Make, at: int, value: Any) -> None:
+    bent = GenerationHyperparameters(min_p=0.1, logit_bias=((5, -1.0),), grammar="{}")
+    plain = msgpack.unpackb(pack_interaction(make("a", gconfig=bent)))
+    settings = plain["interaction"][-1]
+    assert len(settings) == 14
+    settings[at] = value
+    with pytest.raises(ValueError, match=r"^interaction\.gconfig\."):
+        unpack_interaction(msgpack.packb(plain))
 
 
 def test_unknown_fields_and_formats(make: Make) -> None:
