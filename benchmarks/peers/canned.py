@@ -14,6 +14,7 @@ from aiohttp import web
 
 CONTEXT = 1_000_000
 PROMPT = 1000
+_TOLD = b'"prompt_tokens":%d' % PROMPT
 
 
 class CannedEngine:
@@ -38,7 +39,9 @@ class CannedEngine:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
         size = min(len(self._ids), body["sampling_params"]["max_new_tokens"])
-        return await self._send(request, self._sglang_answer(size, body["stream"]))
+        told = b'"prompt_tokens":%d' % len(body["input_ids"])
+        parts = self._sglang_answer(size, body["stream"])
+        return await self._send(request, [part.replace(_TOLD, told) for part in parts])
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())

@@ -1,0 +1,141 @@
+"""Whether a proxy keeps its pace under many calls: ``python benchmarks/streams.py``.
+
+Streams: 256 at once, each of 20 tokens a second, for half a minute. Its event loop's lag is what
+`any_agent_loop_lag_seconds` says of that time; a small request beside them shows the same from
+outside. Calls: 20,000 of them in sessions that end, and the memory of the process meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import aiohttp
+from common import cpu_seconds, machine, resident_mib
+from proxy import OUTPUT, Contender, Lab, Load
+
+STREAMS, SECONDS, PER_SECOND = 256, 30, 20
+CALLS, TURNS, AT_ONCE, TOKENS = 20_000, 10, 8, 32
+_LAG = "any_agent_loop_lag_seconds_bucket"
+_BOUND = 0.05
+
+
+async def lag_counts(http: aiohttp.ClientSession, url: str) -> dict[float, float]:
+    """Observations of the loop's lag so far, by the upper ends of its buckets (cumulative)."""
+    async with http.get(f"{url}/metrics") as response:
+        text = await response.text()
+    lines = [line for line in text.splitlines() if line.startswith(_LAG)]
+    return {float(line.split('le="')[1].split('"')[0]): float(line.split()[-1]) for line in lines}
+
+
+def share_within(before: Mapping[float, float], after: Mapping[float, float]) -> tuple[float, str]:
+    """The share of observations within 50 ms, and the bucket in which the 99th percentile lies."""
+    counts = {bound: after[bound] - before[bound] for bound in after}
+    total = max(counts.values())
+    p99 = min(bound for bound, count in counts.items() if count >= 0.99 * total)
+    return counts[_BOUND] / total, f"at most {1000 * p99:g} ms"
+
+
+async def ping(http: aiohttp.ClientSession, url: str, until: float) -> list[float]:
+    """Seconds that small requests take, four a second."""
+    out = []
+    while time.monotonic() < until:
+        began = time.perf_counter()
+        async with http.get(f"{url}/v1/models") as response:
+            await response.read()
+        out.append(time.perf_counter() - began)
+        await asyncio.sleep(0.25)
+    return sorted(out)
+
+
+async def streams(http: aiohttp.ClientSession, load: Load, c: Contender) -> None:
+    """Every place streams for the whole time, one answer after another."""
+    talks = await load.talks(c, STREAMS)
+    until = time.monotonic() + SECONDS
+    done = 0
+
+    async def one(place: int) -> None:
+        nonlocal done
+        # So that they do not begin, and end, all at once.
+        await asyncio.sleep(place / STREAMS)
+        while time.monotonic() < until:
+            await load.stream(c, talks[place])
+            done += 1
+
+    before, cpu, began = await lag_counts(http, c.url), cpu_seconds(c.pid), time.monotonic()
+    pings, *_ = await asyncio.gather(ping(http, c.url, until), *map(one, range(STREAMS)))
+    seconds = time.monotonic() - began
+    used = cpu_seconds(c.pid) - cpu
+    share, p99 = share_within(before, await lag_counts(http, c.url))
+    chunks = done * OUTPUT
+    print(
+        f"{STREAMS} streams at once, {chunks / seconds:.0f} chunks a second for {seconds:.0f} s, "
+        f"{done} answers\n"
+        f"  the loop's lag: p99 {p99}; {100 * share:.1f}% within 50 ms\n"
+        f"  a small request beside them: median {1000 * pings[len(pings) // 2]:.0f} ms, "
+        f"worst {1000 * pings[-1]:.0f} ms\n"
+        f"  CPU: {1e6 * used / chunks:.0f} us a chunk, {100 * used / seconds:.0f}% of a core",
+        flush=True,
+    )
+
+
+async def calls(http: aiohttp.ClientSession, load: Load, c: Contender, count: int) -> None:
+    """Sessions of ten turns, which are given up at their end; the memory after each fifth."""
+    sessions = count // TURNS
+    left, ended = sessions, 0
+    sizes = [resident_mib(c.pid)]
+
+    async def work() -> None:
+        nonlocal left, ended
+        while left > 0:
+            left -= 1
+            (talk,) = await load.talks(c, 1)
+            for _ in range(TURNS):
+                await load.whole(c, talk, TOKENS)
+            headers = {"authorization": f"Bearer {talk.key}"}
+            async with http.post(f"{c.url}/rl/v1/abort", json={}, headers=headers) as response:
+                assert response.status == 200, await response.text()
+            ended += 1
+            if ended % (sessions // 5) == 0:
+                sizes.append(resident_mib(c.pid))
+
+    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+    shown = ", ".join(f"{size:.0f}" for size in sizes)
+    print(f"{count} calls in {sessions} sessions: MiB before, and after each fifth: {shown}")
+    print(f"  from the second fifth to the last: {sizes[-1] - sizes[2]:+.0f} MiB")
+
+
+async def measure(lab: Lab, slow: Lab, args: argparse.Namespace) -> None:
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+        for number, each in enumerate((slow, lab)):
+            load, ours = Load(http, each.text), each.ours()[0]
+            await load.allow(ours)
+            if number:
+                await calls(http, load, ours, args.calls)
+            else:
+                await streams(http, load, ours)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=CALLS)
+    args = parser.parse_args()
+    print(machine(), flush=True)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        labs = [Path(folder) / name for name in ("calls", "streams")]
+        for path in labs:
+            path.mkdir()
+        lab = Lab(labs[0], stack, 1.0)
+        slow = Lab(labs[1], stack, 1000 / PER_SECOND)
+        asyncio.run(measure(lab, slow, args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""A whole service, router and proxy, whose engine says what a test tells it to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from any_agent.chat import ChatFormat, load_chat_format
+from tests.chaos.killable import engine_in_thread
+from tests.e2e.serving import environment, serve
+from tests.fakes.scripted_engine import ScriptedEngine
+
+_LIMIT = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The service, and the engine behind it."""
+
+    url: str
+    engine: ScriptedEngine
+    chat: ChatFormat
+
+    def open(self) -> dict[str, Any]:
+        """An eval session: its id and key."""
+        body = {"mode": "eval"}
+        answer = httpx.post(f"{self.url}/rl/v1/start_session", json=body, timeout=_LIMIT)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def details(self, session_id: str) -> dict[str, Any]:
+        """What was recorded of a session."""
+        answer = httpx.get(f"{self.url}/rl/v1/sessions/{session_id}", timeout=_LIMIT)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def says(self, text: str, *, end: bool = True) -> None:
+        """What the engine samples next, special tokens spelled out."""
+        ids = self.chat.tokenizer.encode(text, add_special_tokens=False)
+        self.engine.say([*ids, *([self.chat.stop_token_ids[0]] if end else [])])
+
+
+@contextlib.contextmanager
+def live_service(model: Path, folder: Path) -> Iterator[Live]:
+    """`any-agent serve --no-train` in ``folder``."""
+    chat = load_chat_format(str(model), enable_thinking=False)
+    with engine_in_thread(model) as engine:
+        settings = [
+            f"model.path={model}",
+            "model.enable_thinking=false",
+            f"engine.urls={engine.url}",
+            "server.ranks=1",
+            "server.port=0",
+        ]
+        with serve("--no-train", *settings, cwd=folder) as served:
+            yield Live(served.url, engine, chat)
+
+
+def run_step(python: Path, script: Path, step: str, **variables: str) -> dict[str, Any]:
+    """One step of a client's script, in its own environment; what it printed last, as JSON."""
+    done = subprocess.run(
+        [python, "-I", script, step],
+        env={k: v for k, v in environment(**variables).items() if not k.startswith("PYTHON")},
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT,
+    )
+    assert done.returncode == 0, f"{step}:\n{done.stdout}\n{done.stderr}"
+    return dict(json.loads(done.stdout.splitlines()[-1]))
