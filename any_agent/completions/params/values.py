@@ -1,0 +1,176 @@
+"""Checking one value of a request by its JSON schema; a wrong one is refused by name.
+
+The schemas are those that `/openapi.json` shows, so only what they use is read here: types, enums,
+bounds, lengths, and lists of scalars. `x-max-bytes` bounds an object's JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+
+from any_agent.errors import InvalidRequest
+
+Schema = dict[str, Any]
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "number": (int, float),
+    "integer": (int,),
+    "boolean": (bool,),
+    "string": (str,),
+    "object": (dict,),
+    "array": (list,),
+}
+_WORDS = {
+    "number": "a number",
+    "integer": "an integer",
+    "boolean": "true or false",
+    "string": "a string",
+    "object": "an object",
+    "array": "a list",
+}
+_LONGEST_SHOWN = 60
+
+
+def check(value: Any, schema: Schema, name: str) -> None:
+    """InvalidRequest, naming the parameter and what it must be, unless the value fits."""
+    if not _fits(value, schema):
+        raise InvalidRequest(f"{name} must be {words(schema)}", param=name)
+
+
+def require_object(value: Any, name: str) -> dict[str, Any]:
+    """The value, which must be an object."""
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be an object", param=name)
+    return value
+
+
+def json_text(value: Any, name: str, *, longest: int) -> str:
+    """The value as JSON of at most so many bytes."""
+    try:
+        text = orjson.dumps(value)
+    except TypeError:
+        # Lone surrogates, integers beyond 64 bits, nesting without end.
+        raise InvalidRequest(
+            f"{name} holds what no JSON of ours can carry: text that is not Unicode, an integer "
+            "beyond 64 bits, or too many levels",
+            param=name,
+        ) from None
+    if len(text) > longest:
+        raise InvalidRequest(
+            f"{name} is {len(text)} bytes of JSON, and may be {longest}: make it smaller",
+            param=name,
+        )
+    return text.decode()
+
+
+def shown(value: Any) -> str:
+    """A value in an error's message, however large or strange it is."""
+    if isinstance(value, str):
+        return json.dumps(value[:_LONGEST_SHOWN])
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
+        return "a huge integer"
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)
+    return _WORDS["object" if isinstance(value, dict) else "array"]
+
+
+def words(schema: Schema) -> str:
+    """What a schema asks for, in words."""
+    if "anyOf" in schema:
+        return " or ".join(words(each) for each in schema["anyOf"])
+    if "enum" in schema:
+        return _one_of([json.dumps(each) for each in schema["enum"]])
+    kind = schema["type"]
+    text = _WORDS[kind]
+    if kind == "array" and "type" in schema.get("items", {}):
+        text = f"{text} of {_PLURALS[schema['items']['type']]}"
+    if "minLength" in schema and kind == "string":
+        text = "a string that is not empty"
+    return text + _bounds(schema)
+
+
+_PLURALS = {
+    "string": "strings",
+    "integer": "integers",
+    "object": "objects",
+    "array": "lists",
+}
+
+
+def _one_of(texts: list[str]) -> str:
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
+
+
+def _bounds(schema: Schema) -> str:
+    low, above, high = (schema.get(k) for k in ("minimum", "exclusiveMinimum", "maximum"))
+    out = []
+    if above is not None:
+        out.append(f"greater than {above:g}")
+    if low is not None:
+        out.append(f"of at least {low:g}")
+    if high is not None:
+        out.append(f"of at most {_figure(high)}")
+    if "maxLength" in schema:
+        out.append(f"of at most {schema['maxLength']} characters")
+    if "maxItems" in schema:
+        out.append(f"of at most {schema['maxItems']} items")
+    if "x-max-bytes" in schema:
+        out.append(f"of at most {schema['x-max-bytes']} bytes of JSON")
+    return (" " + " and ".join(out)) if out else ""
+
+
+def _figure(number: float) -> str:
+    power = int(number).bit_length()
+    return f"2^{power} - 1" if power >= 31 and number == 2**power - 1 else f"{number:g}"
+
+
+def _fits(value: Any, schema: Schema) -> bool:
+    if "anyOf" in schema:
+        return any(_fits(value, each) for each in schema["anyOf"])
+    if "enum" in schema:
+        # True equals 1 in Python, and not in JSON.
+        return any(
+            value == each and isinstance(value, bool) == isinstance(each, bool)
+            for each in schema["enum"]
+        )
+    kind = schema["type"]
+    if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"):
+        return False
+    match kind:
+        case "number" | "integer":
+            return _within(value, schema)
+        case "string":
+            return _is_text(value, schema)
+        case "array":
+            return _is_list(value, schema)
+    return True
+
+
+def _within(value: float, schema: Schema) -> bool:
+    # Comparisons are exact for integers of any size, and false for NaN.
+    low = schema.get("minimum", float("-inf"))
+    high = schema.get("maximum", float("inf"))
+    return bool(low <= value <= high) and value > schema.get("exclusiveMinimum", float("-inf"))
+
+
+def _is_text(value: str, schema: Schema) -> bool:
+    if not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_list(value: list[Any], schema: Schema) -> bool:
+    if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
+        return False
+    items = schema.get("items", {})
+    # Objects and lists are checked by whoever reads them, with an index in the error.
+    if items.get("type") in (None, "object", "array"):
+        return True
+    return all(_fits(each, items) for each in value)
