@@ -8,7 +8,7 @@ from typing import Any
 
 from any_agent.chat.bridge import derive_bridge
 from any_agent.chat.messages import validate_messages, validate_tools
-from any_agent.chat.output.detokenise import detokeniser_factory
+from any_agent.chat.output.detokenise import detokeniser_factory, token_bytes_of
 from any_agent.chat.output.machine import (
     THINK_CLOSE,
     THINK_OPEN,
@@ -17,6 +17,7 @@ from any_agent.chat.output.machine import (
     OutputMachine,
     ParsedMessage,
 )
+from any_agent.chat.output.plain import TextParser
 from any_agent.chat.output.stops import Piece
 from any_agent.chat.output.stream import BufferedParser, IncrementalParser, Markers, StreamParser
 from any_agent.chat.output.toolcalls import (
@@ -70,6 +71,7 @@ class ChatFormat:
         self._keep_thinking = keep_thinking
         self._stop_set = frozenset(self.stop_token_ids)
         self._new_detokeniser = detokeniser_factory(tokenizer, self.decode)
+        self._token_bytes = token_bytes_of(tokenizer, self.decode)
         self._read_call = _SYNTAX.get(self.name)
         if self.name == "default" and "<function=" in self._chat_template():
             self._read_call = read_xml_call
@@ -181,6 +183,18 @@ class ChatFormat:
             call_ids=call_ids,
         )
         return IncrementalParser(self._new_detokeniser(), self._markers, machine, stop)
+
+    def text_parser(self, stop: tuple[str, ...]) -> StreamParser:
+        """A parser for an output that is plain text, as a legacy completion's."""
+        return TextParser(self._new_detokeniser(), self._stop_set, stop)
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """The ids of a text; ``special``: with those that the tokenizer puts around one."""
+        return _ints(self.tokenizer.encode(text, add_special_tokens=special))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes, also where they are a part of a character."""
+        return self._token_bytes(token_id)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelled out."""

@@ -86,6 +86,14 @@ def detokeniser_factory(
     return lambda: _WindowDetokeniser(decode)
 
 
+def token_bytes_of(tokenizer: Any, decode: Callable[[list[int]], str]) -> Callable[[int], bytes]:
+    """What gives one token's bytes: the byte table where there is one, else its text's."""
+    table = _byte_table(tokenizer)
+    if table is None:
+        return lambda i: decode([i]).encode(errors="replace")
+    return lambda i: table[i] if 0 <= i < len(table) else b""
+
+
 def _byte_table(tokenizer: Any) -> list[bytes] | None:
     """The bytes of each id for a byte-level decoder, else None."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
