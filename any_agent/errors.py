@@ -20,6 +20,7 @@ AnyAgentError                      500 internal_error
 ├── TooManyRequests                429 no_capacity
 ├── ReplyLost                      502 reply_lost
 ├── EngineUnavailable              503 engine_unavailable
+├── EngineMismatch                 500 engine_mismatch
 ├── StoreUnavailable               503 store_unavailable
 │   ├── StoreBusy                  503 store_busy
 │   └── StoreFull                  507 store_full
@@ -221,6 +222,12 @@ class EngineUnavailable(AnyAgentError):
     status = 503
     default_code = "engine_unavailable"
     retryable = True
+
+
+class EngineMismatch(AnyAgentError):
+    """The engine answered something else than it was asked for: nothing of it may be recorded."""
+
+    default_code = "engine_mismatch"
 
 
 class StoreUnavailable(AnyAgentError):

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from any_agent.types import GenerationChunk, ModelRequest, ModelResponse
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do beside plain sampling with log-probabilities."""
+
+    top_logprobs: bool = True
+    penalties: bool = True
+    """Frequency, presence and repetition."""
+    min_p: bool = True
+    logit_bias: bool = True
+    grammar: bool = True
+    """JSON schemas and regular expressions."""
+    seed: bool = True
+    """Whether a seed decides the draws; an engine that cannot ignores it."""
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [field.name for field in fields(cls)]
 
 
 class InferenceEngine(Protocol):
@@ -23,8 +43,13 @@ class InferenceEngine(Protocol):
         the request in the engine. A weight update in between, or a restart of the engine, is not
         visible here, except in the tokens' versions.
 
-        Raises EngineUnavailable (an update or a restart took too long), InvalidRequest.
+        Raises EngineUnavailable (an update or a restart took too long), EngineMismatch (its
+        answer cannot be one to this request), InvalidRequest.
         """
+        ...
+
+    async def capabilities(self) -> Capabilities:
+        """What requests may ask for; EngineUnavailable if the engine cannot be asked."""
         ...
 
     async def pause(self) -> None:
@@ -47,7 +72,7 @@ async def agenerate(engine: InferenceEngine, request: ModelRequest) -> ModelResp
         versions += chunk.versions
         if chunk.stop_reason is not None:
             return ModelResponse(
-                list(request.input_ids),
+                [int(i) for i in request.input_ids],
                 ids,
                 logprobs,
                 versions,

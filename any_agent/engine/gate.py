@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 from any_agent.errors import EngineUnavailable
 
@@ -53,6 +55,37 @@ class Gate:
             ) from None
         finally:
             self._waiting -= 1
+
+
+class Drain:
+    """Counts the calls that must not be cut, so that what would cut them can wait."""
+
+    def __init__(self, *, max_wait: float) -> None:
+        self._max_wait = max_wait
+        self._held = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    @asynccontextmanager
+    async def held(self, counts: bool) -> AsyncIterator[None]:
+        """A call runs in here; others than those that count pass."""
+        if not counts:
+            yield
+            return
+        self._held += 1
+        self._none.clear()
+        try:
+            yield
+        finally:
+            self._held -= 1
+            if not self._held:
+                self._none.set()
+
+    async def drained(self) -> None:
+        """Returns once none runs any more, or when that takes too long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._max_wait):
+                await self._none.wait()
 
 
 class Outage:

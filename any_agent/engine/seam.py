@@ -55,6 +55,7 @@ class SeamMatcher:
                     output_ids=chunk.output_ids[: k + 1],
                     logprobs=chunk.logprobs[: k + 1],
                     versions=chunk.versions[: k + 1],
+                    top_logprobs=chunk.top_logprobs and chunk.top_logprobs[: k + 1],
                     stop_reason="stop",
                     matched_stop=stop,
                 )

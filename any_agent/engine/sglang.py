@@ -12,13 +12,15 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import aiohttp
+import numpy as np
 import orjson
 
-from any_agent.engine.gate import Gate, Outage
+from any_agent.engine.base import Capabilities
+from any_agent.engine.gate import Drain, Gate, Outage
 from any_agent.engine.seam import SeamMatcher
+from any_agent.engine.sglang_answers import ChunkReader, events
 from any_agent.engine.sglang_wire import (
-    ChunkReader,
-    events,
+    capabilities_of,
     failure,
     generate_body,
     slots_of,
@@ -34,6 +36,9 @@ _KEEPALIVE = 3.0
 _CONTROL_TIMEOUT = 30.0
 _HEALTH_TIMEOUT = 20.0
 """As SGLang's own: a long prefill is no illness."""
+_LONGEST_DRAIN = 20.0
+"""Seconds that a weight update waits for calls under a grammar, which cannot be resumed."""
+_JSON = {"Content-Type": "application/json"}
 _MAX_FRUITLESS = 5
 """Resubmissions in a row of one call whose engine died before a token came."""
 
@@ -65,6 +70,8 @@ class SGLangEngine:
         self._pause_mode = "abort" if update_mode == "resume" else "in_place"
         self._gate = Gate("a weight update", max_wait=update_wait)
         self._outage = Outage(self._serves, max_wait=update_wait)
+        self._bound = Drain(max_wait=min(_LONGEST_DRAIN, update_wait / 2))
+        self._capabilities: Capabilities | None = None
         self._version = 0
         # No limit on connections: the proxy bounds the calls under way, and a pool that is
         # full would be a hidden queue. No total time-out: a long completion is not an error.
@@ -125,8 +132,16 @@ class SGLangEngine:
             return None
         return slots_of(told)
 
+    async def capabilities(self) -> Capabilities:
+        """What the engine can do; asked once, and again after its death."""
+        if self._capabilities is None:
+            self._capabilities = capabilities_of(await self._control("GET", "/get_server_info"))
+        return self._capabilities
+
     async def pause(self) -> None:
         self._gate.close()
+        if self._pause_mode == "abort":
+            await self._bound.drained()
         await self._control("POST", "/pause_generation", {"mode": self._pause_mode})
 
     async def resume(self, version: int) -> None:
@@ -141,6 +156,10 @@ class SGLangEngine:
 
         What was sampled before one stays: its log-probabilities are those of its version's weights
         over its whole context. The rest is sampled from prompt + partial output, computed anew.
+
+        A grammar knows nothing of the output before, so a call under one is not resumed: an update
+        waits for it, and what cuts it all the same ends it as EngineUnavailable. Penalties count
+        the new output only; such a call is never trained on.
         """
         done: list[int] = []
         attempt = fruitless = 0
@@ -151,8 +170,12 @@ class SGLangEngine:
             seam = SeamMatcher(done, request.gconfig.stop, self._decode)
             cut = GenerationChunk([], [], [])
             why = "update"
+            bound = request.gconfig.grammar is not None
             try:
-                async with aclosing(self._attempt(part, stream=stream)) as chunks:
+                async with (
+                    self._bound.held(bound),
+                    aclosing(self._attempt(part, stream=stream)) as chunks,
+                ):
                     async for raw in chunks:
                         chunk = seam.cut(raw)
                         done += chunk.output_ids
@@ -175,6 +198,12 @@ class SGLangEngine:
             if len(done) >= request.gconfig.max_new_tokens:
                 yield replace(cut, stop_reason="length")
                 return
+            if bound and done:
+                raise EngineUnavailable(
+                    f"the engine's {why} cut a call under a grammar, which cannot be resumed; "
+                    "try again",
+                    retry_after=2,
+                )
             if cut.output_ids:
                 yield cut
             attempt += 1
@@ -194,6 +223,7 @@ class SGLangEngine:
         if not self.away:
             log.warning("the engine at %s is gone; calls wait for it", self.url)
         self._outage.begin()
+        self._capabilities = None
         return True
 
     def _heed_version(self, chunk: GenerationChunk, closings: int) -> None:
@@ -208,12 +238,14 @@ class SGLangEngine:
         runs = True
         try:
             async with self._http.post(
-                f"{self.url}/generate", json=generate_body(request, stream=stream)
+                f"{self.url}/generate",
+                data=generate_body(request, stream=stream),
+                headers=_JSON,
             ) as response:
                 if response.status != 200:
                     runs = False
                     raise await failure(response)
-                reader = ChunkReader()
+                reader = ChunkReader(request)
                 if stream:
                     async for event in events(response):
                         chunk = reader.read(event)
@@ -301,10 +333,15 @@ def _rest_of(request: ModelRequest, done: list[int], attempt: int) -> ModelReque
     beginning of another's, be it another attempt or another request.
     """
     left = request.gconfig.max_new_tokens - len(done)
+    ids = request.input_ids
+    if isinstance(ids, list):
+        ids = ids + done
+    elif done:
+        ids = np.concatenate([ids, np.asarray(done, dtype=ids.dtype)])
     return replace(
         request,
         rid=f"{attempt}-{request.rid};",
-        input_ids=request.input_ids + done,
+        input_ids=ids,
         gconfig=request.gconfig.new(max_new_tokens=left),
     )
 

@@ -1,20 +1,34 @@
-"""The JSON of SGLang's ``/generate`` as its client sees it: bodies, streams, answers."""
+"""The JSON of SGLang's HTTP contract as its client sees it: what it sends, what an engine tells."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import orjson
 
+from any_agent.engine.base import Capabilities
 from any_agent.errors import EngineUnavailable, InvalidRequest
-from any_agent.types import GenerationChunk, ModelRequest, StopReason
+from any_agent.types import GenerationHyperparameters, ModelRequest
 
 
-def generate_body(request: ModelRequest, *, stream: bool) -> dict[str, Any]:
-    g = request.gconfig
+def generate_body(request: ModelRequest, *, stream: bool) -> bytes:
+    """The JSON of one `/generate`; packed ids are written as they are."""
+    body: dict[str, Any] = {
+        "rid": request.rid,
+        "input_ids": request.input_ids,
+        "sampling_params": _sampling(request.gconfig),
+        "return_logprob": True,
+        "stream": stream,
+    }
+    if request.top_logprobs:
+        body["top_logprobs_num"] = request.top_logprobs
+    if request.cache_salt is not None:
+        body["cache_salt"] = request.cache_salt
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _sampling(g: GenerationHyperparameters) -> dict[str, Any]:
     sampling: dict[str, Any] = {
         "max_new_tokens": g.max_new_tokens,
         "temperature": g.temperature,
@@ -29,70 +43,29 @@ def generate_body(request: ModelRequest, *, stream: bool) -> dict[str, Any]:
     if g.seed is not None:
         # SGLang heeds it only with --enable-deterministic-inference.
         sampling["sampling_seed"] = g.seed
-    body: dict[str, Any] = {
-        "rid": request.rid,
-        "input_ids": request.input_ids,
-        "sampling_params": sampling,
-        "return_logprob": True,
-        "stream": stream,
-    }
-    if request.cache_salt is not None:
-        body["cache_salt"] = request.cache_salt
-    return body
+    if g.min_p:
+        sampling["min_p"] = g.min_p
+    if g.frequency_penalty:
+        sampling["frequency_penalty"] = g.frequency_penalty
+    if g.presence_penalty:
+        sampling["presence_penalty"] = g.presence_penalty
+    if g.repetition_penalty != 1:
+        sampling["repetition_penalty"] = g.repetition_penalty
+    if g.logit_bias:
+        sampling["logit_bias"] = {str(token): bias for token, bias in g.logit_bias}
+    if g.grammar is not None:
+        sampling |= _grammar(g.grammar)
+    return sampling
 
 
-class ChunkReader:
-    """Reads answers of one request: cumulative streams, incremental ones, and whole answers."""
-
-    def __init__(self) -> None:
-        self._seen = 0
-
-    def read(self, event: Any) -> GenerationChunk:
-        """The tokens that an answer adds; EngineUnavailable if it has another form."""
-        if not isinstance(event, dict) or "error" in event or "meta_info" not in event:
-            raise EngineUnavailable(f"the engine failed: {str(event)[:300]}", retry_after=2)
-        try:
-            return self._read(event, event["meta_info"])
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise EngineUnavailable(
-                f"the engine's answer cannot be read ({error!r}): {str(event)[:300]}",
-                retry_after=2,
-            ) from None
-
-    def _read(self, event: dict[str, Any], meta: dict[str, Any]) -> GenerationChunk:
-        total = int(meta["completion_tokens"])
-        fresh = total - self._seen
-        # Whatever the stream's kind, the new tokens are the last ones.
-        ids = [int(i) for i in event["output_ids"][-fresh:]] if fresh else []
-        entries = meta["output_token_logprobs"][-fresh:] if fresh else []
-        logprobs = [float(entry[0]) for entry in entries]
-        if len(ids) != fresh or [int(entry[1]) for entry in entries] != ids:
-            raise EngineUnavailable("the engine's ids and log-probabilities disagree")
-        if not all(map(math.isfinite, logprobs)):
-            raise EngineUnavailable("the engine answered a log-probability that is not finite")
-        versions = _versions(meta, self._seen, total)
-        self._seen = total
-        finish = meta.get("finish_reason")
-        reason: StopReason | None = None
-        matched = None
-        if finish is not None:
-            reason = finish["type"]
-            matched = finish.get("matched")
-        return GenerationChunk(ids, logprobs, versions, reason, matched)
-
-
-def _versions(meta: dict[str, Any], start: int, end: int) -> list[int]:
-    """The version of each token in [start, end): from the spans, else the answer's one version."""
-    spans = meta.get("weight_versions")
-    if not spans:
-        return [version_number(meta["weight_version"])] * (end - start)
-    out: list[int] = []
-    for span in spans:
-        first, last = max(int(span["start"]), start), min(int(span["end"]), end)
-        out += [version_number(span["version"])] * max(0, last - first)
-    if len(out) != end - start:
-        raise EngineUnavailable("the engine's weight versions do not cover its tokens")
-    return out
+def _grammar(text: str) -> dict[str, str]:
+    """SGLang's parameter for a grammar; a schema is a string of JSON there."""
+    grammar = orjson.loads(text)
+    if "regex" in grammar:
+        return {"regex": grammar["regex"]}
+    if grammar.get("json_object"):
+        return {"json_schema": '{"type": "object"}'}
+    return {"json_schema": orjson.dumps(grammar["json_schema"]).decode()}
 
 
 def version_number(version: Any) -> int:
@@ -116,18 +89,19 @@ def slots_of(info: dict[str, Any]) -> int | None:
     return told if isinstance(told, int) and told > 0 else None
 
 
-async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of each server-sent event until `[DONE]`; lines of any length."""
-    buffer = b""
-    async for block in response.content.iter_any():
-        buffer += block
-        *events, buffer = buffer.split(b"\n\n")
-        for event in events:
-            data = event.removeprefix(b"data:").strip()
-            if data == b"[DONE]":
-                return
-            if data:
-                yield orjson.loads(data)
+def capabilities_of(info: dict[str, Any]) -> Capabilities:
+    """What an engine can do, from its `/get_server_info`.
+
+    The embedded engine lists it. SGLang can do all but grammars without a backend for them, and
+    seeds without deterministic inference.
+    """
+    told = info.get("capabilities")
+    if isinstance(told, list):
+        return Capabilities(**{name: name in told for name in Capabilities.names()})
+    return Capabilities(
+        grammar=info.get("grammar_backend") != "none",
+        seed=info.get("enable_deterministic_inference") is True,
+    )
 
 
 async def failure(response: aiohttp.ClientResponse) -> Exception:

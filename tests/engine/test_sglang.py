@@ -12,7 +12,7 @@ import pytest
 from any_agent.engine import SGLangEngine, agenerate
 from any_agent.engine.sglang import _rest_of
 from any_agent.engine.sglang_wire import slots_of
-from any_agent.errors import EngineUnavailable, InvalidRequest
+from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from tests.engine.sglang_lab import (
     BOTH,
     FORMULA,
@@ -283,7 +283,8 @@ async def test_broken_answers(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool, kind: FaultKind
 ) -> None:
     scripted.fail(kind, after=2)
-    with pytest.raises(EngineUnavailable):
+    expected = EngineMismatch if kind in ("disagree", "spans") else EngineUnavailable
+    with pytest.raises(expected):
         await all_of(client, request(), stream=stream)
     assert joined(await all_of(client, request("another"), stream=stream))[0]
 

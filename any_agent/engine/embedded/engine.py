@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from any_agent.engine.base import Capabilities
 from any_agent.engine.embedded.loop import GenerationLoop, LoopLimits, PauseMode
 from any_agent.engine.embedded.model import LoadedModel, load_model
 from any_agent.engine.embedded.request import Event, Finish, Request
@@ -20,6 +21,7 @@ from any_agent.errors import Conflict, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationChunk, ModelRequest
 
 T = TypeVar("T")
+CAPABILITIES = Capabilities(False, False, False, False, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,10 @@ class EmbeddedEngine:
 
         Raises InvalidRequest (nothing reached the model) or EngineUnavailable (queue full, dead).
         """
-        config = check_request(request, self.loaded, self.options.max_total_tokens)
+        ids = (
+            request.input_ids if isinstance(request.input_ids, list) else request.input_ids.tolist()
+        )
+        config = check_request(ids, request.gconfig, self.loaded, self.options.max_total_tokens)
         if request.rid in self._generations:
             raise InvalidRequest(f"rid {request.rid!r} is in use by a request in flight")
         if not self.alive:
@@ -167,7 +172,7 @@ class EmbeddedEngine:
         stop_ids = frozenset(config.stop_token_ids)
         inner = Request(
             rid=request.rid,
-            input_ids=request.input_ids,
+            input_ids=ids,
             config=config,
             stop_ids=stop_ids if config.ignore_eos else stop_ids | self.loaded.eos_ids,
             matcher=StopMatcher(config.stop, self._raw_decode) if config.stop else None,
@@ -180,6 +185,10 @@ class EmbeddedEngine:
         self.loop.submit(inner)
         self._generations[request.rid] = generation
         return generation
+
+    async def capabilities(self) -> Capabilities:
+        """What requests may ask for."""
+        return CAPABILITIES
 
     async def generate(
         self, request: ModelRequest, *, stream: bool = True

@@ -17,7 +17,7 @@ from any_agent.engine.embedded.contract import (
     json_object,
     parse_generate,
 )
-from any_agent.engine.embedded.engine import EmbeddedEngine, Generation
+from any_agent.engine.embedded.engine import CAPABILITIES, EmbeddedEngine, Generation
 from any_agent.engine.embedded.text import StreamedText, final_text
 from any_agent.errors import (
     AnyAgentError,
@@ -254,6 +254,7 @@ class EngineServer:
                 "max_queued_requests": options.max_queued_requests,
                 "max_total_tokens": options.max_total_tokens,
                 "incremental_streaming_output": self.incremental,
+                "capabilities": [n for n in CAPABILITIES.names() if getattr(CAPABILITIES, n)],
                 "weight_version": self.engine.weight_version,
                 "paused": self.engine.paused,
                 "num_running_requests": running,

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from any_agent.errors import ContextLengthExceeded, InvalidRequest
-from any_agent.types import GenerationHyperparameters, ModelRequest
+from any_agent.types import GenerationHyperparameters
 
 if TYPE_CHECKING:
     from any_agent.engine.embedded.model import LoadedModel
@@ -16,23 +16,25 @@ MAX_STOP_LENGTH = 4096
 
 
 def check_request(
-    request: ModelRequest, loaded: LoadedModel, max_total_tokens: int | None
+    ids: list[int],
+    config: GenerationHyperparameters,
+    loaded: LoadedModel,
+    max_total_tokens: int | None,
 ) -> GenerationHyperparameters:
-    """The request's parameters, ``max_new_tokens`` clamped to the room that the context leaves.
+    """The parameters, ``max_new_tokens`` clamped to the room that the context leaves.
 
     Raises InvalidRequest; ContextLengthExceeded if the prompt leaves no room.
     """
-    check_ids(request.input_ids, loaded.vocab_size)
-    check_sampling(request.gconfig)
-    room = loaded.context_length - len(request.input_ids)
+    check_ids(ids, loaded.vocab_size)
+    check_sampling(config)
+    room = loaded.context_length - len(ids)
     if max_total_tokens is not None:
-        room = min(room, max_total_tokens - len(request.input_ids))
+        room = min(room, max_total_tokens - len(ids))
     if room < 1:
         raise ContextLengthExceeded(
-            f"the prompt has {len(request.input_ids)} tokens and leaves no room in a context of "
+            f"the prompt has {len(ids)} tokens and leaves no room in a context of "
             f"{loaded.context_length}"
         )
-    config = request.gconfig
     return config if config.max_new_tokens <= room else config.new(max_new_tokens=room)
 
 

@@ -1,0 +1,154 @@
+"""Reading what SGLang answers to ``/generate``, and refusing what cannot be true.
+
+The cost of an event does not grow with the output: only its end is read. (A cumulative stream must
+be parsed all the same, so start SGLang with ``--incremental-streaming-output``.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import orjson
+
+from any_agent.engine.sglang_wire import version_number
+from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
+from any_agent.types import GenerationChunk, ModelRequest, StopReason
+
+_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_ROUNDING = 1e-4
+"""By so much a log-probability may be above 0: a softmax in bfloat16, summed over a vocabulary."""
+
+
+class ChunkReader:
+    """Reads answers to one request: cumulative streams, incremental ones, and whole answers."""
+
+    def __init__(self, request: ModelRequest) -> None:
+        self._prompt = len(request.input_ids)
+        self._limit = request.gconfig.max_new_tokens
+        self._top = request.top_logprobs
+        self._seen = 0
+        self._version = -1
+
+    def read(self, event: Any) -> GenerationChunk:
+        """The tokens that an answer adds.
+
+        Raises EngineUnavailable if the answer has another form or says that the engine failed,
+        EngineMismatch if it is no answer to this request.
+        """
+        if not isinstance(event, dict) or "error" in event or "meta_info" not in event:
+            raise EngineUnavailable(f"the engine failed: {str(event)[:300]}", retry_after=2)
+        try:
+            return self._read(event, event["meta_info"])
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+            raise EngineUnavailable(
+                f"the engine's answer cannot be read ({error!r}): {str(event)[:300]}",
+                retry_after=2,
+            ) from None
+
+    def _read(self, event: dict[str, Any], meta: dict[str, Any]) -> GenerationChunk:
+        finish = meta.get("finish_reason")
+        reason = None if finish is None else _REASONS[finish["type"]]
+        if finish is not None and reason == "abort":
+            _raise_refusal(finish)
+        total = int(meta["completion_tokens"])
+        fresh = total - self._seen
+        if fresh < 0 or total > self._limit:
+            raise EngineMismatch(f"the engine sampled {total} tokens of at most {self._limit}")
+        if not fresh:
+            return GenerationChunk([], [], [], reason, _matched(finish), [] if self._top else None)
+        # Whatever the stream's kind, the new tokens are the last ones.
+        entries = meta["output_token_logprobs"][-fresh:]
+        ids = [int(entry[1]) for entry in entries]
+        logprobs = [float(entry[0]) for entry in entries]
+        # One that SGLang aborts in its queue repeats its last id, and tells nothing of its prompt.
+        if len(ids) != fresh or (reason != "abort" and event["output_ids"][-fresh:] != ids):
+            raise EngineMismatch("the engine's ids and log-probabilities disagree")
+        prompt = meta.get("prompt_tokens")
+        if prompt != self._prompt and not (prompt is None and reason == "abort"):
+            raise EngineMismatch(
+                f"the engine read {prompt} prompt tokens of the {self._prompt} that it was sent: "
+                "it truncates prompts, or adds to them; check how it was started"
+            )
+        for logprob in logprobs:
+            if not -math.inf < logprob <= _ROUNDING:
+                raise EngineMismatch(f"the engine answered {logprob} as a log-probability")
+        top = _top(meta["output_top_logprobs"][-fresh:], fresh) if self._top else None
+        versions = self._versions(meta, total)
+        self._seen = total
+        return GenerationChunk(ids, logprobs, versions, reason, _matched(finish), top)
+
+    def _versions(self, meta: dict[str, Any], end: int) -> list[int]:
+        """The version of each new token: from the spans, else the answer's one version."""
+        start = self._seen
+        spans = meta.get("weight_versions")
+        if not spans:
+            spans = [{"version": meta["weight_version"], "start": start, "end": end}]
+        out: list[int] = []
+        for span in spans:
+            first, last = max(int(span["start"]), start), min(int(span["end"]), end)
+            if last <= first:
+                continue
+            version = version_number(span["version"])
+            if version < self._version:
+                raise EngineMismatch(
+                    f"the engine's weight version fell from {self._version} to {version} within "
+                    "one request"
+                )
+            self._version = version
+            out += [version] * (last - first)
+        if len(out) != end - start:
+            raise EngineMismatch("the engine's weight versions do not cover its tokens")
+        return out
+
+
+def _matched(finish: dict[str, Any] | None) -> str | int | None:
+    matched = finish.get("matched") if finish is not None else None
+    return matched if isinstance(matched, str | int) else None
+
+
+def _raise_refusal(finish: dict[str, Any]) -> None:
+    """A request that SGLang refuses after its stream has begun, a bad grammar say."""
+    status = finish.get("status_code")
+    if status == 400:
+        raise InvalidRequest(f"the engine refused the request: {finish.get('message')}")
+    if status is not None:
+        raise EngineUnavailable(
+            f"the engine answered {status}: {finish.get('message')}", retry_after=2
+        )
+
+
+def _top(positions: list[Any], fresh: int) -> list[list[tuple[int, float]]]:
+    """Without the tokens that cannot come: JSON has no minus infinity, SGLang writes null."""
+    top = [
+        [(int(entry[1]), float(entry[0])) for entry in position if entry[0] is not None]
+        for position in positions
+    ]
+    if len(top) != fresh:
+        raise EngineMismatch("the engine's likeliest tokens do not cover its tokens")
+    return top
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
+    """The JSON of each server-sent event until `[DONE]`; lines of any length."""
+    rest = bytearray()
+    async for block in response.content.iter_any():
+        if not rest and block.find(b"\n\n") == len(block) - 2:
+            # One whole event, as nearly always.
+            data = block[5:] if block.startswith(b"data:") else block
+            if data.strip() == b"[DONE]":
+                return
+            yield orjson.loads(data)
+            continue
+        at = max(0, len(rest) - 1)
+        rest += block
+        while (end := rest.find(b"\n\n", at)) >= 0:
+            data = bytes(rest[:end]).removeprefix(b"data:").strip()
+            del rest[: end + 2]
+            at = 0
+            if data == b"[DONE]":
+                return
+            if data:
+                yield orjson.loads(data)
