@@ -1,0 +1,133 @@
+"""Each law as a check of what was recorded, by means that the service does not use itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from any_agent.chat import MessageDelta
+from any_agent.record import InteractionTree
+from any_agent.types import Interaction, Message, Tool
+from tests.families import Family
+from tests.laws.outputs import Output
+
+
+def merged(deltas: Iterable[MessageDelta]) -> Message:
+    """What a client puts together from a stream's deltas, empty fields left out."""
+    out: Message = {}
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        for key in ("content", "reasoning_content"):
+            text = getattr(delta, key)
+            if text:
+                out[key] = out.get(key, "") + text
+        for part in delta.tool_calls or []:
+            if part["index"] == len(calls):
+                calls.append({"id": part["id"], "type": "function", "function": {"arguments": ""}})
+            function = calls[part["index"]]["function"]
+            told = part.get("function") or {}
+            if "name" in told:
+                assert "name" not in function, "a name is told once"
+                function["name"] = told["name"]
+            function["arguments"] += told.get("arguments") or ""
+    if calls:
+        out["tool_calls"] = calls
+    return out
+
+
+def check_message(message: Message, output: Output) -> None:
+    """A well-formed output is read as what was meant by it."""
+    assert (message.get("content") or "") == (output.content or "").strip(), output
+    assert (message.get("reasoning_content") or "") == (output.reasoning or "").strip(), output
+    calls = [
+        (call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in message.get("tool_calls") or []
+    ]
+    assert calls == [(call.name, call.arguments) for call in output.calls or ()], output
+
+
+def check_parsing(
+    fam: Family,
+    tree: InteractionTree,
+    node: Interaction,
+    tools: list[Tool] | None,
+    stop: tuple[str, ...],
+) -> None:
+    """The recorded ids, read whole, are the message that the agent got."""
+    parser = fam.chat.stream_parser(prompt_ids=tree.prompt_ids(node.id), tools=tools, stop=stop)
+    deltas = parser.feed(node.output_ids.tolist())
+    rest, parsed = parser.finish(matched_stop=None)
+    assert parsed.to_message() == node.output_message
+    assert merged([*deltas, *rest]) == {
+        k: v for k, v in node.output_message.items() if k != "role" and v
+    }
+
+
+def check_continuation(
+    fam: Family,
+    tree: InteractionTree,
+    node: Interaction,
+    messages: list[Message],
+    tools: list[Tool] | None,
+) -> None:
+    """The prompt begins with the parent's ids; the rest is the template's text, once encoded."""
+    assert node.parent_id is not None
+    parent = tree[node.parent_id]
+    before = [*tree.prompt_ids(parent.id).tolist(), *parent.output_ids.tolist()]
+    prompt = tree.prompt_ids(node.id).tolist()
+    assert prompt[: len(before)] == before
+    suffix = prompt[len(before) :]
+    said = fam.chat.decode(suffix)
+    ends = sorted((fam.chat.decode([i]) for i in fam.end_ids), key=len, reverse=True)
+    ended = bool(len(parent.output_ids)) and parent.output_ids[-1] in fam.end_ids
+    whole = template_text(fam, messages, tools)
+    if ended and fam.name == "glm":
+        # The end is the next turn's first token, and need not be the one that was sampled.
+        assert whole.endswith(said), (whole[-200:], said)
+    elif ended:
+        assert whole.endswith(said), (whole[-200:], said)
+        assert whole.removesuffix(said).endswith(tuple(ends)), (whole[-300:], said)
+    else:
+        # The missing end is bridged, perhaps with what closes an open block before it.
+        at = min(at for end in ends if (at := said.find(end)) >= 0)
+        assert whole.endswith(said[at:]) or any(
+            whole.endswith(said[at + len(end) :]) for end in ends if said[at:].startswith(end)
+        ), (whole[-200:], said)
+    assert fam.encode(said) == suffix, said
+
+
+def template_text(fam: Family, messages: list[Message], tools: list[Tool] | None) -> str:
+    """The whole conversation as the model's own template writes it."""
+    kwargs = {"enable_thinking": fam.thinking} if fam.spec.enable_thinking else {}
+    return str(
+        fam.chat.tokenizer.apply_chat_template(
+            [_plain(m) for m in messages],
+            tools=tools,
+            add_generation_prompt=True,
+            tokenize=False,
+            **kwargs,
+        )
+    )
+
+
+def _plain(message: Message) -> Message:
+    """As templates take it: text contents, arguments as values where they are JSON objects."""
+    out = {k: v for k, v in message.items() if v is not None}
+    content = out.get("content", "")
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    out["content"] = content
+    if out.get("tool_calls"):
+        out["tool_calls"] = [
+            {"function": _function(call["function"])} for call in out["tool_calls"]
+        ]
+    return out
+
+
+def _function(function: dict[str, Any]) -> dict[str, Any]:
+    try:
+        value = json.loads(function["arguments"])
+    except ValueError:
+        value = {}
+    return {"name": function["name"], "arguments": value if isinstance(value, dict) else {}}
