@@ -8,10 +8,11 @@ from typing import Any
 
 from tests.families import Call, Family
 
-_WORDS = (
-    "the sum is what you asked for and so I call the tool now to think about weather in Paris "
-    'café 你好 🙂 naïve {json} "quoted" it\'s 42 3.14 a<b x>y [1, 2] &amp; \\n **bold** `code`'
-).split()
+_TEXT = """
+the sum is what you asked for and so I call the tool now to think about weather in Paris
+café 你好 🙂 naïve {json} "quoted" it's 42 3.14 a<b x>y [1, 2] &amp; \\n **bold** `code`
+"""
+_WORDS = _TEXT.split()
 _BROKEN = (
     '{"a": 1, "b"',
     '{"a": 1}}',

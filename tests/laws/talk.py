@@ -19,7 +19,7 @@ from tests.laws.checks import (
     merged,
 )
 from tests.laws.clients import Client
-from tests.laws.outputs import Output, random_output, words
+from tests.laws.outputs import random_output, words
 from tests.laws.voices import Voice
 
 TOOLS: list[dict[str, Any]] = [
