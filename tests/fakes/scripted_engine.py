@@ -1,7 +1,9 @@
 """An engine that speaks SGLang's native contract and does what a test tells it to.
 
-It samples nothing: tokens come from a formula or from what the test queued by `say`. Faults are
-queued by `fail`, and a generation can be held at a token by `hold`. `die` is a kill -9, `revive` a
+It samples nothing: tokens come from a formula or from what the test queued by `say`. Their
+log-probabilities come from a formula, too, or, given a `model`, from its forward pass over the
+prompt and the chosen tokens. Faults are queued by `fail`, lasting ones are `planted`, and a
+generation can be held at a token by `hold`, or at each by `step`. `die` is a kill -9, `revive` a
 new process on the same port.
 """
 
@@ -10,27 +12,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
 
-from tests.fakes.scripted_run import Fault, FaultKind, Running
+from any_agent.errors import InvalidRequest
+from tests.fakes.scripted_answers import answer, problem
+from tests.fakes.scripted_run import Fault, FaultKind, Plant, Running, Wait
 
-_SAMPLING = {
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "ignore_eos",
-    "stop",
-    "stop_token_ids",
-    "sampling_seed",
-}
+if TYPE_CHECKING:
+    from tests.fakes.true_logprobs import TrueModel
 
-Hold = tuple[int, asyncio.Event] | None
+_TRUNCATING = ("truncates", "truncates_unsaid")
 
 
 class ScriptedEngine:
@@ -44,6 +41,8 @@ class ScriptedEngine:
         context_length: int = 2048,
         pace: float = 0.0,
         slots: int | None = None,
+        model: TrueModel | None = None,
+        resumes: bool = False,
     ) -> None:
         self.decode = decode or (lambda ids: "".join(chr(97 + i % 26) for i in ids))
         self.incremental = incremental
@@ -57,6 +56,13 @@ class ScriptedEngine:
         self._free = asyncio.Semaphore(slots or 1 << 30)
         self.most_running = 0
         """Requests at once, those that waited for a slot included."""
+        self.model = model
+        self.resumes = resumes
+        """Whether a script goes on where an update or a death has cut it; else each attempt takes
+        what comes next."""
+        self.planted: set[Plant] = set()
+        self.told: dict[str, Any] = {}
+        """More for `/get_server_info`, over what it says."""
         self.weight_version = "0"
         self.requests: list[dict[str, Any]] = []
         """Bodies of `/generate`, in the order of their arrival."""
@@ -68,7 +74,9 @@ class ScriptedEngine:
         self.running: dict[str, Running] = {}
         self._scripts: deque[list[int]] = deque()
         self._faults: deque[Fault] = deque()
-        self._holds: deque[tuple[int, asyncio.Event]] = deque()
+        self._waits: deque[Wait] = deque()
+        self._begun: dict[str, tuple[int, list[int]]] = {}
+        """The scripts of requests by rid, with the lengths of their prompts."""
         self._going = asyncio.Event()
         self._going.set()
         self._runner: web.AppRunner | None = None
@@ -86,9 +94,14 @@ class ScriptedEngine:
 
     def hold(self, at: int) -> asyncio.Event:
         """The next generation waits before its token ``at`` (or for an abort) for the event."""
-        event = asyncio.Event()
-        self._holds.append((at, event))
-        return event
+        self._waits.append(Wait(at))
+        return self._waits[-1].event
+
+    def step(self) -> asyncio.Semaphore:
+        """The next generation waits before each token (or for an abort) for a release."""
+        steps = asyncio.Semaphore(0)
+        self._waits.append(Wait(steps=steps))
+        return steps
 
     async def die(self) -> None:
         """Nobody listens any more, and every connection breaks."""
@@ -160,7 +173,7 @@ class ScriptedEngine:
     async def _info(self, _: web.Request) -> web.Response:
         return web.json_response(
             {
-                "model_path": "scripted",
+                "model_path": str(self.model.folder) if self.model else "scripted",
                 "weight_version": self.weight_version,
                 # A real SGLang has no such field here.
                 **({} if self.like_sglang else {"context_length": self.context_length}),
@@ -168,8 +181,10 @@ class ScriptedEngine:
         )
 
     async def _server_info(self, _: web.Request) -> web.Response:
-        told = {"context_length": None, "max_req_input_len": 2042}
-        return web.json_response({**told, "max_running_requests": self.slots})
+        told: dict[str, Any] = {"context_length": None, "max_req_input_len": 2042}
+        told |= {"max_running_requests": self.slots, "grammar_backend": "xgrammar"}
+        told |= {"enable_deterministic_inference": True}
+        return web.json_response(told | self.told)
 
     async def _abort_request(self, http: web.Request) -> web.Response:
         rid = (await http.json()).get("rid")
@@ -198,71 +213,79 @@ class ScriptedEngine:
             return web.json_response(
                 {"success": False, "message": "no such checkpoint"}, status=400
             )
-        self.weight_version = str(body["weight_version"])
+        if self.model is not None and "stale_weights" not in self.planted:
+            try:
+                self.model.load(Path(body["model_path"]))
+            except InvalidRequest as error:
+                return web.json_response({"success": False, "message": str(error)}, status=400)
+        if "stale_version" not in self.planted:
+            self.weight_version = str(body["weight_version"])
         answer = {"success": True, "message": "ok", "num_paused_requests": len(self.running)}
         return web.json_response(answer)
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = orjson.loads(await http.read())
         self.requests.append(body)
-        problem = self._problem(body)
-        if problem:
-            return web.json_response({"error": {"message": problem}}, status=400)
+        refusal = problem(body, self.context_length)
+        if refusal:
+            return web.json_response({"error": {"message": refusal}}, status=400)
         fault = self._faults.popleft() if self._faults else None
         if fault is not None and fault.kind == "status":
             return web.json_response({"error": {"message": "scripted"}}, status=fault.status)
-        run = Running(
-            rid=body.get("rid", "anonymous"),
-            prompt=body["input_ids"],
-            params=body["sampling_params"],
-            script=self._scripts.popleft() if self._scripts else None,
-            fault=fault,
-        )
-        hold = self._holds.popleft() if self._holds else None
+        run = self._begin(body, fault)
         self.running[run.rid] = run
         self.most_running = max(self.most_running, len(self.running))
         try:
             async with self._free:
-                return await self._sampled(http, body, run, hold)
+                return await self._sampled(http, body, run)
         except asyncio.CancelledError:
             self.cancelled.append(run.rid)
             raise
         finally:
             self.running.pop(run.rid, None)
 
+    def _begin(self, body: dict[str, Any], fault: Fault | None) -> Running:
+        prompt, rid = body["input_ids"], body.get("rid", "anonymous")
+        read = prompt[len(prompt) // 2 :] if self.planted & {*_TRUNCATING} else prompt
+        return Running(
+            rid=rid,
+            prompt=read,
+            params=body["sampling_params"],
+            script=self._script(rid, len(prompt)),
+            fault=fault,
+            wait=self._waits.popleft() if self._waits else None,
+            prompt_tokens=len(prompt if "truncates_unsaid" in self.planted else read),
+            top=body.get("top_logprobs_num") or 0,
+        )
+
+    def _script(self, rid: str, prompt: int) -> list[int] | None:
+        attempt, _, request = rid.partition("-")
+        if self.resumes and attempt != "0" and request in self._begun:
+            began, script = self._begun[request]
+            return script[prompt - began :]
+        script = self._scripts.popleft() if self._scripts else None
+        if self.resumes and script is not None:
+            self._begun[request] = (prompt, script)
+        return script
+
     async def _sampled(
-        self, http: web.Request, body: dict[str, Any], run: Running, hold: Hold
+        self, http: web.Request, body: dict[str, Any], run: Running
     ) -> web.StreamResponse:
         if body.get("stream"):
-            return await self._stream(http, body, run, hold)
-        async for _ in self._tokens(run, hold):
+            return await self._stream(http, body, run)
+        async for _ in self._tokens(run):
             pass
         if self._broken(run):
             return self._break(http, run)
         return web.Response(body=self._event(body, run, 0), content_type="application/json")
 
-    def _problem(self, body: dict[str, Any]) -> str | None:
-        params = body["sampling_params"]
-        unknown = set(params) - _SAMPLING
-        if unknown:
-            return f"unknown parameters {unknown}"
-        if not isinstance(params.get("sampling_seed", 0), int):
-            return "bad sampling_seed"
-        if params.get("temperature", 1) < 0 or not 0 < params.get("top_p", 1) <= 1:
-            return "bad temperature or top_p"
-        if params.get("top_k", -1) < -1:
-            return "bad top_k"
-        if len(body["input_ids"]) >= self.context_length:
-            return "the prompt is longer than the context"
-        return None
-
     async def _stream(
-        self, http: web.Request, body: dict[str, Any], run: Running, hold: Hold
+        self, http: web.Request, body: dict[str, Any], run: Running
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
         sent = 0
-        async for _ in self._tokens(run, hold):
+        async for _ in self._tokens(run):
             if self._broken(run) and len(run.ids) == sent:
                 if run.fault is not None and run.fault.kind == "error_event":
                     await response.write(b'data: {"error": {"message": "scripted"}}\n\n')
@@ -289,7 +312,7 @@ class ScriptedEngine:
             http.transport.abort()
         return web.Response()
 
-    async def _tokens(self, run: Running, hold: Hold) -> AsyncIterator[None]:
+    async def _tokens(self, run: Running) -> AsyncIterator[None]:
         """One more token, and the end, at each step."""
         limit = int(run.params.get("max_new_tokens", 128))
         stops = run.params.get("stop") or []
@@ -299,18 +322,15 @@ class ScriptedEngine:
             if self._broken(run):
                 yield
                 return
-            if hold is not None and len(run.ids) == hold[0]:
-                await self._either(hold[1], run.aborted)
-            if not run.aborted.is_set():
-                await self._either(self._going, run.aborted)
+            await self._held(run)
+            if not run.aborted.is_set() and not self._going.is_set():
+                await self._either(self._going.wait(), run.aborted)
             if run.aborted.is_set():
                 run.finish = {"type": "abort", "message": "aborted"}
                 yield
                 return
-            token = self._next(run)
-            run.ids.append(token)
-            run.logprobs.append(-0.5 - (token % 7) / 8)
-            run.versions.append(self.weight_version)
+            scaled = "unscaled" not in self.planted
+            token = run.sample(self.weight_version, self.model, scaled=scaled)
             text = self.decode(run.ids)
             matched = next((s for s in stops if s in text), None)
             ended = run.script is not None and len(run.ids) == len(run.script)
@@ -327,11 +347,18 @@ class ScriptedEngine:
             yield
             await asyncio.sleep(self.pace)
 
-    @staticmethod
-    async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
-        if one.is_set():
+    async def _held(self, run: Running) -> None:
+        wait = run.wait
+        if wait is None:
             return
-        waits = [asyncio.ensure_future(e.wait()) for e in (one, other)]
+        if wait.steps is not None:
+            await self._either(wait.steps.acquire(), run.aborted)
+        elif len(run.ids) == wait.at:
+            await self._either(wait.event.wait(), run.aborted)
+
+    @staticmethod
+    async def _either(one: Coroutine[Any, Any, Any], other: asyncio.Event) -> None:
+        waits = [asyncio.ensure_future(wait) for wait in (one, other.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -340,57 +367,16 @@ class ScriptedEngine:
                 with contextlib.suppress(asyncio.CancelledError):
                     await wait
 
-    @staticmethod
-    def _next(run: Running) -> int:
-        k = len(run.ids)
-        if run.script is not None:
-            return run.script[k]
-        # Of the whole context, so that a resumed request goes on as if it had not been cut.
-        return 20 + (7 * (len(run.prompt) + k)) % 60
-
     def _event(self, body: dict[str, Any], run: Running, sent: int) -> bytes:
-        start = sent if self.incremental else 0
-        ids = run.ids[start:]
-        logprobs: list[Any] = list(run.logprobs[start:])
-        text = self.decode(run.ids)
+        ids = [i + 1 for i in run.ids] if "other_text" in self.planted else run.ids
+        text = self.decode(ids)
         matched = (run.finish or {}).get("matched")
         if isinstance(matched, str):
-            text = text[: text.index(matched)]
-        fault = run.fault.kind if run.fault and len(run.ids) > run.fault.after else None
-        entries = [[p, i, None] for p, i in zip(logprobs, ids, strict=True)]
-        if fault == "disagree" and entries:
-            entries[-1][1] += 1
-        if fault == "null" and entries:
-            entries[-1][0] = None
-        spans = self._spans(run)
-        if fault == "spans":
-            spans = [{"version": "0", "start": 0, "end": 0}]
-        meta: dict[str, Any] = {
-            "id": run.rid,
-            "finish_reason": run.finish,
-            "prompt_tokens": len(run.prompt),
-            "completion_tokens": len(run.ids),
-            "cached_tokens": 0,
-            "weight_version": run.versions[-1] if run.versions else self.weight_version,
-            "weight_versions": spans,
-            "e2e_latency": 0.001,
-        }
-        if body.get("return_logprob"):
-            meta["output_token_logprobs"] = entries
-        event = orjson.dumps({"text": text, "output_ids": ids, "meta_info": meta})
-        if fault == "nan":
-            # As Python's json would write it.
-            event = event.replace(str(run.logprobs[-1]).encode(), b"NaN")
-        if fault == "garbage":
-            event = b'{"meta_info": {}}'
-        return event
-
-    @staticmethod
-    def _spans(run: Running) -> list[dict[str, Any]]:
-        spans: list[dict[str, Any]] = []
-        for k, version in enumerate(run.versions):
-            if spans and spans[-1]["version"] == version:
-                spans[-1]["end"] = k + 1
-            else:
-                spans.append({"version": version, "start": k, "end": k + 1})
-        return spans or [{"version": "0", "start": 0, "end": 0}]
+            text = text.partition(matched)[0]
+        return answer(
+            run,
+            text,
+            start=sent if self.incremental else 0,
+            with_logprobs=bool(body.get("return_logprob")),
+            weight_version=self.weight_version,
+        )
