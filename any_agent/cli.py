@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from any_agent import __version__
 from any_agent.arguments import parse
+from any_agent.doctor.command import add_doctor_command
 from any_agent.errors import AnyAgentError, ConfigError, StartupError
 from any_agent.export_cli import add_export_command
 from any_agent.keys_cli import add_keys_commands
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="print the settings that would be used, as YAML")
     add_service_arguments(config)
     config.set_defaults(run=_config)
+    add_doctor_command(commands)
     add_sessions_commands(commands)
     add_export_command(commands)
     add_keys_commands(commands)

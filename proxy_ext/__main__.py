@@ -80,6 +80,7 @@ async def _check_engine(url: str, wait: float) -> None:
 def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) -> int:
     import uvicorn
 
+    from any_agent.doctor.quick import require_sound
     from proxy_ext.app import create_app
     from proxy_ext.connections import Connection
     from proxy_ext.presence import PresentServer, entry_of
@@ -88,6 +89,7 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
 
     url = url_of(*listener.getsockname()[:2])
     chat = load_chat(config, args.model_path)
+    asyncio.run(require_sound(chat, config, training=args.training))
     opened: list[Service] = []
     asyncio.run(check_grader(config.sessions))
     asyncio.run(_check_engine(args.engine_url, args.engine_wait))

@@ -32,11 +32,22 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("completions",),
     ("workflow",),
     ("rollout", "sdk", "inference"),
-    ("launcher", "demo", "cli", "keys_cli", "keys_commands", "export_cli", "sessions_cli"),
+    (
+        "launcher",
+        "demo",
+        "cli",
+        "keys_cli",
+        "keys_commands",
+        "export_cli",
+        "sessions_cli",
+        "doctor",
+    ),
 )
 """Of `any_agent`: each part imports earlier layers only."""
 WITHIN = {("cli", "launcher"), ("cli", "demo"), ("demo", "launcher")}
 WITHIN |= {
+    ("cli", "doctor"),
+    ("doctor", "launcher"),
     ("cli", "export_cli"),
     ("cli", "sessions_cli"),
     ("cli", "keys_cli"),

@@ -1,0 +1,122 @@
+"""``any-agent doctor``: what is to be examined, and the laws that it is asked about."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.config import LOOPBACK, Config, load_config
+from any_agent.doctor.quick import chat_laws, template_kwargs
+from any_agent.doctor.report import as_json, as_text
+from any_agent.doctor.verdict import Law, Verdict, broken
+from any_agent.errors import ConfigError
+
+_SETTING = re.compile(r"-*[a-z_]+(\.[a-z_]+)*=")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_KEYS = ("ANY_AGENT_KEY", "ANY_AGENT_SERVER__ADMIN_KEY")
+
+
+@dataclass(slots=True)
+class Subject:
+    """What is examined."""
+
+    config: Config
+    engines: list[str] = field(default_factory=list)
+    url: str | None = None
+    key: str | None = None
+    quick: bool = False
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examine, print, and say by the exit code whether a law is broken. Raises ConfigError."""
+    subject = _subject(arguments)
+    # Foreign libraries warn on standard error about what the table says better.
+    logging.disable(logging.WARNING)
+    try:
+        told, verdicts = asyncio.run(_examine(subject))
+    finally:
+        logging.disable(logging.NOTSET)
+    print((as_json if arguments.json else as_text)(told, verdicts))
+    sys.stdout.flush()
+    return 1 if broken(verdicts) else 0
+
+
+def _subject(arguments: argparse.Namespace) -> Subject:
+    models = [text for text in arguments.overrides if not _SETTING.match(text)]
+    settings = [text for text in arguments.overrides if _SETTING.match(text)]
+    if len(models) > 1:
+        raise ConfigError(f"one model at a time: {models[0]!r}, or {models[1]!r}?")
+    settings += [f"model.path={model}" for model in models]
+    for name in ("experiment", "trial"):
+        if (value := getattr(arguments, name)) is not None:
+            settings.append(f"{name}={value}")
+    if arguments.renderer is not None:
+        settings.append(f"model.renderer={arguments.renderer}")
+    config = _config(arguments, settings, of_trial=not models)
+    _check_model(config.model.path)
+    engines = list(arguments.engine or config.engine.urls)
+    for url in (*engines, *filter(None, [arguments.url])):
+        if not re.match(r"https?://[^/]", url):
+            raise ConfigError(f"{url!r} is no URL: it begins with http:// or https://")
+    if not (config.model.path or engines or arguments.url):
+        raise ConfigError(
+            "nothing to examine: give a model's folder, --engine URL, --url URL, or the "
+            "--experiment and --trial of a run"
+        )
+    key = arguments.key or next(filter(None, map(os.environ.get, _KEYS)), None)
+    return Subject(config, engines, arguments.url, key, arguments.quick)
+
+
+def _config(arguments: argparse.Namespace, settings: list[str], *, of_trial: bool) -> Config:
+    """The given settings; without a model those of the trial, too."""
+    if not of_trial:
+        return load_config(arguments.config, settings)
+    from any_agent.launcher.trial import resolve_config
+
+    # It may serve others, for which its admin key would be missing here.
+    return resolve_config(arguments.config, [*settings, f"server.host={LOOPBACK[0]}"])
+
+
+def _check_model(path: str) -> None:
+    if path and not Path(path).is_dir() and not _HUB_NAME.fullmatch(path):
+        raise ConfigError(f"model path {path!r} is neither a folder nor a name on the hub")
+
+
+async def _examine(subject: Subject) -> tuple[dict[str, str], list[Verdict]]:
+    told: dict[str, str] = {}
+    verdicts: list[Verdict] = []
+    model = subject.config.model
+    if model.path:
+        told["model"] = model.path
+        chat = _load(subject.config)
+        if isinstance(chat, Verdict):
+            verdicts.append(chat)
+        else:
+            told["renderer"] = chat.name
+            verdicts += await chat_laws(chat, template_kwargs(subject.config))
+    return told, verdicts
+
+
+def _load(config: Config) -> ChatFormat | Verdict:
+    """The chat format, or what a proxy's start would be refused for."""
+    model = config.model
+    try:
+        return load_chat_format(
+            model.path,
+            renderer=model.renderer,
+            enable_thinking=model.enable_thinking,
+            thinking_retention=model.thinking_retention,
+        )
+    except ConfigError as error:
+        return Law("rendering").failed(
+            "template",
+            error.message,
+            "set model.renderer to this model's family, or to default for its own template",
+        )

@@ -1,0 +1,111 @@
+"""A conversation played through the very code that serves agents, with an engine that recites."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from any_agent.chat import ChatFormat, MessageDelta
+from any_agent.completions import Completer, Completion, Delta, parse_chat
+from any_agent.engine import Capabilities
+from any_agent.record import InteractionTree
+from any_agent.types import (
+    GenerationChunk,
+    GenerationHyperparameters,
+    Message,
+    ModelRequest,
+    SessionMode,
+    Tool,
+)
+
+_CONTEXT = 1 << 20
+
+
+class Rehearsal:
+    """One session's calls; each answer is recorded, so that the next call may continue it."""
+
+    def __init__(self, chat: ChatFormat, tools: list[Tool] | None) -> None:
+        self._engine = _Reciting(frozenset(chat.stop_token_ids))
+        self._completer = Completer(self._engine, chat, context_length=_CONTEXT)
+        self._tools = tools
+        self.tree = InteractionTree()
+
+    async def call(
+        self, messages: Sequence[Message], output: Sequence[int], *, step: int | None = None
+    ) -> tuple[Completion, list[MessageDelta]]:
+        """The answer to the messages, whose ids will be ``output``, ``step`` at a time."""
+        body: dict[str, Any] = {"model": "policy", "messages": list(messages)}
+        if self._tools:
+            body["tools"] = self._tools
+        sampling = GenerationHyperparameters()
+        call = parse_chat(body, mode=SessionMode.TRAIN, sampling=sampling, model="policy")
+        prepared = self._completer.prepare(call, self.tree)
+        self._engine.output, self._engine.step = list(output), step or max(1, len(output))
+        deltas: list[MessageDelta] = []
+        completion: Completion | None = None
+        choices: Any = getattr(prepared, "choices", ())
+        completer: Any = self._completer
+        run = completer.run(prepared, *choices[:1], session_id="doctor", stream=True)
+        async with aclosing(run) as items:
+            async for item in items:
+                if isinstance(item, Delta):
+                    deltas.append(item.message)
+                else:
+                    completion = item
+        assert completion is not None
+        self.tree.add(completion.interaction, completion.key)
+        return completion, deltas
+
+
+class _Reciting:
+    """An engine that says what it is told to."""
+
+    version = 0
+
+    def __init__(self, stop_ids: frozenset[int]) -> None:
+        self._stop_ids = stop_ids
+        self.output: list[int] = []
+        self.step = 1
+
+    async def generate(
+        self, request: ModelRequest, *, stream: bool
+    ) -> AsyncGenerator[GenerationChunk]:
+        ids = self.output
+        for at in range(0, max(1, len(ids)), self.step):
+            part = ids[at : at + self.step]
+            last = at + self.step >= len(ids)
+            ended = bool(ids) and ids[-1] in self._stop_ids
+            yield GenerationChunk(
+                part,
+                [-0.5] * len(part),
+                [0] * len(part),
+                ("stop" if ended else "length") if last else None,
+                ids[-1] if last and ended else None,
+            )
+
+    async def capabilities(self) -> Capabilities:
+        return Capabilities()
+
+    async def pause(self) -> None: ...
+
+    async def resume(self, version: int) -> None: ...
+
+
+def merged(deltas: Sequence[MessageDelta]) -> Message:
+    """The message that a client puts together from a stream."""
+    content = "".join(d.content or "" for d in deltas)
+    reasoning = "".join(d.reasoning_content or "" for d in deltas)
+    calls: dict[int, dict[str, Any]] = {}
+    for part in (call for delta in deltas for call in delta.tool_calls or []):
+        known = calls.setdefault(part["index"], {"function": {"name": "", "arguments": ""}})
+        known |= {key: part[key] for key in ("id", "type") if key in part}
+        for key, text in part.get("function", {}).items():
+            known["function"][key] += text
+    message: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["content"] = content or None
+        message["tool_calls"] = [calls[index] for index in sorted(calls)]
+    return message

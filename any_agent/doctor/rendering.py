@@ -1,0 +1,85 @@
+"""Our ids are those of the model's own template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from any_agent.chat import ChatFormat, probes
+from any_agent.doctor.template import Refused, Template, without_thinking
+from any_agent.doctor.verdict import Law, Verdict
+from any_agent.errors import AnyAgentError
+from any_agent.types import Message, Tool
+
+LAW = Law("rendering")
+_DO = (
+    "set model.renderer to this model's family, or to default for its own template; if "
+    "chat_template was changed on purpose, default is right"
+)
+_SPACES: Message = {"role": "user", "content": "\n\n  a\t1 \u00e9\U0001f600 \u4e2d\r\nb  \n"}
+
+
+def rendering(chat: ChatFormat, template: Template) -> Iterator[Verdict]:
+    """Of what agents send first, and of conversations rendered anew."""
+    if not template.exists:
+        yield LAW.unchecked("template", "the tokenizer has no chat template to compare with")
+        return
+    end = chat.decode(chat.stop_token_ids[:1])
+    forged = {**probes.FORGED, "content": probes.FORGED["content"].replace("{end}", end)}
+    p = probes
+    cases: list[tuple[str, list[Message], list[Tool] | None]] = [
+        ("user", [p.USER], None),
+        ("system", [p.SYSTEM, p.USER], None),
+        ("white space, Unicode", [_SPACES], None),
+        ("special tokens in text", [forged], None),
+        ("tools", [p.SYSTEM, p.USER], p.TOOLS),
+        ("earlier answers", [p.SYSTEM, p.USER, p.TEXT, p.NEXT], None),
+        ("earlier reasoning", [p.USER, p.REASONED, p.NEXT], None),
+        ("tool result", [p.USER, p.CALLED, p.result(1, "3")], p.TOOLS),
+        (
+            "two tool results",
+            [p.USER, p.CALLED_TWICE, p.result(1, "3"), p.result(2, "4")],
+            p.TOOLS,
+        ),
+    ]
+    for case, messages, tools in cases:
+        yield _compare(case, chat, template, messages, tools)
+
+
+def _compare(
+    case: str,
+    chat: ChatFormat,
+    template: Template,
+    messages: list[Message],
+    tools: list[Tool] | None,
+) -> Verdict:
+    try:
+        own = template.ids(messages, tools)
+    except Refused as error:
+        return LAW.unchecked(case, str(error))
+    try:
+        ids = chat.render(messages, tools)
+    except AnyAgentError as error:
+        return LAW.failed(case, f"{chat.name} cannot render what the template can: {error}", _DO)
+    if ids == own:
+        return LAW.passed(case, f"{len(ids)} ids, as the template's")
+    ours, theirs = chat.decode(ids), chat.decode(own)
+    if ours == theirs:
+        at = next(k for k, (a, b) in enumerate(zip(ids, own, strict=False)) if a != b)
+        said = f"the template's text in other ids, first at {at}"
+        if any(m["role"] == "assistant" for m in messages):
+            # Sampled ids begin anew where a generation prompt ends; a template knows no such seam.
+            return LAW.passed(case, said)
+        return LAW.failed(case, said, _DO)
+    if without_thinking(ours) == without_thinking(theirs):
+        return LAW.passed(
+            case, "as the template's, but earlier thinking is kept (model.thinking_retention)"
+        )
+    return LAW.failed(case, f"{chat.name} writes {_difference(ours, theirs)}", _DO)
+
+
+def _difference(ours: str, theirs: str) -> str:
+    at = next((k for k, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+    if at is None:
+        at = min(len(ours), len(theirs))
+    at = max(0, at - 8)
+    return f"{ours[at : at + 40]!r} where the template writes {theirs[at : at + 40]!r}"

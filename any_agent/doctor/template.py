@@ -1,0 +1,98 @@
+"""The model's own chat template, asked directly: what everything else is compared with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from any_agent.chat import ChatFormat
+from any_agent.types import Message, Tool
+
+_THINKING = re.compile(
+    r"<think>.*?</think>\s*|<\|channel\|>analysis<\|message\|>.*?<\|end\|>", re.DOTALL
+)
+
+
+class Refused(Exception):
+    """The template does not take such a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A conversation up to an assistant's answer, and that answer as the template writes it."""
+
+    messages: list[Message]
+    tools: list[Tool] | None
+    answer: Message
+    output: str
+    """The answer's text, up to and with the token that ends it where there is one."""
+    output_ids: list[int]
+    ended: bool
+
+
+class Template:
+    """``kwargs`` are what the run gives the template, such as ``enable_thinking``."""
+
+    def __init__(self, chat: ChatFormat, kwargs: Mapping[str, Any]) -> None:
+        self._tokenizer = chat.tokenizer
+        self._kwargs = dict(kwargs)
+        self._ends = {i: chat.decode([i]) for i in chat.stop_token_ids}
+
+    @property
+    def exists(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def ids(self, messages: Sequence[Message], tools: list[Tool] | None) -> list[int]:
+        """The prompt's. Raises Refused."""
+        return list(self._apply(messages, tools, prompt=True, tokenize=True))
+
+    def text(
+        self, messages: Sequence[Message], tools: list[Tool] | None, *, prompt: bool = True
+    ) -> str:
+        """With the generation prompt, or without. Raises Refused."""
+        return str(self._apply(messages, tools, prompt=prompt, tokenize=False))
+
+    def turn(
+        self, messages: list[Message], tools: list[Tool] | None, answer: Message, then: Message
+    ) -> Turn:
+        """The answer as the model would have sampled it. Raises Refused.
+
+        Some templates end a turn with what begins the next one, so it may take ``then`` to see it.
+        """
+        prompt = self.text(messages, tools)
+        for more in ([], [then]):
+            whole = self.text([*messages, answer, *more], tools, prompt=False)
+            if not whole.startswith(prompt):
+                continue
+            said = whole[len(prompt) :]
+            ends = [(at, end) for end in self._ends.values() if (at := said.find(end)) >= 0]
+            if ends:
+                at, end = min(ends)
+                output = said[: at + len(end)]
+                return Turn(messages, tools, answer, output, self.encode(output), ended=True)
+        raise Refused("the template writes no such turn after its own generation prompt")
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _apply(
+        self, messages: Sequence[Message], tools: list[Tool] | None, *, prompt: bool, tokenize: bool
+    ) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=tools,
+                add_generation_prompt=prompt,
+                tokenize=tokenize,
+                **({"return_dict": False} if tokenize else {}),
+                **self._kwargs,
+            )
+        except Exception as error:
+            # A template is foreign code, and says no in any way it likes.
+            raise Refused(f"the template refuses it: {type(error).__name__}: {error}") from error
+
+
+def without_thinking(text: str) -> str:
+    return _THINKING.sub("", text)

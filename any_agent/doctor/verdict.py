@@ -1,0 +1,56 @@
+"""What the doctor says of one case of one law."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    PASSED = "passed"
+    FAILED = "failed"
+    DECLINED = "declined"
+    """Not done here, and said so where it matters: nothing wrong comes of it."""
+    UNCHECKED = "not checked"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One row of the report."""
+
+    law: str
+    case: str
+    outcome: Outcome
+    seen: str = ""
+    """What was seen; of a failure what is wrong, of `not checked` why."""
+    do: str = ""
+    """What to do about a failure."""
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome is Outcome.FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """Makes verdicts on the cases of one law."""
+
+    name: str
+
+    def passed(self, case: str, seen: str = "") -> Verdict:
+        return Verdict(self.name, case, Outcome.PASSED, seen)
+
+    def failed(self, case: str, seen: str, do: str) -> Verdict:
+        return Verdict(self.name, case, Outcome.FAILED, seen, do)
+
+    def declined(self, case: str, seen: str) -> Verdict:
+        return Verdict(self.name, case, Outcome.DECLINED, seen)
+
+    def unchecked(self, case: str, why: str) -> Verdict:
+        return Verdict(self.name, case, Outcome.UNCHECKED, why)
+
+
+def broken(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """The failures."""
+    return [verdict for verdict in verdicts if verdict.failed]

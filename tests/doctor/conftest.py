@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from any_agent.chat import ChatFormat, load_chat_format
+
+
+@pytest.fixture
+def chat(tiny_model_dir: Path) -> ChatFormat:
+    """A new one for each test, which may break it."""
+    return load_chat_format(str(tiny_model_dir), enable_thinking=False)
+
+
+@pytest.fixture
+def with_template(tiny_model_dir: Path, tmp_path: Path) -> Callable[[Callable[[str], str]], Path]:
+    """The tiny model with its chat template changed."""
+
+    def copy(change: Callable[[str], str]) -> Path:
+        folder = tmp_path / "changed"
+        shutil.copytree(tiny_model_dir, folder)
+        jinja = folder / "chat_template.jinja"
+        before = jinja.read_text()
+        jinja.write_text(change(before))
+        assert jinja.read_text() != before
+        return folder
+
+    return copy

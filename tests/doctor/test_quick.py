@@ -1,0 +1,145 @@
+"""The laws of the chat format, and a proxy's start that depends on them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from any_agent.chat import ChatFormat, MessageDelta, load_chat_format
+from any_agent.config import Config, ModelConfig
+from any_agent.doctor.quick import chat_laws, require_sound
+from any_agent.doctor.verdict import Outcome, Verdict, broken
+from any_agent.errors import ConfigError
+
+NO_THINKING = {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("renderer", ["qwen3", "default"])
+@pytest.mark.parametrize("thinking", [None, True, False])
+async def test_the_demos_format_is_sound(
+    tiny_model_dir: Path, renderer: str, thinking: bool | None
+) -> None:
+    chat = load_chat_format(str(tiny_model_dir), renderer=renderer, enable_thinking=thinking)
+    verdicts = await chat_laws(chat, {} if thinking is None else {"enable_thinking": thinking})
+    assert not broken(verdicts)
+    assert len(verdicts) == 9 + 5 + 7
+    unchecked = {(v.law, v.case) for v in verdicts if v.outcome is not Outcome.PASSED}
+    off = {("continuation", "after reasoning")}
+    off |= {("parsing", "reasoning"), ("parsing", "unclosed reasoning")}
+    assert unchecked == (off if thinking is False else set())
+
+
+async def failures(chat: ChatFormat) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for v in broken(await chat_laws(chat, NO_THINKING)):
+        assert v.seen and v.do
+        found.setdefault(v.law, set()).add(v.case)
+    return found
+
+
+async def test_a_renderer_that_writes_otherwise_later_in_a_talk(chat: ChatFormat) -> None:
+    template = chat.tokenizer.chat_template
+    chat.tokenizer.chat_template = template.replace(
+        "{{- '\\n<tool_response>\\n'", "{{- '\\n<tool_response>'"
+    )
+    assert chat.tokenizer.chat_template != template
+    assert await failures(chat) == {
+        "rendering": {"tool result", "two tool results"},
+        "continuation": {"after a call", "after two calls"},
+    }
+
+
+async def test_a_renderer_that_writes_the_prompt_otherwise(chat: ChatFormat) -> None:
+    chat.tokenizer.chat_template = chat.tokenizer.chat_template.replace(
+        "<|im_start|>assistant\\n'", "<|im_start|>assistant '"
+    )
+    found = await failures(chat)
+    assert found["rendering"] >= {"user", "system", "tools", "tool result"}
+    assert found["continuation"] >= {"after text", "after a call"}
+
+
+async def test_a_continuation_that_is_declined_is_no_failure(tiny_model_dir: Path) -> None:
+    chat = load_chat_format(
+        str(tiny_model_dir), enable_thinking=False, thinking_retention="tool_cycle"
+    )
+    verdicts = {(v.law, v.case): v for v in await chat_laws(chat, NO_THINKING)}
+    assert not broken(verdicts.values())
+    declined = verdicts["continuation", "after text"]
+    assert declined.outcome is Outcome.DECLINED
+    assert declined.seen.startswith("rendered anew: ")
+    assert verdicts["continuation", "after a call"].outcome is Outcome.PASSED
+
+
+async def test_a_stream_that_loses_something(
+    chat: ChatFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = chat.stream_parser
+
+    class Losing:
+        def __init__(self, **how: object) -> None:
+            self._parser = whole(**how)  # type: ignore[arg-type]
+
+        def feed(self, ids: list[int]) -> list[MessageDelta]:
+            return self._parser.feed(ids)[1:]
+
+        def finish(self, **how: object) -> object:
+            return self._parser.finish(**how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(chat, "stream_parser", Losing)
+    found = await failures(chat)
+    assert found["parsing"] >= {"text", "call", "two calls"}
+
+
+async def test_a_law_that_breaks_off_is_broken(
+    chat: ChatFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(chat, "render", explode)
+    verdicts = await chat_laws(chat, NO_THINKING)
+    assert {v.law for v in broken(verdicts)} == {"rendering", "continuation", "parsing"}
+    assert all("boom" in v.seen for v in broken(verdicts))
+
+
+def config_of(model: Path, renderer: str = "auto") -> Config:
+    model_config = ModelConfig(path=str(model), renderer=renderer, enable_thinking=False)
+    return Config(model=model_config)
+
+
+async def test_a_start_is_refused_for_training_only(
+    chat: ChatFormat, tiny_model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tiny_model_dir)
+    await require_sound(chat, config, training=True)
+    template = chat.tokenizer.chat_template
+    chat.tokenizer.chat_template = template.replace("<tool_response>\\n'", "<tool_response>'")
+    with pytest.raises(ConfigError) as refused:
+        await require_sound(chat, config, training=True)
+    said = refused.value.message
+    assert "rendering, tool result: " in said and "continuation, after a call: " in said
+    assert "to do: " in said and f"any-agent doctor {tiny_model_dir}" in said
+    with caplog.at_level(logging.WARNING):
+        await require_sound(chat, config, training=False)
+    assert "could not be trained exactly" in caplog.text and "tool result" in caplog.text
+
+
+def test_a_verdict_says_whether_it_is_a_failure() -> None:
+    outcomes = {outcome: Verdict("law", "case", outcome).failed for outcome in Outcome}
+    assert [outcome for outcome, failed in outcomes.items() if failed] == [Outcome.FAILED]
+
+
+@pytest.mark.usefixtures("with_template")
+async def test_calls_in_an_unknown_form_are_told(
+    with_template: Callable[[Callable[[str], str]], Path],
+) -> None:
+    folder = with_template(
+        lambda text: text.replace("<tool_call>\\n{", "[[call {").replace("}\\n</tool_call>", "}]]")
+    )
+    chat = load_chat_format(str(folder), renderer="default", enable_thinking=False)
+    verdicts = {(v.law, v.case): v for v in await chat_laws(chat, NO_THINKING)}
+    assert not broken(verdicts.values())
+    assert verdicts["parsing", "call"].outcome is Outcome.DECLINED
