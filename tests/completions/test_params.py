@@ -1,127 +1,175 @@
-"""The three classes of parameters: honoured, harmless and recorded, refused by name."""
+"""The table: every parameter of OpenAI's API has a row, and every row does what it says."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast, get_type_hints
 
 import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from params_lab import BODIES, RUN, TOOL, parse
 
-from any_agent.completions import ChatCall, parse_chat
-from any_agent.completions.params import HARMLESS, HONOURED, NEUTRAL
+from any_agent.completions.params import PARAMETERS, TABLE, Parameter
+from any_agent.completions.params.table import Api
+from any_agent.completions.untrainable import REASONS
 from any_agent.errors import InvalidRequest, UnsupportedParameter
-from any_agent.types import GenerationHyperparameters, SessionMode
 
-RUN = GenerationHyperparameters(max_new_tokens=100)
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
-USER = [{"role": "user", "content": "hi"}]
-
-
-def parse(mode: str = "train", run: GenerationHyperparameters = RUN, **fields: Any) -> ChatCall:
-    body = {"messages": USER, **fields}
-    return parse_chat(body, mode=SessionMode(mode), sampling=run, model="policy")
+ROWS = [(api, row) for row in PARAMETERS for api in row.apis]
+HARMLESS = [each for each in ROWS if each[1].kind == "harmless"]
+REFUSED = [each for each in ROWS if each[1].kind == "refused"]
+HONOURED = [each for each in ROWS if each[1].kind == "honoured"]
+STRANGE: tuple[Any, ...] = ({"a": 1}, "x", 7, -1.5, True, ["x"], [[]], 10**400, float("nan"))
 
 
-def test_the_classes_do_not_overlap() -> None:
-    assert not HONOURED & HARMLESS.keys()
-    assert not HONOURED & NEUTRAL.keys()
-    assert not HARMLESS.keys() & NEUTRAL.keys()
+def named(each: tuple[Api, Parameter]) -> str:
+    return f"{each[0]}-{each[1].name}"
 
 
-def test_the_least_that_can_be_asked() -> None:
-    call = parse()
-    assert (call.model, call.messages, call.tools) == ("policy", USER, None)
-    assert (call.stream, call.include_usage, call.logprobs) == (False, False, False)
-    assert call.gconfig == RUN
-    assert (call.overrides, call.recorded) == ({}, {})
+@pytest.mark.parametrize(
+    ("api", "module"),
+    [("chat", chat_create_params), ("completions", completion_create_params)],
+)
+def test_every_parameter_of_the_installed_sdk_has_a_row(api: Api, module: Any) -> None:
+    names = set(get_type_hints(module.CompletionCreateParamsBase)) | {"stream"}
+    assert len(names) > 15
+    assert not names - TABLE[api].keys()
 
 
-@pytest.mark.parametrize("key", sorted(HARMLESS))
-def test_harmless_ones_are_recorded(key: str) -> None:
-    value = {dict: {"a": 1}, str: "x", int: 7, bool: True}[HARMLESS[key]]
-    assert parse(**{key: value}).recorded == {key: value}
-    assert parse(**{key: None}).recorded == {}
+def test_a_name_has_one_row_for_a_route() -> None:
+    assert sum(len(row.apis) for row in PARAMETERS) == sum(map(len, TABLE.values()))
 
 
-@pytest.mark.parametrize("key", sorted(HARMLESS))
-def test_harmless_ones_of_another_type_are_refused(key: str) -> None:
-    for value in ({"a": 1}, "x", 7, 1.5, True, ["x"]):
-        if type(value) is not HARMLESS[key]:
-            with pytest.raises(InvalidRequest, match=f"^{key} must be") as raised:
-                parse(**{key: value})
-            assert raised.value.param == key
+@pytest.mark.parametrize("each", ROWS, ids=map(named, ROWS))
+def test_null_is_as_if_it_were_left_out(each: tuple[Api, Parameter]) -> None:
+    api, row = each
+    if row.name not in BODIES[api]:
+        assert parse(api=api, **{row.name: None}) == parse(api=api)
 
 
-@pytest.mark.parametrize("key", sorted(NEUTRAL))
-def test_neutral_values_pass_and_others_are_refused(key: str) -> None:
-    for value in (*NEUTRAL[key], None):
-        assert parse(**{key: value}).gconfig == RUN
-    with pytest.raises(UnsupportedParameter, match=key) as raised:
-        parse(**{key: {"something": "else"}}, tools=[TOOL])
-    assert raised.value.param == key
+@pytest.mark.parametrize("each", HARMLESS, ids=map(named, HARMLESS))
+def test_harmless_ones_are_recorded_and_change_nothing(each: tuple[Api, Parameter]) -> None:
+    api, row = each
+    value = {"object": {"a": 1}, "string": "x", "integer": 7, "boolean": True}[row.schema["type"]]
+    call = parse(api=api, **{row.name: value})
+    assert call.recorded == {row.name: value}
+    assert (call.gconfig, call.untrainable) == (parse(api=api).gconfig, None)
 
 
-def test_parallel_calls_mean_nothing_without_tools() -> None:
-    assert parse(parallel_tool_calls=False).recorded == {"parallel_tool_calls": False}
+@pytest.mark.parametrize("each", HARMLESS + HONOURED, ids=map(named, HARMLESS + HONOURED))
+def test_what_has_no_valid_form_is_refused_by_name(each: tuple[Api, Parameter]) -> None:
+    """Whatever it is: a value is taken, or the error names the parameter."""
+    api, row = each
+    refused = 0
+    for value in STRANGE:
+        try:
+            parse(api=api, **{row.name: value})
+        except InvalidRequest as error:
+            refused += 1
+            assert (error.param or "").split(".")[0] == row.name
+            assert row.name in error.message
+            assert len(error.message) < 400
+    assert refused >= 4
 
 
-def test_a_token_limit_above_the_runs_is_an_override() -> None:
-    call = parse(max_tokens=RUN.max_new_tokens + 1)
-    assert call.overrides == {"max_new_tokens": RUN.max_new_tokens + 1}
-    assert call.gconfig.max_new_tokens == RUN.max_new_tokens
+@pytest.mark.parametrize("each", REFUSED, ids=map(named, REFUSED))
+def test_what_is_so_anyway_passes_and_else_is_refused(each: tuple[Api, Parameter]) -> None:
+    api, row = each
+    for value in row.schema.get("enum", ()):
+        call = parse(api=api, **{row.name: value})
+        assert (call.gconfig, call.recorded) == (parse(api=api).gconfig, {row.name: value})
+    for value in STRANGE:
+        if value is not True and value != 7:
+            with pytest.raises(UnsupportedParameter, match=row.name) as raised:
+                parse(api=api, **{row.name: value})
+            assert raised.value.param == row.name
+            assert row.meaning in raised.value.message
 
 
-@pytest.mark.parametrize("key", ["best_of", "api_base", "guided_json", "\n" * 500, "x" * 500])
+def test_true_is_no_number() -> None:
+    for name, value in (("length_penalty", True), ("min_tokens", False), ("ignore_eos", 0)):
+        with pytest.raises(UnsupportedParameter):
+            parse(**{name: value})
+    assert parse(length_penalty=1.0).recorded == {"length_penalty": 1.0}
+
+
+BENDING: dict[str, Any] = {
+    "tool_choice": "required",
+    "temperature": 0,
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.1,
+    "frequency_penalty": 0.5,
+    "presence_penalty": -0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": 1},
+    "response_format": {"type": "json_object"},
+    "guided_json": {"type": "object"},
+    "guided_regex": "a+",
+    "guided_choice": ["yes", "no"],
+    "structured_outputs": {"regex": "a+"},
+    "regex": "a+",
+}
+
+
+@pytest.mark.parametrize("each", HONOURED, ids=map(named, HONOURED))
+def test_what_bends_the_distribution_is_untrainable(each: tuple[Api, Parameter]) -> None:
+    api, row = each
+    assert (row.untrainable is not None) == (row.name in BENDING)
+    if row.untrainable is None:
+        return
+    assert row.untrainable in REASONS
+    fields = {row.name: BENDING[row.name]}
+    if row.name == "tool_choice":
+        fields["tools"] = [TOOL]
+    assert parse("eval", api=api, **fields).untrainable == row.untrainable
+    trained = parse("train", api=api, **fields)
+    if row.train:
+        assert (trained.untrainable, trained.overrides) == (None, fields)
+        assert trained.gconfig == parse("train", api=api).gconfig
+    else:
+        assert (trained.untrainable, trained.overrides) == (row.untrainable, {})
+
+
+@pytest.mark.parametrize("key", ["beam_width", "api_base", "num_retries", "\n" * 500, "x" * 500])
 def test_unknown_ones_are_refused_by_name(key: str) -> None:
     with pytest.raises(UnsupportedParameter, match="unknown parameter") as raised:
         parse(**{key: 1})
     assert len(raised.value.message) < 200
-
-
-def test_train_sessions_sample_as_the_run_says() -> None:
-    run = RUN.new(temperature=0.8)
-    call = parse(run=run, temperature=0.2, top_p=0.5, top_k=3, stop="x", max_tokens=7)
-    assert call.gconfig == run.new(max_new_tokens=7, stop=("x",))
-    assert call.overrides == {"temperature": 0.2, "top_p": 0.5, "top_k": 3}
-    # What agrees with the run, or is off, is no override.
-    assert parse(run=run, temperature=0.8, top_p=1, top_k=0).overrides == {}
-
-
-def test_eval_sessions_sample_as_the_agent_says() -> None:
-    run = RUN.new(temperature=0.8)
-    call = parse("eval", run=run, temperature=0, top_p=0.5, top_k=3, max_tokens=7)
-    assert call.gconfig == GenerationHyperparameters(7, 0.0, 0.5, 3)
-    assert call.overrides == {}
-    assert parse("eval", run=run).gconfig.temperature == 1.0
+    assert raised.value.param
+    assert raised.value.param.isprintable()
 
 
 @pytest.mark.parametrize(
-    ("asked", "limit"),
-    [
-        ({}, 100),
-        ({"max_tokens": 7}, 7),
-        ({"max_completion_tokens": 7}, 7),
-        ({"max_tokens": 9, "max_completion_tokens": 7}, 7),
-        ({"max_tokens": 1000}, 100),
-        ({"max_tokens": None}, 100),
-    ],
+    ("api", "key"),
+    [("chat", "prompt"), ("chat", "echo"), ("completions", "messages"), ("completions", "tools")],
 )
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_tokens_are_the_least(mode: str, asked: dict[str, Any], limit: int) -> None:
-    assert parse(mode, **asked).gconfig.max_new_tokens == limit
+def test_parameters_of_the_other_route_are_unknown(api: Api, key: str) -> None:
+    with pytest.raises(UnsupportedParameter, match=f'unknown parameter "{key}"'):
+        parse(api=api, **{key: 1})
 
 
-def test_tool_choice() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert parse(tools=tools).tools == tools
-    assert parse(tools=tools, tool_choice="auto").tools == tools
-    assert parse(tools=tools, tool_choice="none").tools is None
-    assert parse(tools=[]).tools is None
-    with pytest.raises(UnsupportedParameter) as raised:
-        parse(tools=tools, tool_choice="required")
-    assert raised.value.param == "tool_choice"
+def test_a_misspelt_name_has_a_hint() -> None:
+    with pytest.raises(UnsupportedParameter, match="did you mean max_tokens"):
+        parse(max_token=1)
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 5, True])
-def test_a_body_that_is_no_object(body: Any) -> None:
+@pytest.mark.parametrize("api", BODIES)
+def test_a_body_that_is_no_object(api: Api, body: Any) -> None:
     with pytest.raises(InvalidRequest, match="JSON object"):
-        parse_chat(body, mode=SessionMode.TRAIN, sampling=RUN, model="m")
+        parse(api=api, body=body)
+
+
+def test_what_is_recorded_is_bounded() -> None:
+    assert parse(metadata={"a": "x" * 1000}).recorded
+    with pytest.raises(InvalidRequest, match="bytes of JSON"):
+        parse(metadata={"a": "x" * 100_000})
+    with pytest.raises(InvalidRequest, match="user must be"):
+        parse(user="x" * 100_000)
+    with pytest.raises(InvalidRequest, match="metadata"):
+        parse(metadata={"a": "\ud800"})
+
+
+def test_the_run_itself_bends_nothing() -> None:
+    assert parse().gconfig == RUN
+    assert cast(Any, parse()).untrainable is None

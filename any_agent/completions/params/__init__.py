@@ -1,11 +1,19 @@
-"""What an agent may ask for: every parameter of both routes, in three classes."""
+"""What an agent may ask for: every parameter of both routes, in three classes, from one table."""
 
-from any_agent.completions.params.parse import (
-    HARMLESS,
-    HONOURED,
-    NEUTRAL,
-    ChatCall,
-    parse_chat,
-)
+from any_agent.completions.params.call import ChatCall
+from any_agent.completions.params.parse import parse_chat, parse_completion
+from any_agent.completions.params.sampling import choice_seed
+from any_agent.completions.params.support import require_supported
+from any_agent.completions.params.table import PARAMETERS, TABLE, Parameter, request_schema
 
-__all__ = ["HARMLESS", "HONOURED", "NEUTRAL", "ChatCall", "parse_chat"]
+__all__ = [
+    "PARAMETERS",
+    "TABLE",
+    "ChatCall",
+    "Parameter",
+    "choice_seed",
+    "parse_chat",
+    "parse_completion",
+    "request_schema",
+    "require_supported",
+]

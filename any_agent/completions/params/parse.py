@@ -1,99 +1,29 @@
-"""What an agent may ask for: the three classes of parameters.
-
-Honoured ones shape the call. Harmless ones are recorded and change nothing. Everything else is
-refused by name, because ignoring it would train on something other than what was asked.
-"""
+"""A request's body to a checked call, by the table."""
 
 from __future__ import annotations
 
-import json
-import math
+import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from any_agent.errors import InvalidRequest, UnsupportedParameter
-from any_agent.types import GenerationHyperparameters, Message, SessionMode, Tool
-
-HONOURED = frozenset(
-    {
-        "model",
-        "messages",
-        "tools",
-        "tool_choice",
-        "stream",
-        "stream_options",
-        "max_tokens",
-        "max_completion_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "stop",
-        "logprobs",
-        "n",
-    }
+from any_agent.completions.params.call import ChatCall
+from any_agent.completions.params.grammar import grammar_of
+from any_agent.completions.params.prompts import prompts_of
+from any_agent.completions.params.sampling import sampling_of
+from any_agent.completions.params.table import (
+    COMPLETION_TOKENS,
+    MAX_CHOICES,
+    TABLE,
+    Api,
+    Parameter,
 )
-HARMLESS: dict[str, type] = {
-    "metadata": dict,
-    "prompt_cache_key": str,
-    "prompt_cache_retention": str,
-    "reasoning_effort": str,
-    "safety_identifier": str,
-    "seed": int,
-    "service_tier": str,
-    "store": bool,
-    "user": str,
-    "verbosity": str,
-}
-"""With their types: what is recorded is at least what it claims to be."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-}
-"""Harmless at these values (or null), refused at any other."""
+from any_agent.completions.params.tools import tools_of
+from any_agent.completions.params.values import check, json_text, require_object, shown
+from any_agent.completions.untrainable import UntrainableReason, bent
+from any_agent.errors import InvalidRequest, UnsupportedParameter
+from any_agent.types import GenerationHyperparameters, SessionMode
 
-_MAX_STOPS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class ChatCall:
-    """A chat request, checked, with the sampling that will be used."""
-
-    model: str
-    messages: list[Message]
-    tools: list[Tool] | None
-    gconfig: GenerationHyperparameters
-    stream: bool
-    include_usage: bool
-    logprobs: bool
-    overrides: dict[str, Any] = field(default_factory=dict)
-    """What the agent asked for and the run's sampling replaced."""
-    recorded: dict[str, Any] = field(default_factory=dict)
-    """Harmless parameters."""
-    n: int = 1
-    """Choices."""
-    top_logprobs: int = 0
-    """How many of the likeliest tokens to tell of at each position."""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """For the chat template."""
-    forced_call: str | None = None
-    """The tool that must be called, "" for any; None where nothing is forced."""
-    parallel_tool_calls: bool = True
-    untrainable: str | None = None
-    """Why no answer to it can be trained on."""
-    prompts: tuple[str | tuple[int, ...], ...] = ()
-    """Of a legacy completion, which has no messages: texts, or token ids."""
-    echo: bool = False
-    """Of a legacy completion: the answer begins with the prompt."""
+_STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 
 
 def parse_chat(
@@ -105,174 +35,168 @@ def parse_chat(
     both; eval sessions keep the agent's own, the run's token limit aside. Raises InvalidRequest
     or UnsupportedParameter, naming the parameter.
     """
-    if not isinstance(body, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    recorded = _sort_out(body)
-    tools = _tools(body)
-    asked, wanted = _sampling(body)
-    tokens = wanted.pop("max_new_tokens", sampling.max_new_tokens)
-    limit = min(tokens, sampling.max_new_tokens)
-    stop = wanted.pop("stop", ())
-    overrides: dict[str, Any] = {"max_new_tokens": tokens} if tokens > limit else {}
-    if mode is SessionMode.TRAIN:
-        gconfig = sampling.new(max_new_tokens=limit, stop=stop)
-        overrides |= {
-            key: asked[key] for key, value in wanted.items() if getattr(gconfig, key) != value
-        }
-    else:
-        gconfig = GenerationHyperparameters(
-            max_new_tokens=limit, stop=stop, stop_token_ids=sampling.stop_token_ids, **wanted
+    body, recorded = _sort_out(body, "chat")
+    messages = body.get("messages")
+    if not messages:
+        raise InvalidRequest("messages must be a list of at least one message", param="messages")
+    tools, forced = tools_of(body)
+    grammar = grammar_of(body)
+    if grammar is not None and tools:
+        raise InvalidRequest(
+            "an answer of a given format cannot be a call: leave response_format out, or the "
+            "tools (tool_choice: none)",
+            param="response_format",
         )
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict):
-        raise InvalidRequest("stream_options must be an object", param="stream_options")
+    top = body.get("top_logprobs") or 0
+    if top and not body.get("logprobs"):
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    gconfig, overrides = sampling_of(
+        body, mode=mode, run=sampling, tokens=sampling.max_new_tokens, grammar=grammar
+    )
+    effort = _effort(body)
     return ChatCall(
-        model=_text(body, "model") or model,
-        messages=_messages(body),
+        model=body.get("model") or model,
+        messages=messages,
         tools=tools,
         gconfig=gconfig,
-        stream=_flag(body, "stream"),
-        include_usage=_flag(options, "include_usage"),
-        logprobs=_flag(body, "logprobs"),
+        stream=bool(body.get("stream")),
+        include_usage=_include_usage(body),
+        logprobs=bool(body.get("logprobs")),
+        overrides=overrides,
+        recorded=recorded | ({} if effort is None else {"reasoning_effort": effort}),
+        n=body.get("n") or 1,
+        top_logprobs=top,
+        template_kwargs=body.get("chat_template_kwargs") or {},
+        reasoning_effort=effort,
+        forced_call=forced,
+        parallel_tool_calls=body.get("parallel_tool_calls") is not False,
+        untrainable=_untrainable(gconfig, forced),
+    )
+
+
+def parse_completion(
+    body: Any, *, mode: SessionMode, sampling: GenerationHyperparameters, model: str
+) -> ChatCall:
+    """Check a legacy `/completions` body; else as :func:`parse_chat`."""
+    body, recorded = _sort_out(body, "completions")
+    prompts = prompts_of(body.get("prompt"))
+    n = body.get("n") or 1
+    if n * len(prompts) > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts times n={n} are more than {MAX_CHOICES} choices", param="n"
+        )
+    if body.get("best_of") not in (None, n):
+        raise UnsupportedParameter(
+            "best_of must equal n: answers that are thrown away would not be recorded",
+            param="best_of",
+        )
+    top = body.get("logprobs")
+    if body.get("echo") and top is not None:
+        raise UnsupportedParameter(
+            "echo with logprobs is not supported: prompts have none here", param="echo"
+        )
+    gconfig, overrides = sampling_of(
+        body, mode=mode, run=sampling, tokens=COMPLETION_TOKENS, grammar=grammar_of(body)
+    )
+    return ChatCall(
+        model=body.get("model") or model,
+        messages=[],
+        tools=None,
+        gconfig=gconfig,
+        stream=bool(body.get("stream")),
+        include_usage=_include_usage(body),
+        logprobs=top is not None,
         overrides=overrides,
         recorded=recorded,
+        n=n,
+        top_logprobs=top or 0,
+        untrainable=_untrainable(gconfig, None),
+        prompts=prompts,
+        echo=bool(body.get("echo")),
     )
 
 
-def _sort_out(body: Mapping[str, Any]) -> dict[str, Any]:
-    recorded: dict[str, Any] = {}
-    for key, value in body.items():
-        if key in HONOURED or value is None:
+def _sort_out(body: Any, api: Api) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The body, each parameter of which may be there, and what of it is only recorded."""
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    table, recorded = TABLE[api], {}
+    for name, value in body.items():
+        row = table.get(name)
+        if row is None:
+            raise _unknown(name, table)
+        if value is None:
             continue
-        if key in HARMLESS:
-            _require_type(key, value, HARMLESS[key])
-            recorded[key] = value
-        elif key in NEUTRAL:
-            recorded[key] = value
-            # Without tools there is nothing to call in parallel.
-            means_nothing = key == "parallel_tool_calls" and not body.get("tools")
-            if value not in NEUTRAL[key] and not means_nothing:
-                raise UnsupportedParameter(
-                    f"{key}={_short(value)} is not supported here: it would change the "
-                    f"distribution or the format in a way that is not recorded; leave it out",
-                    param=key,
-                )
-        else:
-            raise UnsupportedParameter(f"unknown parameter {_short(key)}", param=str(key)[:64])
-    if body.get("n") not in (None, 1):
-        raise UnsupportedParameter("n must be 1; make one call per sample", param="n")
-    return recorded
+        if row.kind == "refused":
+            _require_neutral(row, value)
+        elif row.checked:
+            check(value, row.schema, name)
+            if "x-max-bytes" in row.schema:
+                json_text(value, name, longest=row.schema["x-max-bytes"])
+        if row.kind != "honoured":
+            recorded[name] = value
+    return body, recorded
 
 
-def _tools(body: Mapping[str, Any]) -> list[Tool] | None:
-    tools = body.get("tools") or None
-    if tools is not None:
-        if not isinstance(tools, list):
-            raise InvalidRequest("tools must be a list", param="tools")
-        for k, tool in enumerate(tools):
-            function = tool.get("function") if isinstance(tool, dict) else None
-            if (
-                not isinstance(function, dict)
-                or tool.get("type") != "function"
-                or not isinstance(function.get("name"), str)
-            ):
-                raise InvalidRequest(
-                    f'tools[{k}] must be {{"type": "function", "function": {{"name": ...}}}}',
-                    param="tools",
-                )
-    choice = body.get("tool_choice")
-    if choice in (None, "auto"):
-        return tools
-    if choice == "none":
-        return None
-    raise UnsupportedParameter(
-        "tool_choice must be auto or none: a forced call cannot be recorded exactly",
-        param="tool_choice",
+def _require_neutral(row: Parameter, value: Any) -> None:
+    try:
+        check(value, row.schema, row.name)
+    except InvalidRequest:
+        raise UnsupportedParameter(
+            f"{row.name}={shown(value)} is not supported here. {row.meaning}", param=row.name
+        ) from None
+
+
+def _unknown(name: Any, known: Mapping[str, Parameter]) -> UnsupportedParameter:
+    near = difflib.get_close_matches(str(name)[:64], known, n=1, cutoff=0.8)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return UnsupportedParameter(
+        f"unknown parameter {shown(str(name))}{hint}", param=shown(str(name))[1:-1]
     )
 
 
-def _sampling(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was asked for: as the agent named it, and as generation settings."""
-    wanted: dict[str, Any] = {}
-    for key, low, high in (("temperature", 0.0, 2.0), ("top_p", 0.0, 1.0)):
-        if body.get(key) is not None:
-            wanted[key] = _number(body, key, low, high)
-    if wanted.get("top_p") == 0:
-        raise InvalidRequest("top_p must be greater than 0", param="top_p")
-    if body.get("top_k") is not None:
-        top_k = _integer(body, "top_k", -1)
-        wanted["top_k"] = top_k if top_k > 0 else -1
-    limits = [
-        _integer(body, key, 1)
-        for key in ("max_completion_tokens", "max_tokens")
-        if body.get(key) is not None
-    ]
-    if limits:
-        wanted["max_new_tokens"] = min(limits)
-    asked = dict(wanted)
-    stop = body.get("stop")
-    if stop is not None:
-        stops = [stop] if isinstance(stop, str) else stop
-        if (
-            not isinstance(stops, list)
-            or len(stops) > _MAX_STOPS
-            or not all(isinstance(s, str) and s for s in stops)
-        ):
-            raise InvalidRequest(
-                f"stop must be a non-empty string or up to {_MAX_STOPS} of them", param="stop"
-            )
-        wanted["stop"] = tuple(stops)
-    return asked, wanted
-
-
-def _messages(body: Mapping[str, Any]) -> list[Message]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequest("messages must be a list of at least one message", param="messages")
-    return messages
-
-
-def _number(body: Mapping[str, Any], key: str, low: float, high: float) -> float:
-    value = body[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidRequest(f"{key} must be a number", param=key)
-    if not low <= value <= high:
-        raise InvalidRequest(f"{key} must be between {low:g} and {high:g}", param=key)
-    return float(value)
-
-
-def _integer(body: Mapping[str, Any], key: str, low: int) -> int:
-    value = body[key]
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{key} must be an integer", param=key)
-    if value < low:
-        raise InvalidRequest(f"{key} must be at least {low}", param=key)
-    return value
-
-
-def _require_type(key: str, value: Any, kind: type) -> None:
-    # bool is an int to isinstance.
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        words = {dict: "an object", str: "a string", int: "an integer", bool: "true or false"}
-        raise InvalidRequest(f"{key} must be {words[kind]}", param=key)
-
-
-def _flag(body: Mapping[str, Any], key: str) -> bool:
-    value = body.get(key)
-    if value is None:
+def _include_usage(body: Mapping[str, Any]) -> bool:
+    options = body.get("stream_options")
+    if options is None:
         return False
-    if not isinstance(value, bool):
-        raise InvalidRequest(f"{key} must be true or false", param=key)
-    return value
+    for name, value in require_object(options, "stream_options").items():
+        at = f"stream_options.{shown(str(name))[1:-1]}"
+        if name not in _STREAM_OPTIONS:
+            raise UnsupportedParameter(f"unknown parameter {at}", param=at)
+        if value is not None:
+            check(value, {"type": "boolean"}, at)
+    if options.get("continuous_usage_stats"):
+        at = "stream_options.continuous_usage_stats"
+        raise UnsupportedParameter(f"{at} is not supported: use include_usage", param=at)
+    return bool(options.get("include_usage"))
 
 
-def _text(body: Mapping[str, Any], key: str) -> str:
-    value = body.get(key)
-    if value is not None and not isinstance(value, str):
-        raise InvalidRequest(f"{key} must be a string", param=key)
-    return value or ""
+def _effort(body: Mapping[str, Any]) -> str | None:
+    effort = body.get("reasoning_effort")
+    reasoning = body.get("reasoning")
+    if reasoning is None:
+        return effort
+    given = require_object(reasoning, "reasoning")
+    if {k: v for k, v in given.items() if k != "effort" and v is not None} not in (
+        {},
+        {"enabled": True},
+        {"exclude": False},
+        {"enabled": True, "exclude": False},
+    ):
+        raise UnsupportedParameter(
+            "reasoning may have an effort; for more, use chat_template_kwargs", param="reasoning"
+        )
+    other = given.get("effort")
+    if other is not None:
+        check(other, TABLE["chat"]["reasoning_effort"].schema, "reasoning")
+    if effort is not None and other not in (None, effort):
+        raise InvalidRequest(
+            "reasoning and reasoning_effort contradict each other", param="reasoning"
+        )
+    return effort or other
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _untrainable(
+    gconfig: GenerationHyperparameters, forced: str | None
+) -> UntrainableReason | None:
+    return bent(gconfig) if forced is None else "tool_choice"

@@ -22,6 +22,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "object": (dict,),
     "array": (list,),
+    "null": (type(None),),
 }
 _WORDS = {
     "number": "a number",
@@ -30,6 +31,7 @@ _WORDS = {
     "string": "a string",
     "object": "an object",
     "array": "a list",
+    "null": "null",
 }
 _LONGEST_SHOWN = 60
 
@@ -137,7 +139,8 @@ def _fits(value: Any, schema: Schema) -> bool:
             for each in schema["enum"]
         )
     kind = schema["type"]
-    if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"):
+    # bool is an int to isinstance.
+    if type(value) not in _TYPES[kind]:
         return False
     match kind:
         case "number" | "integer":

@@ -1,0 +1,46 @@
+"""A checked request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from any_agent.completions.untrainable import UntrainableReason
+from any_agent.types import GenerationHyperparameters, Message, Tool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A request of either route, checked, with the sampling that will be used."""
+
+    model: str
+    messages: list[Message]
+    """Of a chat; a legacy completion has none, but ``prompts``."""
+    tools: list[Tool] | None
+    """Those that the model is told of."""
+    gconfig: GenerationHyperparameters
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """What the agent asked for and the run's sampling replaced, as ``gconfig`` names it."""
+    recorded: dict[str, Any] = field(default_factory=dict)
+    """Parameters without effect."""
+    n: int = 1
+    """Choices, of each prompt."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to tell of at each position."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """For the chat template."""
+    reasoning_effort: str | None = None
+    """For the chat template, too, where it has one: ``ChatFormat.effort_kwargs`` knows."""
+    forced_call: str | None = None
+    """The tool that must be called, "" for any; None where nothing is forced."""
+    parallel_tool_calls: bool = True
+    untrainable: UntrainableReason | None = None
+    """Why no answer to it can be trained on."""
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    """Of a legacy completion: texts, or token ids."""
+    echo: bool = False
+    """Of a legacy completion: the answer begins with the prompt."""

@@ -1,0 +1,110 @@
+"""What the answer's text must be, as an engine takes it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from any_agent.completions.params.table import MAX_SCHEMA_BYTES, TABLE
+from any_agent.completions.params.values import check, json_text, require_object
+from any_agent.errors import InvalidRequest, UnsupportedParameter
+
+_MAX_DEPTH = 32
+_STRUCTURED = ("json", "regex", "choice", "json_object")
+
+
+def grammar_of(body: Mapping[str, Any]) -> str | None:
+    """JSON text of one of ``json_schema``, ``json_object``, ``regex``; None where any text will do.
+
+    The values of plain types are checked already.
+    """
+    found = {
+        "response_format": _response_format(body.get("response_format")),
+        "structured_outputs": _structured(body.get("structured_outputs")),
+    }
+    for name in ("guided_json", "guided_regex", "guided_choice", "regex"):
+        value = body.get(name)
+        found[name] = None if value is None else _one(name.removeprefix("guided_"), value, name)
+    given = [name for name, grammar in found.items() if grammar is not None]
+    if len(given) > 1:
+        raise InvalidRequest(f"{' and '.join(given)} contradict each other", param=given[1])
+    return found[given[0]] if given else None
+
+
+def _response_format(value: Any) -> str | None:
+    name = "response_format"
+    if value is None:
+        return None
+    match require_object(value, name).get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return _text({"json_object": True}, name)
+        case "json_schema":
+            wanted = require_object(value.get("json_schema"), f"{name}.json_schema")
+            schema = wanted.get("schema")
+            # OpenAI's schema may be left out: any object will do.
+            return _text({"json_object": True}, name) if schema is None else _schema(schema, name)
+        case str():
+            raise UnsupportedParameter(
+                "response_format must be text, json_object or json_schema", param=name
+            )
+    raise InvalidRequest("response_format must have a type", param=name)
+
+
+def _structured(value: Any) -> str | None:
+    name = "structured_outputs"
+    if value is None:
+        return None
+    given = {k: v for k, v in require_object(value, name).items() if v not in (None, False)}
+    unknown = given.keys() - set(_STRUCTURED)
+    if unknown or len(given) > 1:
+        raise UnsupportedParameter(f"{name} may have one of {', '.join(_STRUCTURED)}", param=name)
+    for kind, wanted in given.items():
+        return _one(kind, wanted, name)
+    return None
+
+
+def _one(kind: str, value: Any, name: str) -> str:
+    match kind:
+        case "json":
+            return _schema(_parsed(value, name), name)
+        case "regex":
+            check(value, TABLE["chat"]["guided_regex"].schema, name)
+            return _text({"regex": value}, name)
+        case "choice":
+            check(value, TABLE["chat"]["guided_choice"].schema, name)
+            choices = "|".join(re.sub(r"([\\.^$|?*+()\[\]{}-])", r"\\\1", c) for c in value)
+            return _text({"regex": f"({choices})"}, name)
+    return _text({"json_object": True}, name)
+
+
+def _parsed(value: Any, name: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{name} is no JSON", param=name) from None
+
+
+def _schema(schema: Any, name: str) -> str:
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"the schema of {name} must be an object", param=name)
+    level: list[Any] = [schema]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            below
+            for item in level
+            if isinstance(item, dict | list)
+            for below in (item.values() if isinstance(item, dict) else item)
+        ]
+    if level:
+        raise InvalidRequest(f"{name} is nested deeper than {_MAX_DEPTH} levels", param=name)
+    return _text({"json_schema": schema}, name)
+
+
+def _text(grammar: dict[str, Any], name: str) -> str:
+    return json_text(grammar, name, longest=MAX_SCHEMA_BYTES)

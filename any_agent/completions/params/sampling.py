@@ -1,0 +1,105 @@
+"""How a request is sampled: what was asked for, and what the run makes of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from any_agent.completions.params.table import (
+    MAX_BIASES,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    TABLE,
+)
+from any_agent.completions.params.values import check, require_object
+from any_agent.errors import InvalidRequest
+from any_agent.types import GenerationHyperparameters, SessionMode
+
+_OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed")
+"""In train sessions the run's are used: truncation makes the recorded log-probabilities wrong, and
+a seed would make clones of a group's sessions."""
+_HONOURED = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+_INTEGERS = ("top_k", "seed")
+
+
+def sampling_of(
+    body: Mapping[str, Any],
+    *,
+    mode: SessionMode,
+    run: GenerationHyperparameters,
+    tokens: int,
+    grammar: str | None,
+) -> tuple[GenerationHyperparameters, dict[str, Any]]:
+    """The sampling to use, and what was asked for instead.
+
+    ``tokens`` is the limit where none is asked for. The values are checked already, but those of
+    ``stop`` and ``logit_bias``.
+    """
+    limits = [body[k] for k in ("max_completion_tokens", "max_tokens") if body.get(k) is not None]
+    asked_tokens = min(limits, default=tokens)
+    limit = min(asked_tokens, run.max_new_tokens)
+    overrides: dict[str, Any] = {"max_new_tokens": asked_tokens} if asked_tokens > limit else {}
+    wanted = {k: _value(body, k) for k in _OVERRIDDEN if body.get(k) is not None}
+    gconfig = run if mode is SessionMode.TRAIN else GenerationHyperparameters()
+    if mode is SessionMode.TRAIN:
+        overrides |= {k: body[k] for k, value in wanted.items() if getattr(run, k) != value}
+        wanted = {}
+    stop_ids = {*run.stop_token_ids, *(body.get("stop_token_ids") or ())}
+    return gconfig.new(
+        max_new_tokens=limit,
+        stop=_stops(body.get("stop")),
+        stop_token_ids=tuple(sorted(stop_ids)),
+        logit_bias=_biases(body.get("logit_bias")),
+        grammar=grammar,
+        **{k: float(body[k]) for k in _HONOURED if body.get(k) is not None},
+        **wanted,
+    ), overrides
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one of several choices: the first one's is the call's own."""
+    if choice == 0:
+        return seed
+    digest = hashlib.blake2b(b"%d.%d" % (seed, choice), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _value(body: Mapping[str, Any], name: str) -> float:
+    value = body[name]
+    if name == "top_k" and value < 1:
+        return -1
+    return value if name in _INTEGERS else float(value)
+
+
+def _stops(stop: Any) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    try:
+        check(stop, TABLE["chat"]["stop"].schema, "stop")
+    except InvalidRequest:
+        raise InvalidRequest(
+            f"stop must be a non-empty string or up to {MAX_STOPS} of them, each of at most "
+            f"{MAX_STOP_LENGTH} characters",
+            param="stop",
+        ) from None
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    biases = require_object(value, "logit_bias")
+    if len(biases) > MAX_BIASES:
+        raise InvalidRequest(f"logit_bias may have {MAX_BIASES} tokens", param="logit_bias")
+    one = TABLE["chat"]["logit_bias"].schema["additionalProperties"]
+    out = {}
+    for token, bias in biases.items():
+        if not isinstance(token, str) or not (token.isascii() and token.isdigit()):
+            raise InvalidRequest("logit_bias must be by token id", param="logit_bias")
+        if len(token) > 10 or int(token) >= 2**31:
+            raise InvalidRequest("logit_bias has a token id beyond 2^31", param="logit_bias")
+        check(bias, one, "logit_bias")
+        if bias:
+            out[int(token)] = float(bias)
+    return tuple(sorted(out.items()))

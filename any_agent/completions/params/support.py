@@ -1,0 +1,41 @@
+"""What one engine and one vocabulary cannot do is refused, naming the parameter."""
+
+from __future__ import annotations
+
+from any_agent.completions.params.call import ChatCall
+from any_agent.engine import Capabilities
+from any_agent.errors import InvalidRequest, UnsupportedParameter
+
+_PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+
+
+def require_supported(call: ChatCall, engine: Capabilities, *, vocab_size: int) -> None:
+    """UnsupportedParameter for what the engine cannot do; InvalidRequest for unknown token ids."""
+    gconfig = call.gconfig
+    if call.top_logprobs and not engine.top_logprobs:
+        raise _unsupported("top_logprobs" if call.messages else "logprobs")
+    if gconfig.min_p and not engine.min_p:
+        raise _unsupported("min_p")
+    if gconfig.logit_bias and not engine.logit_bias:
+        raise _unsupported("logit_bias")
+    if gconfig.grammar is not None and not engine.grammar:
+        raise _unsupported("response_format")
+    neutral = {"repetition_penalty": 1.0}
+    for name in _PENALTIES:
+        if getattr(gconfig, name) != neutral.get(name, 0.0) and not engine.penalties:
+            raise _unsupported(name)
+    if any(token >= vocab_size for token, _ in gconfig.logit_bias):
+        raise _no_token("logit_bias", vocab_size)
+    for prompt in call.prompts:
+        if not isinstance(prompt, str) and max(prompt) >= vocab_size:
+            raise _no_token("prompt", vocab_size)
+
+
+def _unsupported(name: str) -> UnsupportedParameter:
+    return UnsupportedParameter(f"{name} is not supported by this engine: leave it out", param=name)
+
+
+def _no_token(name: str, vocab_size: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"{name} has a token id beyond the vocabulary of {vocab_size}", param=name
+    )

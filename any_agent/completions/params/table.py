@@ -1,0 +1,455 @@
+"""The one table of parameters: what each may be, and what becomes of it.
+
+Honoured ones shape the call. Harmless ones are recorded and change nothing. Refused ones may be
+null or say what is the case anyway (recorded, too); anything else is a 400 that names them, because
+ignoring it would answer, and train on, something other than what was asked. Names that are not here
+are refused as unknown.
+
+docs/parameters.md, the request bodies of `/openapi.json` and the checks are made from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from any_agent.completions.params.values import Schema
+from any_agent.completions.untrainable import UntrainableReason
+
+Class: TypeAlias = Literal["honoured", "harmless", "refused"]
+Api: TypeAlias = Literal["chat", "completions"]
+BOTH: tuple[Api, ...] = ("chat", "completions")
+CHAT: tuple[Api, ...] = ("chat",)
+COMPLETIONS: tuple[Api, ...] = ("completions",)
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 512
+MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_TOOLS = 1024
+MAX_TOOLS_BYTES = 1 << 20
+MAX_SCHEMA_BYTES = 1 << 17
+MAX_NOTE_BYTES = 1 << 14
+"""Of what is recorded without effect, and of template arguments."""
+MAX_INTEGER = 2**63 - 1
+COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` at `/v1/completions`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One row: a top-level field of a request's body."""
+
+    name: str
+    kind: Class
+    schema: Schema
+    """What it may be beside null; of refused ones, what is the case anyway."""
+    meaning: str
+    """What it does; of refused ones, what to do instead."""
+    apis: tuple[Api, ...] = BOTH
+    train: str = ""
+    """What else holds in train sessions."""
+    untrainable: UntrainableReason | None = None
+    """What it makes an interaction whose answer it bends."""
+    checked: bool = field(default=True)
+    """By the schema alone; if not, where it is read, because it has parts to be named."""
+
+
+_INTEGER: Schema = {"type": "integer"}
+_BOOLEAN: Schema = {"type": "boolean"}
+_TEXT: Schema = {"type": "string", "maxLength": 512}
+_TOKENS: Schema = {"type": "integer", "minimum": 1, "maximum": MAX_INTEGER}
+_NOTE: Schema = {"type": "object", "x-max-bytes": MAX_NOTE_BYTES}
+_OBJECTS: Schema = {"type": "array", "items": {"type": "object"}}
+_OVERRIDDEN = "The run's is used instead."
+
+
+def _penalty(name: str, low: float, high: float, meaning: str, neutral: float) -> Parameter:
+    bounds = {"minimum": low} if neutral == 0 else {"exclusiveMinimum": low}
+    schema = {"type": "number", **bounds, "maximum": high}
+    return Parameter(name, "honoured", schema, meaning, untrainable="penalty")
+
+
+def _only(name: str, *values: Any, then: str, apis: tuple[Api, ...] = BOTH) -> Parameter:
+    """Refused, unless it is one of these values."""
+    return Parameter(name, "refused", {"enum": list(values)}, then, apis)
+
+
+def _never(name: str, then: str, apis: tuple[Api, ...] = BOTH) -> Parameter:
+    return Parameter(name, "refused", {"type": "null"}, then, apis)
+
+
+_HONOURED = (
+    Parameter("model", "honoured", _TEXT, "Any name is the policy; the answer repeats it."),
+    Parameter(
+        "messages",
+        "honoured",
+        {**_OBJECTS, "minItems": 1},
+        "The conversation: text, tool calls and their results, reasoning.",
+        CHAT,
+    ),
+    Parameter(
+        "prompt",
+        "honoured",
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                {"type": "array", "items": _INTEGER, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": _INTEGER, "minItems": 1},
+                    "minItems": 1,
+                },
+            ]
+        },
+        "Texts or token ids, as they are: no chat template is applied. Each of several prompts has "
+        "its own `n` choices.",
+        COMPLETIONS,
+        checked=False,
+    ),
+    Parameter(
+        "tools",
+        "honoured",
+        {**_OBJECTS, "maxItems": MAX_TOOLS},
+        "Functions that the model may call, of different names; together at most "
+        f"{MAX_TOOLS_BYTES >> 20} MiB of JSON. Custom tools are refused.",
+        CHAT,
+        checked=False,
+    ),
+    Parameter(
+        "tool_choice",
+        "honoured",
+        {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
+        "`none`: the model is not told of the tools. `auto`: it decides. `required`, or a function "
+        "by name: the answer's opening is that of a call. `allowed_tools`: it is told of these "
+        "only.",
+        CHAT,
+        untrainable="tool_choice",
+        checked=False,
+    ),
+    Parameter(
+        "parallel_tool_calls",
+        "honoured",
+        _BOOLEAN,
+        "`false`: the answer ends after one call.",
+        CHAT,
+    ),
+    Parameter("stream", "honoured", _BOOLEAN, "Server-sent events, as the tokens come."),
+    Parameter(
+        "stream_options",
+        "honoured",
+        {"type": "object"},
+        "`include_usage`: a last event with the usage. `include_obfuscation` changes nothing: "
+        "there is none.",
+        checked=False,
+    ),
+    Parameter(
+        "max_tokens",
+        "honoured",
+        _TOKENS,
+        "The most tokens of a choice, if the context and `sampling.max_new_tokens` leave so many; "
+        "they are the default, too, but at `/v1/completions` it is "
+        f"{COMPLETION_TOKENS}, as with OpenAI.",
+    ),
+    Parameter(
+        "max_completion_tokens",
+        "honoured",
+        _TOKENS,
+        "The same; the smaller one counts if both are given.",
+        CHAT,
+    ),
+    Parameter(
+        "n",
+        "honoured",
+        {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES},
+        "Choices, sampled at once; each is an interaction of its own. Times the prompts it must "
+        f"not exceed {MAX_CHOICES}.",
+    ),
+    Parameter(
+        "stop",
+        "honoured",
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+                {
+                    "type": "array",
+                    "maxItems": MAX_STOPS,
+                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+                },
+            ]
+        },
+        "The text ends before the first of these; the ids end with the token that completes it.",
+        checked=False,
+    ),
+    Parameter(
+        "stop_token_ids",
+        "honoured",
+        {
+            "type": "array",
+            "maxItems": MAX_STOPS,
+            "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+        },
+        "The answer ends with the first of these, which is kept, beside the template's own.",
+    ),
+    Parameter(
+        "temperature",
+        "honoured",
+        {"type": "number", "minimum": 0, "maximum": 2},
+        "0 is greedy.",
+        train=_OVERRIDDEN,
+        untrainable="truncated_sampling",
+    ),
+    Parameter(
+        "top_p",
+        "honoured",
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "Only the likeliest tokens that together have this probability.",
+        train=_OVERRIDDEN,
+        untrainable="truncated_sampling",
+    ),
+    Parameter(
+        "top_k",
+        "honoured",
+        {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
+        "Only so many of the likeliest tokens; -1 and 0 are off.",
+        train=_OVERRIDDEN,
+        untrainable="truncated_sampling",
+    ),
+    Parameter(
+        "min_p",
+        "honoured",
+        {"type": "number", "minimum": 0, "maximum": 1},
+        "Only tokens with this share of the likeliest one's probability.",
+        train=_OVERRIDDEN,
+        untrainable="min_p",
+    ),
+    Parameter(
+        "seed",
+        "honoured",
+        {"type": "integer", "minimum": -(2**63), "maximum": MAX_INTEGER},
+        "Of the draws; each choice derives its own from it.",
+        train="Recorded, and not applied: the samples of a group would be clones.",
+    ),
+    _penalty("frequency_penalty", -2, 2, "Per earlier occurrence of a token in the answer.", 0),
+    _penalty("presence_penalty", -2, 2, "Once, for a token that the answer has already.", 0),
+    _penalty("repetition_penalty", 0, 2, "Divides the logits of what has occurred; 1 is off.", 1),
+    Parameter(
+        "logit_bias",
+        "honoured",
+        {
+            "type": "object",
+            "maxProperties": MAX_BIASES,
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        },
+        "Added to the logits of token ids.",
+        untrainable="logit_bias",
+        checked=False,
+    ),
+    Parameter(
+        "logprobs",
+        "honoured",
+        _BOOLEAN,
+        "The log-probability of each token of the answer.",
+        CHAT,
+    ),
+    Parameter(
+        "logprobs",
+        "honoured",
+        {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+        "The log-probability of each token of the answer, and of so many of the likeliest ones.",
+        COMPLETIONS,
+    ),
+    Parameter(
+        "top_logprobs",
+        "honoured",
+        {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+        "So many of the likeliest tokens at each position; needs `logprobs`.",
+        CHAT,
+    ),
+    Parameter(
+        "echo",
+        "honoured",
+        _BOOLEAN,
+        "The text begins with the prompt; not together with `logprobs`.",
+        COMPLETIONS,
+    ),
+    Parameter(
+        "best_of",
+        "honoured",
+        {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES},
+        "Must equal `n`: answers that are sampled and thrown away are not recorded.",
+        COMPLETIONS,
+    ),
+    Parameter(
+        "response_format",
+        "honoured",
+        {"type": "object"},
+        "`text`; `json_object`; `json_schema`, strict or not, of at most "
+        f"{MAX_SCHEMA_BYTES >> 10} KiB. Not together with tools that the model may call.",
+        CHAT,
+        untrainable="grammar",
+        checked=False,
+    ),
+    Parameter(
+        "reasoning_effort",
+        "honoured",
+        {"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max"]},
+        "As the model's template takes it; recorded only, where it has nothing of the kind.",
+        CHAT,
+    ),
+    Parameter(
+        "reasoning",
+        "honoured",
+        {"type": "object"},
+        "`{effort}` is `reasoning_effort`, as some clients write it; `enabled: true` and "
+        "`exclude: false` are so anyway.",
+        CHAT,
+        checked=False,
+    ),
+    Parameter(
+        "chat_template_kwargs",
+        "honoured",
+        _NOTE,
+        "Arguments of the model's chat template; one that it does not know is refused.",
+        CHAT,
+    ),
+)
+_GRAMMARS = (
+    Parameter(
+        "guided_json",
+        "honoured",
+        {"anyOf": [{"type": "object"}, {"type": "string"}]},
+        "As `response_format: json_schema`; a schema, also as text.",
+        untrainable="grammar",
+        checked=False,
+    ),
+    Parameter(
+        "guided_regex",
+        "honoured",
+        {"type": "string", "minLength": 1, "maxLength": MAX_NOTE_BYTES},
+        "The answer's text matches the regular expression.",
+        untrainable="grammar",
+    ),
+    Parameter(
+        "guided_choice",
+        "honoured",
+        {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 1024,
+            "items": {"type": "string", "minLength": 1, "maxLength": 1024},
+        },
+        "The answer's text is one of these.",
+        untrainable="grammar",
+    ),
+    Parameter(
+        "structured_outputs",
+        "honoured",
+        {"type": "object"},
+        "One of `json`, `regex`, `choice`, `json_object`, as the three above.",
+        untrainable="grammar",
+        checked=False,
+    ),
+    Parameter(
+        "regex",
+        "honoured",
+        {"type": "string", "minLength": 1, "maxLength": MAX_NOTE_BYTES},
+        "As `guided_regex`.",
+        untrainable="grammar",
+    ),
+)
+_NOTED: tuple[tuple[str, Schema, str, tuple[Api, ...]], ...] = (
+    ("cache_salt", _TEXT, "The cache is shared by all.", BOTH),
+    ("metadata", _NOTE, "For a session's own, see `start_session`.", BOTH),
+    ("priority", {**_INTEGER, "minimum": -(2**63), "maximum": MAX_INTEGER}, "None here.", BOTH),
+    ("prompt_cache_key", _TEXT, "The cache finds prompts by itself.", BOTH),
+    ("prompt_cache_options", _NOTE, "The cache finds prompts by itself.", BOTH),
+    ("prompt_cache_retention", _TEXT, "The cache finds prompts by itself.", BOTH),
+    ("request_id", _TEXT, "Interactions have ids of their own.", BOTH),
+    ("rid", _TEXT, "Interactions have ids of their own.", BOTH),
+    ("safety_identifier", _TEXT, "Who the user is.", BOTH),
+    ("service_tier", _TEXT, "There is one.", BOTH),
+    ("store", _BOOLEAN, "Sessions are recorded whatever it says.", BOTH),
+    ("user", _TEXT, "Who the user is.", BOTH),
+    ("verbosity", _TEXT, "Say it in a message.", CHAT),
+)
+_HARMLESS = tuple(
+    Parameter(name, "harmless", schema, meaning, apis) for name, schema, meaning, apis in _NOTED
+)
+_GRAMMAR = "Use `response_format` or `guided_regex`."
+_TEMPLATE = "Use `chat_template_kwargs`."
+_RECORDED = "Token ids are in the record: export the session."
+_REFUSED = (
+    _only("functions", [], then="Use `tools`.", apis=CHAT),
+    _only("function_call", "none", "auto", then="Use `tool_choice`.", apis=CHAT),
+    _only("modalities", ["text"], then="Text is all that the policy writes.", apis=CHAT),
+    _never("audio", "Text is all that the policy writes.", CHAT),
+    _never("prediction", "Leave it out: it would make the answer no faster here.", CHAT),
+    _never("web_search_options", "Give the model a search as one of its `tools`.", CHAT),
+    _never("moderation", "Moderate in the agent.", CHAT),
+    _only("suffix", "", then="Put what follows into the prompt.", apis=COMPLETIONS),
+    _never("guided_grammar", _GRAMMAR),
+    _never("ebnf", _GRAMMAR),
+    _never("structural_tag", _GRAMMAR),
+    _never("chat_template", "The template is the model's; " + _TEMPLATE[0].lower() + _TEMPLATE[1:]),
+    _never("documents", "Put them into a message.", CHAT),
+    _never("thinking", _TEMPLATE, CHAT),
+    _never("enable_thinking", _TEMPLATE, CHAT),
+    _only("separate_reasoning", True, then="It is in `reasoning_content`.", apis=CHAT),
+    _only("stream_reasoning", True, then="It comes as it is sampled.", apis=CHAT),
+    _only("include_reasoning", True, then="Leave it out where you read the answer.", apis=CHAT),
+    _only("add_generation_prompt", True, then="An answer is always a new message.", apis=CHAT),
+    _only("continue_final_message", False, then="Use `/v1/completions`.", apis=CHAT),
+    _only("ignore_eos", False, then="Ask for fewer tokens instead."),
+    _only("min_tokens", 0, then="The model decides when it is done."),
+    _only("skip_special_tokens", True, then=_RECORDED),
+    _only("spaces_between_special_tokens", True, then=_RECORDED),
+    _only("include_stop_str_in_output", False, then=_RECORDED),
+    _only("no_stop_trim", False, then=_RECORDED),
+    _only("return_token_ids", False, then=_RECORDED),
+    _only("return_tokens_as_token_ids", False, then=_RECORDED),
+    _only("return_hidden_states", False, then="Compute them from the recorded token ids."),
+    _never("prompt_logprobs", "Compute them from the recorded token ids."),
+    _never("truncate_prompt_tokens", "Send fewer messages."),
+    _only("bad_words", [], then="Use `logit_bias`."),
+    _only("allowed_token_ids", [], then="Use `logit_bias` or `guided_regex`."),
+    _never("logits_processors", "Use `logit_bias` or `guided_regex`."),
+    _only("use_beam_search", False, then="Use `n`."),
+    _only("length_penalty", 1, then="There is no beam search."),
+    _only("early_stopping", False, then="There is no beam search."),
+)
+
+PARAMETERS: tuple[Parameter, ...] = (*_HONOURED, *_GRAMMARS, *_HARMLESS, *_REFUSED)
+TABLE: dict[Api, dict[str, Parameter]] = {
+    api: {p.name: p for p in PARAMETERS if api in p.apis} for api in BOTH
+}
+"""By route, then by name."""
+
+
+def request_schema(api: Api) -> Schema:
+    """A request's body for `/openapi.json`."""
+    properties: dict[str, Schema] = {}
+    for p in TABLE[api].values():
+        properties[p.name] = {**_or_null(p), "description": p.meaning}
+    required = "messages" if api == "chat" else "prompt"
+    properties[required] = {**TABLE[api][required].schema, "description": "..."}
+    properties[required]["description"] = TABLE[api][required].meaning
+    return {
+        "type": "object",
+        "required": [required],
+        "additionalProperties": False,
+        "properties": properties,
+    }
+
+
+def _or_null(p: Parameter) -> Schema:
+    schema = p.schema
+    if schema == {"type": "null"}:
+        return dict(schema)
+    if "anyOf" in schema:
+        return {"anyOf": [*schema["anyOf"], {"type": "null"}]}
+    if "enum" in schema:
+        return {"enum": [*schema["enum"], None]}
+    return {**schema, "type": [schema["type"], "null"]}

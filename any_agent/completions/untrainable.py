@@ -1,0 +1,58 @@
+"""Why an interaction is never trained on: short codes, of which there are few, for a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Literal, TypeAlias, get_args
+
+from any_agent.types import GenerationHyperparameters
+
+UntrainableReason: TypeAlias = Literal[
+    "grammar",
+    "tool_choice",
+    "logit_bias",
+    "penalty",
+    "min_p",
+    "truncated_sampling",
+    "no_tokens",
+    "version_gone",
+    "undelivered",
+]
+"""grammar, logit_bias, penalty, min_p, truncated_sampling: the tokens were not drawn from the
+distribution that their log-probabilities are of. tool_choice: the answer's opening was given.
+no_tokens: nothing was sampled. version_gone: a weight update cut off a call of a session that is
+pinned to one version. undelivered: the answer reached nobody."""
+
+REASONS: tuple[UntrainableReason, ...] = get_args(UntrainableReason)
+OTHER = "other"
+"""How a metric calls what is none of these, such as the sentences of older journals."""
+
+
+def bent(gconfig: GenerationHyperparameters) -> UntrainableReason | None:
+    """What takes the draw of a token away from its plain, temperature-scaled distribution."""
+    if gconfig.grammar is not None:
+        return "grammar"
+    if gconfig.logit_bias:
+        return "logit_bias"
+    penalties = (gconfig.frequency_penalty, gconfig.presence_penalty)
+    if any(penalties) or gconfig.repetition_penalty != 1:
+        return "penalty"
+    if gconfig.min_p > 0:
+        return "min_p"
+    if gconfig.temperature == 0 or gconfig.top_p != 1 or gconfig.top_k > 0:
+        return "truncated_sampling"
+    return None
+
+
+def why_untrainable(
+    gconfig: GenerationHyperparameters, output_ids: Sized, *, forced: bool = False
+) -> UntrainableReason | None:
+    """Of a completion that was sampled; ``forced``: it had to call a tool."""
+    if not len(output_ids):
+        return "no_tokens"
+    return "tool_choice" if forced else bent(gconfig)
+
+
+def code_of(reason: str) -> str:
+    """A recorded reason as a label of a metric."""
+    return reason if reason in REASONS else OTHER

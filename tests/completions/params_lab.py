@@ -1,0 +1,31 @@
+"""Bodies to parse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from any_agent.completions.params import ChatCall, parse_chat, parse_completion
+from any_agent.completions.params.table import Api
+from any_agent.types import GenerationHyperparameters, SessionMode
+
+RUN = GenerationHyperparameters(max_new_tokens=100)
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {}}}
+OTHER: dict[str, Any] = {"type": "function", "function": {"name": "g"}}
+USER = [{"role": "user", "content": "hi"}]
+BODIES: dict[Api, dict[str, Any]] = {"chat": {"messages": USER}, "completions": {"prompt": "hi"}}
+PARSERS = {"chat": parse_chat, "completions": parse_completion}
+_LEAST: Any = object()
+
+
+def parse(
+    mode: str = "train",
+    run: GenerationHyperparameters = RUN,
+    *,
+    api: Api = "chat",
+    body: Any = _LEAST,
+    **fields: Any,
+) -> ChatCall:
+    """``parse("eval", temperature=0)``: the least that can be asked, and these."""
+    if body is _LEAST:
+        body = {**BODIES[api], **fields}
+    return PARSERS[api](body, mode=SessionMode(mode), sampling=run, model="policy")
