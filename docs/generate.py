@@ -3,7 +3,8 @@
 docs/configuration.md from any_agent/config.py: a setting's meaning is the docstring under its
 field, its section's the docstring of the class. docs/metrics.md from each part's table of metrics.
 docs/sessions.md from the table of states in proxy_ext/sessions/lifecycle.py, docs/keys.md from the
-one of routes and scopes in proxy_ext/scopes.py.
+one of routes and scopes in proxy_ext/scopes.py, docs/parameters.md from the one in
+any_agent/completions/params/table.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 route_scopes: Any = importlib.import_module("route_scopes")
+call_parameters: Any = importlib.import_module("call_parameters")
 session_states: Any = importlib.import_module("session_states")
 SOURCE = ROOT / "any_agent" / "config.py"
 TARGET = ROOT / "docs" / "configuration.md"
@@ -27,6 +29,7 @@ TREE = "Config"
 METRICS_TARGET = ROOT / "docs" / "metrics.md"
 KEYS_TARGET = ROOT / "docs" / "keys.md"
 SESSIONS_TARGET = ROOT / "docs" / "sessions.md"
+PARAMETERS_TARGET = ROOT / "docs" / "parameters.md"
 
 HEAD = """# Configuration
 
@@ -131,6 +134,7 @@ def main() -> int:
         METRICS_TARGET: render_metrics(),
         SESSIONS_TARGET: session_states.render(),
         KEYS_TARGET: route_scopes.render(),
+        PARAMETERS_TARGET: call_parameters.render(),
     }
     old = [p for p, text in texts.items() if not p.exists() or p.read_text("utf-8") != text]
     for path in old:

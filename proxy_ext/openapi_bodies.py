@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from any_agent.completions.params import request_schema
+
 _TEXT = {"type": "string"}
-_NUMBER_OR_NULL = {"type": ["number", "null"]}
 _LIST_OF_OBJECTS = {"type": "array", "items": {"type": "object"}}
+_PARAMETERS = (
+    "OpenAI's body, and what SGLang's and vLLM's clients add. Parameters are honoured, recorded "
+    "without effect, or refused by name; in train sessions the run's sampling replaces the agent's."
+)
 
 SCHEMAS: dict[str, Any] = {
     "Error": {
@@ -49,32 +54,17 @@ SCHEMAS: dict[str, Any] = {
     },
     "ChatRequest": {
         "title": "ChatRequest",
-        "description": "OpenAI's body. Parameters are honoured, recorded without effect, or "
-        "refused by name; in train sessions the run's sampling replaces the agent's.",
-        "type": "object",
-        "required": ["messages"],
-        "properties": {
-            "model": {**_TEXT, "description": "Any name is the policy."},
-            "messages": {**_LIST_OF_OBJECTS, "minItems": 1},
-            "tools": {**_LIST_OF_OBJECTS, "type": ["array", "null"]},
-            "tool_choice": {"enum": ["auto", "none", None]},
-            "stream": {"type": ["boolean", "null"]},
-            "stream_options": {"type": ["object", "null"]},
-            "max_tokens": {"type": ["integer", "null"], "minimum": 1},
-            "max_completion_tokens": {"type": ["integer", "null"], "minimum": 1},
-            "temperature": {**_NUMBER_OR_NULL, "minimum": 0, "maximum": 2},
-            "top_p": {**_NUMBER_OR_NULL, "exclusiveMinimum": 0, "maximum": 1},
-            "top_k": {"type": ["integer", "null"], "minimum": -1},
-            "stop": {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, {"type": "null"}]},
-            "logprobs": {"type": ["boolean", "null"]},
-            "n": {"enum": [1, None]},
-            "seed": {"type": ["integer", "null"]},
-            "user": {"type": ["string", "null"]},
-            "metadata": {"type": ["object", "null"]},
-        },
+        "description": _PARAMETERS,
+        **request_schema("chat"),
         "examples": [
             {"model": "policy", "messages": [{"role": "user", "content": "Say a number."}]}
         ],
+    },
+    "CompletionRequest": {
+        "title": "CompletionRequest",
+        "description": _PARAMETERS,
+        **request_schema("completions"),
+        "examples": [{"model": "policy", "prompt": "1 + 1 =", "max_tokens": 4}],
     },
     "ChatCompletion": {
         "title": "ChatCompletion",

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from any_agent.completions.params import PARAMETERS
 from any_agent.config import Config, known_keys, load_config
 from any_agent.types import SessionState
 from proxy_ext.app import create_app
@@ -18,7 +19,7 @@ from proxy_ext.sessions.lifecycle import Event
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md"]
 DOCUMENTS += ["docs/metrics.md", "docs/sessions.md", "docs/keys.md", "docs/from-areal.md"]
-DOCUMENTS += ["docs/reliability.md"]
+DOCUMENTS += ["docs/reliability.md", "docs/parameters.md"]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,13 @@ def test_configuration_shows_the_defaults() -> None:
     rows = re.findall(r"^\| `([a-z_.]+)` \| .+? \| `(.*?)` \|", text, re.M)
     given = [f"{name}={text}" for name, text in rows if text != '""' and text[0] != "("]
     assert load_config(None, given, environ={}) == load_config(None, environ={})
+
+
+def test_parameters_are_up_to_date(generate: ModuleType) -> None:
+    text = generate.PARAMETERS_TARGET.read_text()
+    assert text == generate.call_parameters.render(), "run python docs/generate.py"
+    rows = re.findall(r"^\| `([a-z_]+)` \| (both|chat|completions) \|", text, re.M)
+    assert len(rows) == len(PARAMETERS)
 
 
 def test_metrics_are_up_to_date(generate: ModuleType) -> None:

@@ -361,7 +361,6 @@ _GRAMMARS = (
     ),
 )
 _NOTED: tuple[tuple[str, Schema, str, tuple[Api, ...]], ...] = (
-    ("cache_salt", _TEXT, "The cache is shared by all.", BOTH),
     ("metadata", _NOTE, "For a session's own, see `start_session`.", BOTH),
     ("priority", {**_INTEGER, "minimum": -(2**63), "maximum": MAX_INTEGER}, "None here.", BOTH),
     ("prompt_cache_key", _TEXT, "The cache finds prompts by itself.", BOTH),
@@ -393,6 +392,9 @@ _REFUSED = (
     _never("guided_grammar", _GRAMMAR),
     _never("ebnf", _GRAMMAR),
     _never("structural_tag", _GRAMMAR),
+    _never(
+        "cache_salt", "Identical prompts share a cache; those who must not need other services."
+    ),
     _never("chat_template", "The template is the model's; " + _TEMPLATE[0].lower() + _TEMPLATE[1:]),
     _never("documents", "Put them into a message.", CHAT),
     _never("thinking", _TEMPLATE, CHAT),
@@ -430,12 +432,11 @@ TABLE: dict[Api, dict[str, Parameter]] = {
 
 def request_schema(api: Api) -> Schema:
     """A request's body for `/openapi.json`."""
-    properties: dict[str, Schema] = {}
-    for p in TABLE[api].values():
-        properties[p.name] = {**_or_null(p), "description": p.meaning}
     required = "messages" if api == "chat" else "prompt"
-    properties[required] = {**TABLE[api][required].schema, "description": "..."}
-    properties[required]["description"] = TABLE[api][required].meaning
+    properties = {}
+    for p in TABLE[api].values():
+        schema = p.schema if p.name == required else _or_null(p.schema)
+        properties[p.name] = {**schema, "description": p.meaning}
     return {
         "type": "object",
         "required": [required],
@@ -444,10 +445,9 @@ def request_schema(api: Api) -> Schema:
     }
 
 
-def _or_null(p: Parameter) -> Schema:
-    schema = p.schema
-    if schema == {"type": "null"}:
-        return dict(schema)
+def _or_null(schema: Schema) -> Schema:
+    if schema.get("type") == "null":
+        return schema
     if "anyOf" in schema:
         return {"anyOf": [*schema["anyOf"], {"type": "null"}]}
     if "enum" in schema:

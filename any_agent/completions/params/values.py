@@ -90,7 +90,7 @@ def words(schema: Schema) -> str:
     if kind == "array" and "type" in schema.get("items", {}):
         text = f"{text} of {_PLURALS[schema['items']['type']]}"
     if "minLength" in schema and kind == "string":
-        text = "a string that is not empty"
+        text = "a non-empty string"
     return text + _bounds(schema)
 
 
@@ -107,26 +107,30 @@ def _one_of(texts: list[str]) -> str:
 
 
 def _bounds(schema: Schema) -> str:
-    low, above, high = (schema.get(k) for k in ("minimum", "exclusiveMinimum", "maximum"))
-    out = []
-    if above is not None:
-        out.append(f"greater than {above:g}")
-    if low is not None:
-        out.append(f"of at least {low:g}")
-    if high is not None:
-        out.append(f"of at most {_figure(high)}")
-    if "maxLength" in schema:
-        out.append(f"of at most {schema['maxLength']} characters")
-    if "maxItems" in schema:
-        out.append(f"of at most {schema['maxItems']} items")
-    if "x-max-bytes" in schema:
-        out.append(f"of at most {schema['x-max-bytes']} bytes of JSON")
-    return (" " + " and ".join(out)) if out else ""
+    low, above, high = map(schema.get, ("minimum", "exclusiveMinimum", "maximum"))
+    out = ""
+    if low is not None and high is not None:
+        out = f" from {_figure(low)} to {_figure(high)}"
+    elif above is not None and high is not None:
+        out = f" greater than {_figure(above)} and at most {_figure(high)}"
+    elif low is not None:
+        out = f" of at least {_figure(low)}"
+    for key, what in (
+        ("maxLength", "characters"),
+        ("maxItems", "items"),
+        ("maxProperties", "entries"),
+        ("x-max-bytes", "bytes of JSON"),
+    ):
+        if key in schema:
+            out += f" of at most {schema[key]} {what}"
+    return out
 
 
 def _figure(number: float) -> str:
-    power = int(number).bit_length()
-    return f"2^{power} - 1" if power >= 31 and number == 2**power - 1 else f"{number:g}"
+    power = (abs(int(number)) + 1).bit_length() - 1
+    if power >= 31 and number == 2**power - 1:
+        return f"2^{power} - 1"
+    return f"-2^{power}" if power >= 31 and number == -(2**power) else f"{number:g}"
 
 
 def _fits(value: Any, schema: Schema) -> bool:
