@@ -1,0 +1,72 @@
+"""docs/parameters.md: what a model call may ask for, from the table in code."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from any_agent.completions.params import PARAMETERS, Parameter
+from any_agent.completions.params.values import words
+
+HEAD = """# Parameters of model calls
+
+<!-- Written by docs/generate.py from any_agent/completions/params/table.py; change that file, then
+run it. -->
+
+`POST /v1/chat/completions` and `POST /v1/completions` know three classes of parameters. Honoured
+ones shape the call. Harmless ones are recorded and change nothing. Refused ones answer 400
+`unsupported_parameter`, because ignoring them would answer, and train on, something other than what
+was asked; so does every name that is not here. Null is as if a parameter were left out. A value of
+another form is a 400 `invalid_request`. Each error names the parameter.
+
+In train sessions the run's `sampling` replaces what agents ask for. The answer's header
+`x-any-agent-overrides` lists what was replaced, with what was used, as JSON; the interaction keeps
+what was asked. Eval sessions, and calls without a session, are sampled as they ask; the run's
+`sampling.max_new_tokens` limits them, too.
+
+What takes the draw of tokens away from the plain distribution makes an interaction untrainable, for
+the reason in the last column, unless the run replaces it. Its session's other interactions are
+trained on. `any_agent_untrainable_interactions_total` counts them by reason.
+
+What the engine cannot do (`any-agent doctor` lists it) is a 400 that names the parameter.
+"""
+TITLES = {
+    "honoured": "Honoured",
+    "harmless": "Harmless: recorded, without effect",
+    "refused": "Refused, unless it asks for what is so anyway",
+}
+ROUTES = {("chat", "completions"): "both", ("chat",): "chat", ("completions",): "completions"}
+
+
+def render() -> str:
+    parts = [HEAD]
+    for kind, title in TITLES.items():
+        parts.append(f"## {title}\n")
+        rows = [p for p in PARAMETERS if p.kind == kind]
+        parts.append("\n".join([*_head(kind), *(_row(p) for p in rows)]) + "\n")
+    return "\n".join(parts)
+
+
+def _head(kind: str) -> list[str]:
+    columns = ["parameter", "route"]
+    columns += {
+        "honoured": ["values", "meaning", "in train sessions", "untrainable"],
+        "harmless": ["values", "why it has no effect"],
+        "refused": ["is so anyway", "instead"],
+    }[kind]
+    return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+
+
+def _row(p: Parameter) -> str:
+    cells = [f"`{p.name}`", ROUTES[p.apis]]
+    if p.kind == "refused":
+        cells += [_values(p.schema.get("enum", [])), p.meaning]
+    else:
+        cells += [words(p.schema), p.meaning]
+    if p.kind == "honoured":
+        cells += [p.train, f"`{p.untrainable}`" if p.untrainable else ""]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _values(values: list[Any]) -> str:
+    return ", ".join(f"`{json.dumps(value)}`" for value in values)
