@@ -26,6 +26,32 @@ Tool: TypeAlias = dict[str, Any]
 
 StopReason: TypeAlias = Literal["stop", "length", "abort"]
 
+BranchReason: TypeAlias = Literal[
+    "no_new_message",
+    "template_declines",
+    "thinking_stripped",
+    "assistant_rewritten",
+    "parent_aborted",
+    "tools_changed",
+    "system_changed",
+    "history_rewritten",
+    "new_conversation",
+]
+"""Why an interaction does not continue an earlier one of its session:
+
+=======================  ==========================================================================
+``no_new_message``       no message follows the recorded answer
+``template_declines``    the template cannot put the new messages behind the recorded ids
+``thinking_stripped``    the template takes the recorded answer's reasoning out of the past
+``assistant_rewritten``  an answer among the messages is not as it was recorded
+``parent_aborted``       it goes on from an answer that was cut off
+``tools_changed``        the same conversation with other tools, or template arguments
+``system_changed``       the same conversation under another system prompt
+``history_rewritten``    no answer stands as it was recorded, under a known system prompt and tools
+``new_conversation``     nothing that was recorded is in it
+=======================  ==========================================================================
+"""
+
 
 def id_array(values: Any) -> IdArray:
     """Pack token ids or versions as int32."""
@@ -157,6 +183,7 @@ class Interaction:
     """Of a root; an exact child's are its root's."""
     continuation: Continuation = Continuation.ROOT
     branch_reason: str | None = None
+    """A :data:`BranchReason`; of a branch, and of a root that is not its session's first."""
     untrainable_reason: str | None = None
     reward: float | None = None
     """Its own reward, before anything runs back through the tree."""

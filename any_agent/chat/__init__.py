@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from any_agent.chat.format import ChatFormat
-from any_agent.chat.keys import chain_keys, normalise
+from any_agent.chat.keys import chain_keys, key_parts, normalise
 from any_agent.chat.load import load_chat_format
 from any_agent.chat.messages import text_of, validate_messages, validate_tools
 from any_agent.chat.output.machine import MessageDelta, ParsedMessage
 from any_agent.chat.output.stream import StreamParser
+from any_agent.chat.reasoning import reasoning_of
 
 __all__ = [
     "ChatFormat",
@@ -15,8 +16,10 @@ __all__ = [
     "ParsedMessage",
     "StreamParser",
     "chain_keys",
+    "key_parts",
     "load_chat_format",
     "normalise",
+    "reasoning_of",
     "text_of",
     "validate_messages",
     "validate_tools",

@@ -1,8 +1,12 @@
 """When two message lists are the same conversation: normal forms and running hashes.
 
 Frameworks send back what they were sent, but not byte for byte: keys in another order, None or
-missing fields, text as parts, arguments as another spelling of the same JSON, ids of their own.
-None of that changes what the conversation says, so none of it is in the normal form.
+missing fields, text as parts, white space stripped from answers, arguments as another spelling of
+the same JSON, ids of their own, system messages merged into one. None of that changes what the
+conversation says, so none of it is in the normal form.
+
+A key has three parts, so that it also tells in what two conversations differ: the running hash of
+the messages after the leading system messages, the hash of those, and the hash of the tools.
 """
 
 from __future__ import annotations
@@ -12,22 +16,33 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from any_agent.chat.messages import text_of
+import orjson
 
-_DIGEST = 16
+from any_agent.chat.messages import text_of
+from any_agent.chat.reasoning import split_thinking
+
+_CHAIN, _PART = 16, 8
+_BEGINNING = bytes(_CHAIN)
+_NO_SYSTEM = bytes(_PART)
+_SAYING = ("refusal", "function_call", "audio")
+"""Fields that say something of their own, if there is anything in them."""
+_ANSWERING = ("tool", "function")
 
 
 def normalise(message: Any) -> dict[str, Any]:
     """The normal form of one message: role, content, name, calls (name and argument JSON).
 
-    Takes any JSON value and never raises: what has no chat message's shape is kept as it is.
-    ``reasoning_content`` is left out, because most agents drop it.
+    Takes any JSON value and never raises: what has no chat message's shape is kept as it is. An
+    answer's reasoning is left out, because most agents drop it. Which call a tool's message
+    answers is no matter of that message alone; :func:`chain_keys` adds it.
     """
     if not isinstance(message, dict):
         return {"other": message}
     role = message.get("role")
     content = message.get("content")
     text = text_of(content)
+    if text is not None and role == "assistant":
+        text = split_thinking(text)[1].strip()
     out: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
         "content": text if text is not None else [content],
@@ -37,31 +52,128 @@ def normalise(message: Any) -> dict[str, Any]:
     if message.get("tool_calls"):
         calls = message["tool_calls"]
         out["tool_calls"] = [_call(c) for c in calls] if isinstance(calls, list) else calls
+    for field in _SAYING:
+        if message.get(field):
+            out[field] = message[field]
     return out
 
 
 def chain_keys(
-    messages: Sequence[Any], tools: Sequence[Any] | None, *, start: bytes | None = None
+    messages: Sequence[Any],
+    tools: Sequence[Any] | None,
+    *,
+    start: bytes | None = None,
+    before: Sequence[Any] = (),
+    template: bytes = b"",
 ) -> list[bytes]:
-    """Running hashes: key ``i`` stands for the tools and ``messages[:i + 1]`` (16 bytes each).
+    """Running hashes: key ``i`` stands for the tools and ``messages[:i + 1]`` (32 bytes each).
 
-    ``start`` continues from the key of what came before (and already stands for the tools):
-    ``chain_keys(a + b, t) == chain_keys(a, t) + chain_keys(b, t, start=chain_keys(a, t)[-1])``.
+    ``start`` continues from the key of what came ``before``, which must hold more than leading
+    system messages: ``chain_keys(a + b, t) ==
+    chain_keys(a, t) + chain_keys(b, t, start=chain_keys(a, t)[-1], before=a)``. The tools are in
+    it already. ``template`` tells apart what the same messages are rendered with.
     """
-    key = start if start is not None else _hash(b"tools", canonical_bytes(list(tools or [])))
-    keys = []
-    for message in messages:
-        key = _hash(key, canonical_bytes(normalise(message)))
-        keys.append(key)
+    if start is not None:
+        keys: list[bytes] = []
+        chain, head = start[:_CHAIN], start[_CHAIN:]
+    else:
+        tail = _hash(template, canonical_bytes(list(tools or [])), size=_PART)
+        keys = [_BEGINNING + system + tail for system in _leading_system(messages)]
+        chain, head = _BEGINNING, keys[-1][_CHAIN:] if keys else _NO_SYSTEM + tail
+    answering = _Answering(before)
+    for message in messages[len(keys) :]:
+        normal = normalise(message)
+        answering.see(message, normal)
+        chain = _hash(chain, canonical_bytes(normal), size=_CHAIN)
+        keys.append(chain + head)
     return keys
+
+
+def key_parts(key: bytes) -> tuple[bytes, bytes, bytes]:
+    """A key's hashes: of the messages, of the leading system messages, of the tools."""
+    return key[:_CHAIN], key[_CHAIN : _CHAIN + _PART], key[_CHAIN + _PART :]
+
+
+def is_leading_system(message: Any) -> bool:
+    """Whether, at the beginning, it is part of the system prompt and may be merged with others."""
+    return (
+        isinstance(message, dict)
+        and message.get("role") in ("system", "developer")
+        and normalise(message).keys() == {"role", "content"}
+        and text_of(message.get("content")) is not None
+    )
 
 
 def canonical_bytes(value: Any) -> bytes:
     """Equal bytes for equal JSON values, whatever the order of keys; takes any depth."""
     try:
-        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | _PLAIN)
+    except TypeError:
+        pass
+    try:
+        return b"\1" + json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError):
         return b"\0" + b"".join(_walk(value))
+
+
+_PLAIN = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
+"""JSON only: no object is to be taken for what it would be written as."""
+
+
+class _Answering:
+    """Which call each tool's message answers: ids change on a round trip, their order does not."""
+
+    def __init__(self, before: Sequence[Any]) -> None:
+        self._before: Sequence[Any] | None = before
+        self._ids: list[Any] = []
+        self._answers = 0
+
+    def see(self, message: Any, normal: dict[str, Any]) -> None:
+        """The next message; its normal form gets the number of the call that it answers."""
+        role = normal.get("role")
+        if role in _ANSWERING:
+            if self._before is not None:
+                self._look_back(self._before)
+            normal["answers"] = self._number(message)
+            self._answers += 1
+        elif normal.get("tool_calls"):
+            self._asked(message)
+
+    def _asked(self, message: dict[str, Any]) -> None:
+        calls = message["tool_calls"]
+        calls = calls if isinstance(calls, list) else []
+        self._ids = [c.get("id") if isinstance(c, dict) else None for c in calls]
+        self._answers, self._before = 0, None
+
+    def _number(self, message: dict[str, Any]) -> int:
+        id = message.get("tool_call_id")
+        if isinstance(id, str) and id in self._ids:
+            return self._ids.index(id)
+        return self._answers
+
+    def _look_back(self, before: Sequence[Any]) -> None:
+        answers = 0
+        for message in reversed(before):
+            if isinstance(message, dict):
+                if message.get("tool_calls"):
+                    self._asked(message)
+                    break
+                answers += message.get("role") in _ANSWERING
+        self._answers, self._before = answers, None
+
+
+def _leading_system(messages: Sequence[Any]) -> Iterable[bytes]:
+    """The hash of the system prompt up to each of the messages that it consists of.
+
+    Merging puts line ends or blank lines between them, so blank lines do not count.
+    """
+    lines: list[str] = []
+    for message in messages:
+        if not is_leading_system(message):
+            return
+        text = text_of(message["content"]) or ""
+        lines += [line for line in text.split("\n") if line and not line.isspace()]
+        yield _hash(b"system", canonical_bytes(lines), size=_PART)
 
 
 def _call(call: Any) -> Any:
@@ -73,16 +185,41 @@ def _call(call: Any) -> Any:
 
 def _arguments(arguments: Any) -> Any:
     """Argument JSON as its value; what is not JSON stays text, marked so."""
+    if isinstance(arguments, dict | list):
+        arguments = _as_text(arguments)
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {"value": {}}
     if not isinstance(arguments, str):
-        return {"value": arguments if arguments is not None else {}}
+        return {"value": arguments}
     try:
-        return {"value": json.loads(arguments)}
+        value = json.loads(arguments, parse_float=_number, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return {"text": arguments}
+    return {"value": value}
 
 
-def _hash(before: bytes, data: bytes) -> bytes:
-    digest = hashlib.blake2b(digest_size=_DIGEST)
+def _as_text(arguments: Any) -> Any:
+    """Values that were parsed already, as their JSON, if they are any."""
+    try:
+        return json.dumps(arguments, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return arguments
+
+
+def _number(text: str) -> Any:
+    """Some languages have one kind of number: 1.0 is 1."""
+    value = float(text)
+    if value.is_integer():
+        return int(value)
+    return value if value - value == 0 else {"number": text}
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _hash(before: bytes, data: bytes, *, size: int) -> bytes:
+    digest = hashlib.blake2b(digest_size=size)
     digest.update(len(before).to_bytes(8, "little"))
     digest.update(before)
     digest.update(data)

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, chain_keys
 from any_agent.completions.params import ChatCall
-from any_agent.completions.prompt import find_prompt, require_plausible
+from any_agent.completions.prompt import find_prompt
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable, VersionGone
 from any_agent.record import InteractionTree, lacks_texts
 from any_agent.types import (
     Continuation,
     GenerationHyperparameters,
+    IdArray,
     Interaction,
     Message,
     ModelRequest,
@@ -34,8 +35,8 @@ class Prepared:
 
     id: str
     call: ChatCall
-    prompt_ids: list[int]
-    prompt_delta_ids: list[int]
+    prompt_ids: IdArray
+    prompt_delta_ids: IdArray
     message_delta: list[Message]
     parent_id: str | None
     continuation: Continuation
@@ -91,9 +92,7 @@ class Completer:
 
         Raises TemplateError, ContextLengthExceeded or InvalidRequest; nothing is recorded.
         """
-        require_plausible(call, self.chat, self.context_length)
-        keys = chain_keys(call.messages, call.tools)
-        prompt = find_prompt(call, keys, tree, self.chat)
+        prompt = find_prompt(call, tree, self.chat, context_length=self.context_length)
         room = self.context_length - len(prompt.ids)
         if room < 1:
             raise ContextLengthExceeded(
@@ -107,7 +106,8 @@ class Completer:
             id=f"chatcmpl-{uuid.uuid4().hex}",
             call=call,
             prompt_ids=prompt.ids,
-            prompt_delta_ids=prompt.ids[prompt.inherited :],
+            # A copy: a view would keep the whole prompt in memory.
+            prompt_delta_ids=prompt.ids[prompt.inherited :].copy(),
             message_delta=call.messages[prompt.covered :],
             parent_id=prompt.parent_id,
             continuation=prompt.continuation,
@@ -116,7 +116,7 @@ class Completer:
                 max_new_tokens=min(gconfig.max_new_tokens, room),
                 stop_token_ids=tuple(sorted(stop_ids)),
             ),
-            key=keys[-1],
+            key=prompt.key,
             created_at=time.time(),
         )
 

@@ -4,67 +4,101 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from any_agent.chat import ChatFormat, text_of
+import numpy as np
+
+from any_agent.chat import ChatFormat
 from any_agent.completions.params import ChatCall
-from any_agent.errors import ContextLengthExceeded
+from any_agent.completions.parent import Found, find_parent
 from any_agent.record import InteractionTree
-from any_agent.types import Continuation
+from any_agent.types import BranchReason, Continuation, IdArray, Interaction, id_array
+
+_TAIL = 64
+"""Ids of the parent's prompt that the format may look at."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt's ids, and what of them the parent has already."""
 
-    ids: list[int]
+    ids: IdArray
     inherited: int = 0
     """Leading ids that are the parent's prompt and output."""
     parent_id: str | None = None
     covered: int = 0
     """Leading messages that the parent has."""
     continuation: Continuation = Continuation.ROOT
-    branch_reason: str | None = None
-
-
-def require_plausible(call: ChatCall, chat: ChatFormat, context_length: int) -> None:
-    """Refuse what cannot fit, however it is tokenised, before the cost of tokenising it."""
-    if len(call.messages) > context_length:
-        # Each is a token at least. Millions of empty ones would be hashed for half a minute.
-        raise ContextLengthExceeded(
-            f"this model's maximum context length is {context_length} tokens, but there "
-            f"are {len(call.messages)} messages; send fewer",
-            param="messages",
-        )
-    characters = sum(
-        len(text_of(message.get("content")) or "")
-        for message in call.messages
-        if isinstance(message, dict)
-    )
-    if characters > context_length * chat.longest_token:
-        raise ContextLengthExceeded(
-            f"this model's maximum context length is {context_length} tokens, but the "
-            f"messages are {characters} characters long; shorten them",
-            param="messages",
-        )
+    branch_reason: BranchReason | None = None
+    key: bytes = b""
+    """Of the request's messages and tools."""
 
 
 def find_prompt(
-    call: ChatCall, keys: list[bytes], tree: InteractionTree | None, chat: ChatFormat
+    call: ChatCall, tree: InteractionTree | None, chat: ChatFormat, *, context_length: int
 ) -> Prompt:
-    """The parent's ids continued exactly, else the messages rendered anew, with the reason."""
-    found = tree.find(keys, call.messages) if tree is not None else None
-    if found is None or tree is None:
-        return Prompt(chat.render(call.messages, call.tools))
-    parent, covered = found
-    new = call.messages[covered:]
-    reason = "no message follows the recorded answer"
-    if new:
-        before = tree.prompt_ids(parent.id).tolist()
-        output = parent.output_ids.tolist()
-        # None unless the ids begin with all of before + output: it compares them.
-        ids = chat.bridge(before, output, new, call.tools)
-        if ids is not None:
-            inherited = len(before) + len(output)
-            return Prompt(ids, inherited, parent.id, covered, Continuation.EXACT)
-        reason = "the template cannot continue the earlier ids"
-    ids = chat.render(call.messages, call.tools)
-    return Prompt(ids, continuation=Continuation.BRANCH, branch_reason=reason)
+    """The parent's ids continued exactly, else the messages rendered anew, with the reason.
+
+    Raises InvalidRequest, TemplateError or ContextLengthExceeded.
+    """
+    found = parent_of(call, tree, chat, context_length=context_length)
+    return prompt_of(call, found, tree, chat)
+
+
+def parent_of(
+    call: ChatCall, tree: InteractionTree | None, chat: ChatFormat, *, context_length: int
+) -> Found:
+    """What the call continues; costs little. ContextLengthExceeded if it cannot fit."""
+    return find_parent(
+        call,
+        tree,
+        context_length=context_length,
+        longest_token=chat.longest_token,
+        template=getattr(chat, "render_key", b""),
+    )
+
+
+def prompt_of(
+    call: ChatCall, found: Found, tree: InteractionTree | None, chat: ChatFormat
+) -> Prompt:
+    """The prompt of a call whose parent is known; renders only what is new. In any thread."""
+    prompt = None
+    reason = found.reason
+    if found.parent is not None and tree is not None:
+        prompt = _continued(call, found, found.parent, tree, chat)
+        if prompt is None:
+            reason = reason or _why_not(call, found, found.parent, chat)
+    if prompt is None:
+        ids = id_array(chat.render(call.messages, call.tools))
+        how = Continuation.ROOT if found.parent is None else Continuation.BRANCH
+        prompt = Prompt(ids, continuation=how, branch_reason=reason, key=found.key)
+    if tree is not None and found.noted is not None:
+        tree.seen.note(*found.noted)
+    return prompt
+
+
+def _continued(
+    call: ChatCall, found: Found, parent: Interaction, tree: InteractionTree, chat: ChatFormat
+) -> Prompt | None:
+    """The ids of the parent's prompt and output, and those that the new messages add."""
+    new = call.messages[found.covered :]
+    if not new:
+        return None
+    before = tree.path_ids(parent.id)
+    prompt_end = len(before) - len(parent.output_ids)
+    seen = len(before)
+    whole = chat.bridge(before[:prompt_end].tolist(), parent.output_ids.tolist(), new, call.tools)
+    added = whole[seen:] if whole is not None else None
+    if added is None:
+        return None
+    # The law of exact continuation, by construction: what is before is never touched.
+    ids = np.concatenate([before, id_array(added)], dtype=np.int32)
+    how = Continuation.EXACT
+    return Prompt(ids, len(before), parent.id, found.covered, how, key=found.key)
+
+
+def _why_not(call: ChatCall, found: Found, parent: Interaction, chat: ChatFormat) -> BranchReason:
+    new = call.messages[found.covered :]
+    if not new:
+        return "no_new_message"
+    if any(m.get("role") == "assistant" for m in new):
+        return "assistant_rewritten"
+    return "template_declines"

@@ -18,15 +18,18 @@ from any_agent.record.export import (
     to_tensors,
 )
 from any_agent.record.rewards import discarded, propagate_rewards, session_score, was_received
-from any_agent.record.texts import lacks_texts, without_texts
+from any_agent.record.seen import Beginning
+from any_agent.record.texts import has_reasoning, lacks_texts, without_texts
 from any_agent.record.tree import InteractionTree
 
 __all__ = [
+    "Beginning",
     "InteractionTree",
     "Row",
     "concat_rows",
     "discarded",
     "export_rows",
+    "has_reasoning",
     "individual_rows",
     "interaction_row",
     "lacks_texts",

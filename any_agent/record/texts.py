@@ -36,12 +36,16 @@ def lacks_texts(interaction: Interaction) -> bool:
 
 
 def has_reasoning(message: Message, reasoning: str) -> bool:
-    """Whether this is the reasoning of an answer, whose texts may have been left out."""
-    if message.get("reasoning_content") is not None:
-        return bool(message["reasoning_content"] == reasoning)
+    """Whether this is the reasoning of an answer, whose texts may have been left out.
+
+    White space around it does not count.
+    """
+    said = message.get("reasoning_content")
+    if isinstance(said, str):
+        return said.strip() == reasoning.strip()
     return bool(message.get(REASONING_DIGEST) == _digest(reasoning))
 
 
 def _digest(text: str) -> str:
-    data = text.encode(errors="surrogatepass")
+    data = text.strip().encode(errors="surrogatepass")
     return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
+from any_agent.record.hot import HotPaths
 from any_agent.record.rewards import was_received
-from any_agent.record.texts import has_reasoning
+from any_agent.record.seen import ENTRY_BYTES, SeenRequests
 from any_agent.types import Continuation, IdArray, Interaction, Message
+
+_MESSAGES = 16
+"""Bytes of a key that stand for the messages."""
 
 
 class InteractionTree:
-    """Holds interactions by id, and finds the one that a request continues.
+    """Holds interactions by id, and by the keys of their conversations.
 
     A node keeps only what it adds to its parent, so a path of N turns costs O(tokens); prompts
     and messages are put together on demand, without recursion.
@@ -24,6 +27,9 @@ class InteractionTree:
         self._children: dict[str | None, list[str]] = {None: []}
         self._by_key: dict[bytes, list[Interaction]] = {}
         self._keys: dict[str, bytes | None] = {}
+        self._heads: set[bytes] = set()
+        self._hot = HotPaths()
+        self.seen = SeenRequests()
 
     @classmethod
     def from_interactions(
@@ -42,8 +48,9 @@ class InteractionTree:
     def add(self, interaction: Interaction, key: bytes | None = None) -> None:
         """Append one interaction; its parent must be there already.
 
-        ``key`` is the running hash over its messages and its output message, under which
-        :meth:`find` meets it; without one it is never found.
+        ``key`` is the running hash over its messages and its output message, by which what
+        continues it is recognised; without one nothing does. Its first 16 bytes stand for the
+        messages, the others for the system prompt and the tools.
 
         Raises:
             ValueError: a known id, an unknown parent, or a continuation that contradicts it.
@@ -61,24 +68,46 @@ class InteractionTree:
         self._nodes[interaction.id] = interaction
         self._children.setdefault(parent, []).append(interaction.id)
         self._keys[interaction.id] = key
-        # What was cut off is not what the agent holds, so nothing can extend it.
-        if key is not None and interaction.finish_reason != "abort":
-            self._by_key.setdefault(key, []).append(interaction)
+        if key is not None:
+            self._by_key.setdefault(key[:_MESSAGES], []).append(interaction)
+            self._heads.add(key[_MESSAGES:])
 
-    def find(
-        self, keys: Sequence[bytes], messages: Sequence[Message] | None = None
-    ) -> tuple[Interaction, int] | None:
-        """The longest recorded prefix of a request: the parent and how many messages it covers.
+    def that_said(self, key: bytes) -> Sequence[Interaction]:
+        """The interactions whose messages, without the system prompt, are those of the key.
 
-        ``keys[i]`` stands for the request's first ``i + 1`` messages. Of several interactions
-        under one key it is the latest whose reasoning is the one in the request's own
-        ``messages``, else the latest; what reached nobody only where nothing else is there.
+        In the order of their creation; their system prompts and tools may be other ones.
         """
-        for at in range(len(keys) - 1, -1, -1):
-            known = self._by_key.get(keys[at])
-            if known:
-                return _likeliest(known, messages[at] if messages else None), at + 1
-        return None
+        return self._by_key.get(key[:_MESSAGES], ())
+
+    def knows_head(self, key: bytes) -> bool:
+        """Whether something was recorded with the key's system prompt and tools."""
+        return key[_MESSAGES:] in self._heads
+
+    def path_ids(self, interaction_id: str) -> IdArray:
+        """The prompt's and the output's token ids, int32, shape [length]; not to be written to.
+
+        Kept for a while: of the next turn only what it adds has to be put to it.
+        """
+        node = self._nodes[interaction_id]
+        known = self._hot.get(interaction_id)
+        if known is not None:
+            return known
+        parts = [node.output_ids, node.prompt_delta_ids]
+        while (parent := node.parent_id) is not None:
+            known = self._hot.get(parent)
+            if known is not None:
+                parts.append(known)
+                break
+            node = self._nodes[parent]
+            parts += (node.output_ids, node.prompt_delta_ids)
+        ids = np.concatenate(parts[::-1], dtype=np.int32)
+        self._hot.put(interaction_id, ids, instead_of=parent)
+        return ids
+
+    @property
+    def extra_bytes(self) -> int:
+        """What it keeps, about, to be quick about the next calls."""
+        return self._hot.nbytes + len(self.seen) * ENTRY_BYTES
 
     def prompt_ids(self, interaction_id: str) -> IdArray:
         """The prompt's token ids, int32, shape [prompt length]."""
@@ -139,10 +168,3 @@ class InteractionTree:
     def __iter__(self) -> Iterator[Interaction]:
         """In the order of their creation: parents before children."""
         return iter(self._nodes.values())
-
-
-def _likeliest(known: list[Interaction], message: Any) -> Interaction:
-    reasoning = message.get("reasoning_content") if isinstance(message, dict) else None
-    if reasoning and isinstance(reasoning, str):
-        known = [n for n in known if has_reasoning(n.output_message, reasoning)] or known
-    return next((n for n in reversed(known) if was_received(n)), known[-1])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from any_agent.chat import chain_keys
 from any_agent.errors import VersionGone
 from any_agent.protocol import Heartbeat, SessionInfo
-from any_agent.record import InteractionTree
+from any_agent.record import InteractionTree, lacks_texts
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import RequestMark, SessionRow, StoredInteraction
 from proxy_ext.opening.groups import public_id
@@ -28,6 +28,9 @@ LIVE_STATES = (
     SessionState.FINALIZED,
     SessionState.LEASED,
 )
+
+_EARLIER_KEYS = (16,)
+"""Bytes of keys that are made no more."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -193,12 +196,20 @@ def _versions(tree: InteractionTree) -> tuple[int | None, int | None]:
 
 
 def add_to_tree(tree: InteractionTree, stored: StoredInteraction) -> None:
-    """Add a stored interaction under the key that continuations look for."""
-    interaction = stored.interaction
-    if stored.key is not None:
-        tree.add(interaction, stored.key)
-        return
-    messages = [*interaction.message_delta, interaction.output_message]
-    start = tree.key(interaction.parent_id) if interaction.parent_id is not None else None
-    keys = chain_keys(messages, interaction.tools, start=start)
-    tree.add(interaction, keys[-1])
+    """Add a stored interaction under the key that continuations look for.
+
+    The key of an earlier version is reckoned anew from the texts; where they were not kept, what
+    continues the interaction starts a branch.
+    """
+    interaction, key = stored.interaction, stored.key
+    texts = not lacks_texts(interaction)
+    if texts and (key is None or len(key) in _EARLIER_KEYS) and "text" not in interaction.request:
+        parent = interaction.parent_id
+        keys = chain_keys(
+            [*interaction.message_delta, interaction.output_message],
+            interaction.tools,
+            start=tree.key(parent) if parent is not None else None,
+            before=[tree[parent].output_message] if parent is not None else (),
+        )
+        key = keys[-1]
+    tree.add(interaction, key)

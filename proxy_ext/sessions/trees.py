@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from any_agent.record import InteractionTree
 from any_agent.types import Interaction
@@ -27,6 +27,17 @@ _PATIENCE = 32
 """Trees in use that are passed over before looking again later."""
 _PART = 120
 """Bytes of each part of a message."""
+
+
+class _Size(NamedTuple):
+    """Bytes of a tree, about."""
+
+    recorded: int
+    total: int
+    """With what it keeps to be quick about the next calls."""
+
+
+_NOTHING = _Size(0, 0)
 
 
 class Trees:
@@ -45,8 +56,8 @@ class Trees:
         self._deliveries = deliveries
         self._live = live
         self._budget = budget
-        self._warm: OrderedDict[Session, int] = OrderedDict()
-        """Live sessions with a tree and its bytes, those first that were wanted longest ago."""
+        self._warm: OrderedDict[Session, _Size] = OrderedDict()
+        """Live sessions with a tree, those first that were wanted longest ago."""
         self._pins: Counter[Session] = Counter()
         self._reading: dict[Session, asyncio.Task[None]] = {}
         self.bytes = 0
@@ -94,11 +105,11 @@ class Trees:
     def grew(self, session: Session, interaction: Interaction) -> None:
         """Its tree has one more."""
         if session in self._warm:
-            self._count(session, self._warm[session] + _bytes(interaction))
+            self._count(session, self._warm[session].recorded + _bytes(interaction))
 
     def forget(self, session: Session) -> None:
         """It is live no more: whoever still has it keeps its tree."""
-        self.bytes -= self._warm.pop(session, 0)
+        self.bytes -= self._warm.pop(session, _NOTHING).total
 
     # ------------------------------------------------------------------------------------------
 
@@ -119,8 +130,9 @@ class Trees:
         if self._live.get(session.id) is session:
             self.keep(session)
 
-    def _count(self, session: Session, size: int) -> None:
-        self.bytes += size - self._warm.pop(session, 0)
+    def _count(self, session: Session, recorded: int) -> None:
+        size = _Size(recorded, recorded + session.tree.extra_bytes)
+        self.bytes += size.total - self._warm.pop(session, _NOTHING).total
         self._warm[session] = size
         self._trim()
 
@@ -135,7 +147,7 @@ class Trees:
                 passed_over += 1
             else:
                 session.cool()
-                self.bytes -= size
+                self.bytes -= size.total
 
 
 def _heard(task: asyncio.Task[None]) -> None:

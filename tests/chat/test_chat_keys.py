@@ -25,7 +25,7 @@ SHAPED = st.dictionaries(st.sampled_from(FIELDS), JSON | st.lists(
        cut=st.integers(0, 4))  # fmt: skip
 def test_any_json_value_has_a_key(messages: list[Any], tools: Any, cut: int) -> None:
     keys = chain_keys(messages, tools)
-    assert len(keys) == len(messages) and all(len(k) == 16 for k in keys)
+    assert len(keys) == len(messages) and all(len(k) == 32 for k in keys)
     assert keys == chain_keys(json.loads(json.dumps(messages)), tools)
     if keys and 0 < cut <= len(messages):
         head = chain_keys(messages[:cut], tools)

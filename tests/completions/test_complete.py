@@ -101,11 +101,11 @@ async def test_turns_continue_exactly(chat: ChatFormat, stream: bool) -> None:
         assert interaction.trainable
         if turn:
             assert interaction.continuation is Continuation.EXACT
-            before = engine.requests[-2].input_ids + previous
-            assert engine.requests[-1].input_ids[: len(before)] == before
+            before = [*engine.requests[-2].input_ids, *previous]
+            assert list(engine.requests[-1].input_ids[: len(before)]) == before
         previous = ids
         messages = [*messages, interaction.output_message, USER]
-    assert tree.prompt_ids(interaction.id).tolist() == engine.requests[-1].input_ids
+    assert tree.prompt_ids(interaction.id).tolist() == list(engine.requests[-1].input_ids)
     assert len(tree.path(interaction.id)) == 4
 
 

@@ -134,9 +134,10 @@ async def test_calls_tokens_and_continuations(proxy: Proxy, engine: ScriptedEngi
     }
     assert shown == {"first": 1, "exact": 2, "branch": 1, "root": 1}
     assert now.labels("any_agent_branches_total", "reason") == {
-        "no message follows the recorded answer"
+        "new_conversation",
+        "no_new_message",
     }
-    assert now("any_agent_branches_total") == 1
+    assert now("any_agent_branches_total") == 2
     recorded = await proxy.recorded(session["session_id"])
     sampled = sum(len(i.output_ids) for i in recorded)
     assert now("any_agent_output_tokens_total", mode="train") == sampled

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -64,52 +62,57 @@ def test_a_thousand_turns(make: Make) -> None:
     assert len(tree.messages("1499")) == 1500 * 2 - 1
 
 
-def keys(*messages: str) -> list[bytes]:
-    running = hashlib.sha256()
-    out = []
-    for m in messages:
-        running.update(m.encode())
-        out.append(running.digest())
-    return out
-
-
-def test_the_longest_prefix_is_found(make: Make) -> None:
+def test_what_said_the_same(make: Make) -> None:
+    said, head, other = b"m" * 16, b"h" * 16, b"o" * 16
     tree = InteractionTree()
-    chain = keys("u1", "a1", "u2", "a2", "u3")
-    tree.add(make("a"), chain[1])
-    tree.add(make("b", "a"), chain[3])
-    assert tree.find(chain) == (tree["b"], 4)
-    assert tree.find(chain[:3]) == (tree["a"], 2)
-    assert tree.find(chain[:2]) == (tree["a"], 2)
-    assert tree.find(chain[:1]) is None
-    assert tree.find([]) is None
-    assert tree.find(keys("u1", "other", "u2")) is None
+    tree.add(make("a"), said + head)
+    tree.add(make("b"), said + other)
+    tree.add(make("c"), b"n" * 16 + head)
+    tree.add(make("d"))
+    assert [i.id for i in tree.that_said(said + head)] == ["a", "b"]
+    assert [i.id for i in tree.that_said(b"x" * 32)] == []
+    assert tree.knows_head(b"x" * 16 + head)
+    assert not tree.knows_head(said + b"x" * 16)
+    assert (tree.key("a"), tree.key("d")) == (said + head, None)
 
 
-def test_of_several_the_latest_or_the_one_that_thought_so(make: Make) -> None:
+@given(
+    turns=st.lists(
+        st.tuples(st.integers(0, 99), st.integers(0, 3), st.integers(0, 3)), max_size=25
+    ),
+    asked=st.lists(st.integers(0, 24), max_size=40),
+)  # fmt: skip
+def test_paths_are_prompts_and_outputs_in_whatever_order_they_are_asked_for(
+    make: Make, turns: list[tuple[int, int, int]], asked: list[int]
+) -> None:
     tree = InteractionTree()
-    for id, thought in (("a", "one"), ("b", "two"), ("c", None)):
-        message = {"role": "assistant", "content": "x", "reasoning_content": thought}
-        tree.add(make(id, output_message=message), b"k")
+    for n, (up, delta, output) in enumerate(turns):
+        parent = str(up % n) if n and up % 5 else None
+        prompt, said = (
+            [100 * n + k for k in range(delta)],
+            [100 * n + 50 + k for k in range(output)],
+        )
+        tree.add(make(str(n), parent, prompt=prompt, output=said))
+    for at in asked:
+        if str(at) in tree:
+            node = tree[str(at)]
+            expected = [*tree.prompt_ids(node.id).tolist(), *node.output_ids.tolist()]
+            ids = tree.path_ids(node.id)
+            assert (ids.tolist(), ids.dtype) == (expected, np.int32)
+    # Never more than a few paths.
+    assert tree.extra_bytes <= 4 * 4 * sum(d + o for _, d, o in turns)
 
-    def found(message: object) -> str:
-        match = tree.find([b"k"], [message])  # type: ignore[list-item]
-        assert match is not None
-        return match[0].id
 
-    assert found({"role": "assistant", "content": "x"}) == "c"
-    assert found({"role": "assistant", "content": "x", "reasoning_content": "one"}) == "a"
-    assert found({"role": "assistant", "content": "x", "reasoning_content": "none"}) == "c"
-    assert found({"role": "assistant", "reasoning_content": ["one"]}) == "c"
-    assert found(5) == "c"
-
-
-def test_aborted_interactions_are_no_parents(make: Make) -> None:
+def test_a_path_that_goes_on_is_kept_once(make: Make) -> None:
     tree = InteractionTree()
-    tree.add(make("a"), b"k")
-    tree.add(make("b", finish_reason="abort"), b"k")
-    match = tree.find([b"k"])
-    assert match is not None and match[0].id == "a"
+    for n in range(20):
+        tree.add(make(str(n), str(n - 1) if n else None))
+        assert tree.extra_bytes == 4 * (5 * n if n else 0)
+        ids = tree.path_ids(str(n))
+        assert tree.extra_bytes == ids.nbytes == 4 * 5 * (n + 1)
+        assert tree.path_ids(str(n)) is ids
+    with pytest.raises(ValueError, match="read-only"):
+        ids[0] = 1
 
 
 def test_last_is_what_the_agent_got(make: Make) -> None:
@@ -121,17 +124,6 @@ def test_last_is_what_the_agent_got(make: Make) -> None:
     tree.add(make("b"))
     tree.add(make("c", untrainable_reason="undelivered"))
     assert tree.last().id == "b"
-
-
-def test_of_two_equal_answers_the_one_that_was_received_is_continued(make: Make) -> None:
-    tree = InteractionTree()
-    tree.add(make("a"), b"same")
-    tree.add(make("b", untrainable_reason="undelivered"), b"same")
-    found = tree.find([b"same"])
-    assert found is not None and found[0].id == "a"
-    tree["a"].untrainable_reason = "undelivered"
-    found = tree.find([b"same"])
-    assert found is not None and found[0].id == "b"
 
 
 def test_what_cannot_be_added(make: Make) -> None:

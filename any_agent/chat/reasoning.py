@@ -1,0 +1,28 @@
+"""An answer's reasoning, wherever a framework keeps it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from any_agent.chat.messages import text_of
+
+_FIELDS = ("reasoning_content", "reasoning")
+_THINKING = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+
+
+def split_thinking(text: str) -> tuple[str, str]:
+    """The reasoning that a content begins with (`<think>...</think>`), and the rest."""
+    match = _THINKING.match(text)
+    return (match[1], text[match.end() :]) if match is not None else ("", text)
+
+
+def reasoning_of(message: Any) -> str:
+    """A message's reasoning without white space around it, "" for none."""
+    if not isinstance(message, dict):
+        return ""
+    for field in _FIELDS:
+        value = message.get(field)
+        if isinstance(value, str) and value.strip():
+            return value.strip()
+    return split_thinking(text_of(message.get("content")) or "")[0].strip()

@@ -1,0 +1,260 @@
+"""Which recorded interaction a request continues, without a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import any_agent.chat.keys
+from any_agent.chat import chain_keys
+from any_agent.completions import ChatCall
+from any_agent.completions.parent import Found, find_parent
+from any_agent.errors import ContextLengthExceeded
+from any_agent.record import InteractionTree, without_texts
+from any_agent.types import (
+    Continuation,
+    GenerationHyperparameters,
+    Interaction,
+    Message,
+    id_array,
+    logprob_array,
+)
+
+SYSTEM: Message = {"role": "system", "content": "You count."}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def said(text: str, **more: Any) -> Message:
+    return {"role": "assistant", "content": text, **more}
+
+
+class Talks:
+    """A session's tree, and its requests as an agent would make them."""
+
+    def __init__(self) -> None:
+        self.tree = InteractionTree()
+        self.texts = True
+
+    def find(self, messages: list[Message], tools: Any = None, *, context: int = 10_000) -> Found:
+        call = _call(messages, tools)
+        found = find_parent(call, self.tree, context_length=context, longest_token=10)
+        if found.noted is not None:
+            self.tree.seen.note(*found.noted)
+        return found
+
+    def answer(
+        self, messages: list[Message], answer: Message, tools: Any = None, **fields: Any
+    ) -> Interaction:
+        """Record an answer to a request."""
+        found = self.find(messages, tools)
+        # As if whatever has a parent could be continued exactly.
+        parent = found.parent.id if found.parent is not None else None
+        interaction = Interaction(
+            id=str(len(self.tree)),
+            session_id="s",
+            parent_id=parent,
+            prompt_delta_ids=id_array([1]),
+            output_ids=id_array([2]),
+            output_logprobs=logprob_array([-1.0]),
+            output_versions=id_array([0]),
+            message_delta=messages[found.covered :],
+            output_message=answer,
+            finish_reason=fields.pop("finish_reason", "stop"),
+            gconfig=GenerationHyperparameters(),
+            continuation=Continuation.EXACT if parent else Continuation.ROOT,
+            **fields,
+        )
+        (key,) = chain_keys([answer], tools, start=found.key)
+        self.tree.add(interaction if self.texts else without_texts(interaction), key)
+        return interaction
+
+    def forget(self) -> None:
+        """As after a restart, or a while in the journal alone."""
+        keys = [self.tree.key(i.id) for i in self.tree]
+        self.tree = InteractionTree.from_interactions(list(self.tree), keys)
+
+    def parent(self, messages: list[Message], tools: Any = None) -> tuple[str | None, int]:
+        found = self.find(messages, tools)
+        return (found.parent.id if found.parent is not None else None), found.covered
+
+
+def _call(messages: list[Message], tools: Any) -> ChatCall:
+    gconfig = GenerationHyperparameters()
+    return ChatCall(
+        model="m",
+        messages=messages,
+        tools=tools,
+        gconfig=gconfig,
+        stream=False,
+        include_usage=False,
+        logprobs=False,
+    )
+
+
+@pytest.fixture(params=["texts", "no texts", "forgotten"])
+def talks(request: pytest.FixtureRequest) -> Talks:
+    talks = Talks()
+    talks.texts = request.param != "no texts"
+    if request.param == "forgotten":
+        answer = talks.answer
+
+        def and_forget(*args: Any, **fields: Any) -> Interaction:
+            interaction = answer(*args, **fields)
+            talks.forget()
+            return interaction
+
+        talks.answer = and_forget  # type: ignore[method-assign]
+    return talks
+
+
+def test_the_longest_recorded_prefix(talks: Talks) -> None:
+    first = [SYSTEM, user("1")]
+    talks.answer(first, said("one"))
+    second = [*first, said("one"), user("2")]
+    assert talks.parent(second) == ("0", 3)
+    talks.answer(second, said("two"))
+    third = [*second, said("two"), user("3")]
+    assert talks.parent(third) == ("1", 5)
+    assert talks.parent(third[:4]) == ("0", 3)
+    assert talks.parent(third[:5]) == ("1", 5)
+    assert talks.parent(third[:2]) == (None, 0)
+    # From an earlier turn, otherwise.
+    assert talks.parent([*second, said("other"), user("3")]) == ("0", 3)
+
+
+def test_agents_that_take_turns(talks: Talks) -> None:
+    agents = {name: [{"role": "system", "content": name}, user("go")] for name in "abc"}
+    latest: dict[str, str] = {}
+    for turn in range(12):
+        for name, messages in agents.items():
+            parent, covered = talks.parent(messages)
+            assert parent == latest.get(name)
+            assert covered == (len(messages) - 1 if turn else 0)
+            answer = said(f"answer {turn}")
+            latest[name] = talks.answer(messages, answer).id
+            messages += [answer, user("go on")]
+
+
+def test_the_choice_that_is_echoed(talks: Talks) -> None:
+    for text in ("one", "two", "one"):
+        talks.answer([user("1")], said(text))
+    talks.answer([user("1")], said("one"), untrainable_reason="undelivered")
+    assert talks.parent([user("1"), said("two"), user("2")]) == ("1", 2)
+    # Of equal ones the latest that was received.
+    assert talks.parent([user("1"), said("one"), user("2")]) == ("2", 2)
+
+
+@pytest.mark.parametrize("where", ["reasoning_content", "reasoning", "content"])
+def test_of_equal_answers_the_one_that_thought_so(talks: Talks, where: str) -> None:
+    for thought in ("first", "second\n", "third"):
+        talks.answer([user("1")], said("x", reasoning_content=thought))
+
+    def found(thought: str) -> Found:
+        echo = said("x", **{where: thought})
+        if where == "content":
+            echo = said(f"<think>\n{thought}\n</think>\n\nx")
+        return talks.find([user("1"), echo, user("2")])
+
+    assert [found(t).parent.id for t in ("first", " second", "third")] == ["0", "1", "2"]  # type: ignore[union-attr]
+    assert talks.parent([user("1"), said("x"), user("2")]) == ("2", 2)
+    rewritten = found("what nobody thought")
+    assert (rewritten.parent, rewritten.reason) == (None, "assistant_rewritten")
+
+
+def test_reasoning_counts_in_all_of_the_past(talks: Talks) -> None:
+    for thought in ("first", "second"):
+        talks.answer([user("1")], said("x", reasoning_content=thought))
+
+    def past(thought: str) -> list[Message]:
+        return [user("1"), said("x", reasoning_content=thought), user("2")]
+
+    child = talks.answer(past("first"), said("y"))
+    assert child.parent_id == "0"
+    assert talks.parent([*past("first"), said("y"), user("3")]) == (child.id, 4)
+    # The same words, but the other one's child.
+    assert talks.parent([*past("second"), said("y"), user("3")]) == ("1", 2)
+    assert talks.parent([*past("second"), said("y"), user("3"), said("z"), user("4")]) == ("1", 2)
+
+
+def test_why_there_is_no_parent(talks: Talks) -> None:
+    first = [SYSTEM, user("1")]
+    assert talks.find(first, TOOLS).reason is None
+    talks.answer(first, said("one"), TOOLS)
+    talks.answer([*first, said("one"), user("2")], said("tw"), TOOLS, finish_reason="abort")
+    second = [*first, said("one"), user("2")]
+    other = {"role": "system", "content": "You count, slowly."}
+
+    def why(messages: list[Message], tools: Any = TOOLS) -> tuple[bool, Any]:
+        found = talks.find(messages, tools)
+        return found.parent is not None, found.reason
+
+    assert why(second) == (True, None)
+    assert why([*second, said("tw"), user("3")]) == (True, "parent_aborted")
+    assert why(second, None) == (False, "tools_changed")
+    assert why([other, *second[1:]]) == (False, "system_changed")
+    assert why(second[1:]) == (False, "system_changed")
+    assert why([SYSTEM, user("so far: one"), said("ok"), user("2")]) == (False, "history_rewritten")
+    assert why([SYSTEM, user("something else")]) == (False, "new_conversation")
+    assert why([other, user("1"), said("un"), user("2")]) == (False, "new_conversation")
+    assert why(first) == (False, "new_conversation")
+
+
+def test_what_cannot_fit() -> None:
+    talks = Talks()
+    long = [user("x" * 50), said("y" * 30), user("z" * 20)]
+    talks.answer(long[:1], long[1])
+    with pytest.raises(ContextLengthExceeded, match="100 characters"):
+        talks.find(long, context=9)
+    with pytest.raises(ContextLengthExceeded, match="3 messages"):
+        talks.find(long, context=2)
+    found = talks.find(long, context=10)
+    assert found.new_characters == 20
+
+
+@settings(deadline=None)
+@given(
+    turns=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3), st.booleans()), max_size=12)
+)  # fmt: skip
+def test_what_is_remembered_changes_nothing(turns: list[tuple[int, int, bool]]) -> None:
+    """A tree that remembers earlier requests, and one that never does, find the same."""
+    talks, plain = Talks(), Talks()
+    requests: list[list[Message]] = [[SYSTEM, user("0")]]
+    for number, (which, more, rewrite) in enumerate(turns):
+        messages = requests[which % len(requests)]
+        plain.tree.seen = type(plain.tree.seen)()
+        one, two = talks.find(messages), plain.find(messages)
+        assert (one.key, one.covered, one.reason) == (two.key, two.covered, two.reason)
+        assert (one.parent and one.parent.id) == (two.parent and two.parent.id)
+        answer = said(f"answer {number % 4}")
+        plain.tree.seen = type(plain.tree.seen)()
+        talks.answer(messages, answer)
+        plain.answer(messages, answer)
+        echo = said("rewritten") if rewrite else answer
+        requests.append([*messages, echo, *(user(f"{number % 3} {k}") for k in range(more))])
+
+
+def test_the_work_is_that_of_the_new_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    normalised: list[Any] = []
+    normalise: Callable[[Any], dict[str, Any]] = any_agent.chat.keys.normalise
+
+    def counted(message: Any) -> dict[str, Any]:
+        normalised.append(message)
+        return normalise(message)
+
+    monkeypatch.setattr(any_agent.chat.keys, "normalise", counted)
+    talks = Talks()
+    messages = [SYSTEM, user("0")]
+    for turn in range(60):
+        normalised.clear()
+        talks.answer(messages, said(f"answer {turn}"))
+        # The echo, the new message, and the next answer.
+        assert len(normalised) <= (3 if turn else 6)
+        messages = [*messages, said(f"answer {turn}"), user(f"question {turn}")]
