@@ -6,7 +6,7 @@ from any_agent.chat.format import ChatFormat
 from any_agent.chat.keys import chain_keys, key_parts, normalise
 from any_agent.chat.load import load_chat_format
 from any_agent.chat.messages import text_of, validate_messages, validate_tools
-from any_agent.chat.output.machine import MessageDelta, ParsedMessage
+from any_agent.chat.output.message import MessageDelta, ParsedMessage, merge_deltas
 from any_agent.chat.output.stream import StreamParser
 from any_agent.chat.reasoning import reasoning_of
 
@@ -18,6 +18,7 @@ __all__ = [
     "chain_keys",
     "key_parts",
     "load_chat_format",
+    "merge_deltas",
     "normalise",
     "reasoning_of",
     "text_of",

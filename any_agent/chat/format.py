@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from any_agent.chat.bridge import derive_bridge
 from any_agent.chat.messages import validate_messages, validate_tools
-from any_agent.chat.output.detokenise import detokeniser_factory, token_bytes_of
-from any_agent.chat.output.machine import (
-    THINK_CLOSE,
-    THINK_OPEN,
-    TOOL_CLOSE,
-    TOOL_OPEN,
-    OutputMachine,
-    ParsedMessage,
-)
+from any_agent.chat.output.detokenise import token_bytes_of
+from any_agent.chat.output.message import ParsedMessage
 from any_agent.chat.output.plain import TextParser
-from any_agent.chat.output.stops import Piece
-from any_agent.chat.output.stream import BufferedParser, IncrementalParser, Markers, StreamParser
-from any_agent.chat.output.toolcalls import (
-    CallIds,
-    ReadCall,
-    as_call,
-    openai_call,
-    read_json_call,
-    read_xml_call,
-)
+from any_agent.chat.output.reader import OutputReader
+from any_agent.chat.output.stream import StreamParser
 from any_agent.errors import AnyAgentError, TemplateError
 from any_agent.types import Message, Tool
-
-log = logging.getLogger(__name__)
-
-_THINK = {"<think>": THINK_OPEN, "</think>": THINK_CLOSE}
-_TOOL = {"<tool_call>": TOOL_OPEN, "</tool_call>": TOOL_CLOSE}
-_SYNTAX: dict[str, ReadCall] = {
-    "qwen3": read_json_call,
-    "qwen3.5": read_xml_call,
-    "qwen3.6": read_xml_call,
-    "qwen3.8": read_xml_call,
-    "default": read_json_call,
-}
-"""Renderers whose output grammar is the machine's, with how they write a call; the others are
-parsed whole, so their streams carry everything at the end."""
 
 
 class ChatFormat:
@@ -70,14 +40,10 @@ class ChatFormat:
         self._renderer = renderer
         self._keep_thinking = keep_thinking
         self._stop_set = frozenset(self.stop_token_ids)
-        self._new_detokeniser = detokeniser_factory(tokenizer, self.decode)
+        self._reader = OutputReader(
+            renderer, tokenizer, self.decode, self.stop_token_ids, family=self.name
+        )
         self._token_bytes = token_bytes_of(tokenizer, self.decode)
-        self._read_call = _SYNTAX.get(self.name)
-        if self.name == "default" and "<function=" in self._chat_template():
-            self._read_call = read_xml_call
-        self._markers = self._find_markers()
-        kinds = {kind for _, kind in self._markers.by_id.values()}
-        self._has_calls = {TOOL_OPEN, TOOL_CLOSE} <= kinds
         self._turn_ends = [(i, self.decode([i])) for i in self.stop_token_ids]
 
     def render(self, messages: list[Message], tools: list[Tool] | None) -> list[int]:
@@ -156,37 +122,29 @@ class ChatFormat:
     ) -> ParsedMessage:
         """Text, reasoning and tool calls of one output; calls only if the request had tools.
 
-        Text ends at the first stop token. A truncated or invalid call stays in the content.
+        Text ends at the first stop token. A call is what named a tool, truncated or not.
         """
         parser = self.stream_parser(prompt_ids=prompt_ids, tools=tools, stop=())
         parser.feed(_ints(output_ids))
         return parser.finish(matched_stop=None)[1]
 
     def stream_parser(
-        self, *, prompt_ids: Sequence[int], tools: list[Tool] | None, stop: tuple[str, ...]
+        self,
+        *,
+        prompt_ids: Sequence[int],
+        tools: list[Tool] | None,
+        stop: tuple[str, ...],
+        forced: Sequence[int] = (),
     ) -> StreamParser:
-        """A parser for one output as it is sampled; the text ends before a stop string."""
-        call_ids = CallIds(prompt_ids)
-        read_call = self._read_call
-        if read_call is None:
-            prompt = _ints(prompt_ids)
-            return BufferedParser(
-                lambda ids: self._parse_whole(ids, prompt, tools, call_ids),
-                self._new_detokeniser(),
-                self._stop_set,
-                stop,
-            )
-        reading = (lambda text: read_call(text, tools)) if tools and self._has_calls else None
-        machine = OutputMachine(
-            reasoning_open=self._ends_in_reasoning(prompt_ids),
-            read_call=reading,
-            call_ids=call_ids,
-        )
-        return IncrementalParser(self._new_detokeniser(), self._markers, machine, stop)
+        """A parser for one output as it is sampled; the text ends before a stop string.
+
+        ``forced``: the prompt's last tokens, which begin a call: they are read as output.
+        """
+        return self._reader.parser(prompt_ids, tools, stop, forced)
 
     def text_parser(self, stop: tuple[str, ...]) -> StreamParser:
         """A parser for an output that is plain text, as a legacy completion's."""
-        return TextParser(self._new_detokeniser(), self._stop_set, stop)
+        return TextParser(self._reader.detokenisers(), self._stop_set, stop)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """The ids of a text; ``special``: with those that the tokenizer puts around one."""
@@ -249,45 +207,6 @@ class ChatFormat:
                 messages, tools=tools, add_generation_prompt=generation_prompt
             )
         )
-
-    def _find_markers(self) -> Markers:
-        vocab: dict[str, int] = self.tokenizer.get_vocab()
-        names = dict(_THINK)
-        template = self._chat_template()
-        # A template that never writes calls so has another syntax for them.
-        if self.name != "default" or all(mark in template for mark in _TOOL):
-            names |= _TOOL
-        by_id: dict[int, Piece] = {vocab[m]: (m, kind) for m, kind in names.items() if m in vocab}
-        return Markers(by_id, self._stop_set, think_in_text=not all(m in vocab for m in _THINK))
-
-    def _chat_template(self) -> str:
-        return str(getattr(self.tokenizer, "chat_template", None) or "")
-
-    def _ends_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the generation prompt has opened the reasoning (``<think>`` and white space)."""
-        tail = self.decode(prompt_ids[-16:])
-        return tail.rstrip().endswith("<think>")
-
-    def _parse_whole(
-        self, ids: list[int], prompt: list[int], tools: list[Tool] | None, call_ids: CallIds
-    ) -> ParsedMessage:
-        """By the family's own parser; what it could not read as a call is put back as text."""
-        try:
-            response = self._renderer.parse_response(ids, prompt_ids=prompt, tools=tools)
-        except Exception:
-            # A parser that a model's odd output breaks must not lose the output.
-            log.warning("renderer %s cannot parse an output; it stays text", self.name)
-            return ParsedMessage(self.decode([i for i in ids if i not in self._stop_set]).strip())
-        parsed = ParsedMessage(response.content or "", response.reasoning_content or None)
-        for call in response.tool_calls:
-            checked = as_call(call.name, call.arguments) if call.status == "ok" else None
-            if checked is None or not tools:
-                span = call.token_span
-                parsed.content += self.decode(ids[span[0] : span[1]]) if span else call.raw
-                continue
-            index = len(parsed.tool_calls)
-            parsed.tool_calls.append(openai_call(call_ids.make(index, call.raw), *checked))
-        return parsed
 
 
 def _ints(ids: Sequence[int]) -> list[int]:

@@ -17,8 +17,8 @@ from any_agent.chat.output.detokenise import (
     _WindowDetokeniser,
     detokeniser_factory,
 )
+from any_agent.chat.output.reader import OutputReader
 from any_agent.chat.output.stream import Markers
-from any_agent.chat.output.toolcalls import read_xml_call
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": "é"}}\n</tool_call>'
@@ -47,8 +47,13 @@ def joined(deltas: list[MessageDelta]) -> ParsedMessage:
         fields = (d.content, d.reasoning_content, d.tool_calls)
         assert sum(f is not None for f in fields) == 1
         for call in d.tool_calls or []:
-            assert call["index"] == len(calls)
-            calls.append({k: v for k, v in call.items() if k != "index"})
+            if "id" in call:
+                assert call["index"] == len(calls)
+                assert call["function"]["arguments"] == ""
+                calls.append(copy.deepcopy({k: v for k, v in call.items() if k != "index"}))
+            else:
+                assert call["index"] == len(calls) - 1
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
     return ParsedMessage(
         "".join(d.content or "" for d in deltas),
         "".join(d.reasoning_content or "" for d in deltas) or None,
@@ -110,18 +115,24 @@ def test_deltas_concatenate_to_the_message(
         assert chat.parse(ids, prompt_ids=[1, 2, 3], tools=given_tools) == parsed
     for call in parsed.tool_calls:
         assert re.fullmatch("call_[0-9a-f]{24}", call["id"])
-        assert isinstance(json.loads(call["function"]["arguments"]), dict | str)
+        call["function"]["arguments"].encode()
     json.dumps(parsed.to_message(), ensure_ascii=False).encode()
+
+
+def reader_of(chat: ChatFormat, family: str) -> OutputReader:
+    ends = chat.stop_token_ids
+    return OutputReader(chat._renderer, chat.tokenizer, chat.decode, ends, family=family)
 
 
 @pytest.fixture(scope="session")
 def formats(qwen3: ChatFormat, default: ChatFormat) -> dict[str, ChatFormat]:
-    buffered = copy.copy(qwen3)
-    buffered._read_call = None
-    window = copy.copy(qwen3)
-    window._new_detokeniser = lambda: _WindowDetokeniser(qwen3.decode)
-    text_marks = copy.copy(default)
-    text_marks._markers = Markers({}, frozenset(default.stop_token_ids), think_in_text=True)
+    buffered, window, text_marks = copy.copy(qwen3), copy.copy(qwen3), copy.copy(default)
+    buffered._reader = reader_of(qwen3, "unknown")
+    window._reader = copy.copy(qwen3._reader)
+    window._reader.detokenisers = lambda: _WindowDetokeniser(qwen3.decode)
+    text_marks._reader = copy.copy(default._reader)
+    marks = default._reader.grammar.marks
+    text_marks._reader._markers = Markers({}, frozenset(default.stop_token_ids), marks)
     return {
         "qwen3": qwen3,
         "default": default,
@@ -197,20 +208,38 @@ def test_a_request_without_tools_gets_no_calls(qwen3: ChatFormat) -> None:
 @pytest.mark.parametrize(
     "block",
     [
-        '<tool_call>\n{"name": "add", "argum',
+        '<tool_call>\n{"nam',
         "<tool_call>\n[1]\n</tool_call>",
-        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
         "<tool_call>" + "[" * 5000 + "</tool_call>",
     ],
 )
-@pytest.mark.parametrize("name", ["qwen3", "buffered"])
-def test_a_broken_call_stays_in_the_content(
+@pytest.mark.parametrize("name", ["qwen3", "buffered", "text_marks"])
+def test_what_names_no_tool_stays_in_the_content(
     formats: dict[str, ChatFormat], name: str, block: str
 ) -> None:
     chat = formats[name]
     ids = chat.tokenizer.encode(block, add_special_tokens=False)
     assert chat.parse(ids, prompt_ids=[], tools=TOOLS) == ParsedMessage(block)
+
+
+@pytest.mark.parametrize(
+    ("block", "arguments"),
+    [
+        ('<tool_call>\n{"name": "add", "argum', ""),
+        ('<tool_call>\n{"name": "add", "arguments": {"a": "b', '{"a": "b'),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "[1]"),
+        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', '{"a": NaN}'),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1]}}</tool_call>', '{"a": 1]}}'),
+        ('<tool_call>{"name": "add", arguments: {}}</tool_call>', "arguments: {}}"),
+        ('<tool_call>{"name": "add"}</tool_call>', "{}"),
+    ],
+)
+def test_what_named_a_tool_is_a_call(qwen3: ChatFormat, block: str, arguments: str) -> None:
+    ids = qwen3.tokenizer.encode(block, add_special_tokens=False)
+    (call,) = qwen3.parse(ids, prompt_ids=[], tools=TOOLS).tool_calls
+    assert call["function"] == {"name": "add", "arguments": arguments}
 
 
 @pytest.mark.parametrize(
@@ -256,20 +285,6 @@ XML = (
 )
 
 
-def test_calls_written_as_xml() -> None:
-    declared = {"code": {"type": "string"}, "n": {"type": "integer"}}
-    function = {"name": "add", "parameters": {"type": "object", "properties": declared}}
-    call = read_xml_call(XML, [{"type": "function", "function": function}])
-    assert call is not None
-    assert (call[0], json.loads(call[1])) == (
-        "add",
-        {"code": "  if x:\n    y", "n": 3, "free": "plain"},
-    )
-    assert read_xml_call("<function=now>\n</function>", TOOLS) == ("now", "{}")
-    for broken in ("", "add", "<function=>", "<function=a>lost</function>", "x<function=a>"):
-        assert read_xml_call(broken, TOOLS) is None
-
-
 def test_xml_calls_agree_with_the_renderer(qwen3: ChatFormat) -> None:
     from renderers.parsing import parse_qwen35
 
@@ -282,7 +297,7 @@ def test_xml_calls_agree_with_the_renderer(qwen3: ChatFormat) -> None:
         tool_call_id=call, tool_call_end_id=call_end,
     )  # fmt: skip
     xml = copy.copy(qwen3)
-    xml._read_call = read_xml_call
+    xml._reader = reader_of(qwen3, "qwen3.5")
     ours = xml.parse(ids, prompt_ids=[], tools=TOOLS)
     assert (ours.content, ours.reasoning_content) == (theirs.content, theirs.reasoning_content)
     (read,) = ours.tool_calls

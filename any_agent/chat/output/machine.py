@@ -1,220 +1,273 @@
 """Raw output to reasoning, content and tool calls, as far as each is certain.
 
-One machine serves every family whose output is ``[<think> reasoning </think>] content`` with
-tool calls as JSON between two markers. Reasoning is the first region only; a tool call that
-opens inside it ends it, unless a closing marker follows later. White space around reasoning and
-content is dropped. A block that is no valid call stays in the content as it was written.
+One machine serves every family whose output is ``[<think> reasoning </think>] content`` with calls
+between markers (or, in the families without markers, as bare JSON). Reasoning is the first region
+only. White space around reasoning and content is dropped. What opens like a call and never names
+a tool stays in the content as it was written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Protocol
 
-from any_agent.chat.output.stops import Piece
-from any_agent.chat.output.toolcalls import CallIds, openai_call
-from any_agent.types import Message
-
-TEXT = "text"
-THINK_OPEN = "think_open"
-THINK_CLOSE = "think_close"
-TOOL_OPEN = "tool_open"
-TOOL_CLOSE = "tool_close"
-
-
-@dataclass(slots=True)
-class ParsedMessage:
-    """One output, taken apart; ``tool_calls`` in OpenAI's form with ``call_<hex>`` ids."""
-
-    content: str
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-
-    def to_message(self) -> Message:
-        """The assistant message in OpenAI's form; content is None beside tool calls alone."""
-        message: Message = {"role": "assistant", "content": self.content}
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
-        if self.tool_calls:
-            message["content"] = self.content or None
-            message["tool_calls"] = self.tool_calls
-        return message
+from any_agent.chat.output.builder import MessageBuilder
+from any_agent.chat.output.marks import (
+    ALL_KINDS,
+    CALLS_CLOSE,
+    CALLS_OPEN,
+    TEXT,
+    THINK_CLOSE,
+    THINK_OPEN,
+    TOOL_OPEN,
+    Piece,
+)
 
 
-@dataclass(slots=True)
-class MessageDelta:
-    """One step of a stream in OpenAI's form; exactly one of the fields is set."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-
-
-class Trimmed:
-    """Text without the white space at its two ends, released as soon as it is inside."""
-
-    def __init__(self) -> None:
-        self._parts: list[str] = []
-        self._space: list[str] = []
-
-    def push(self, text: str) -> str:
-        if not self._parts:
-            text = text.lstrip()
-        body = text.rstrip()
-        if not body:
-            if text:
-                self._space.append(text)
-            return ""
-        visible = "".join(self._space) + body
-        self._space = [text[len(body) :]]
-        self._parts.append(visible)
-        return visible
-
-    def text(self) -> str:
-        return "".join(self._parts)
+class Status(Enum):
+    READING = auto()
+    DONE = auto()
+    """The block is over; the piece was its last one."""
+    REFUSED = auto()
+    """This is no call, and the piece is not taken: nothing of it is in the message."""
 
 
-class Deltas:
-    """The stream's steps; neighbours of one kind become one."""
+class CallReader(Protocol):
+    """Reads what follows a call's opening, into the builder."""
 
-    def __init__(self) -> None:
-        self._out: list[MessageDelta] = []
+    @property
+    def wanted(self) -> frozenset[str]:
+        """The kinds of markers that mean something to it; the others come as text."""
 
-    def content(self, text: str) -> None:
-        last = self._out[-1] if self._out else None
-        if text and last is not None and last.content is not None:
-            last.content += text
-        elif text:
-            self._out.append(MessageDelta(content=text))
+    @property
+    def opened(self) -> bool:
+        """Whether a tool was named: this is a call then, however it goes on."""
 
-    def reasoning(self, text: str) -> None:
-        last = self._out[-1] if self._out else None
-        if text and last is not None and last.reasoning_content is not None:
-            last.reasoning_content += text
-        elif text:
-            self._out.append(MessageDelta(reasoning_content=text))
+    @property
+    def rest(self) -> str:
+        """Of the last piece, what is behind the call's end."""
 
-    def call(self, index: int, call: dict[str, Any]) -> None:
-        self._out.append(MessageDelta(tool_calls=[{"index": index, **call}]))
+    def push(self, text: str, kind: str) -> Status: ...
 
-    def take(self) -> list[MessageDelta]:
-        out, self._out = self._out, []
-        return out
+    def end(self) -> None:
+        """The output ends here."""
+
+
+class Machine(Protocol):
+    """Takes pieces in order, into the builder."""
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """The kinds of markers that mean something now."""
+
+    def push(self, text: str, kind: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class InReasoning(Enum):
+    """What a call's opening means inside open reasoning."""
+
+    DRAFT = auto()
+    """Nothing."""
+    DOUBT = auto()
+    """It ends the reasoning, unless a closing marker follows: until that is known it is held."""
+    CALL = auto()
+    """It ends the reasoning."""
 
 
 class _State(Enum):
     START = auto()
     REASONING = auto()
-    CALL_IN_REASONING = auto()
+    DOUBT = auto()
+    """In reasoning, from a call's opening on."""
+    BARE = auto()
+    """Where a call without markers may begin."""
     CONTENT = auto()
+    SECTION = auto()
+    """Among calls, outside of each."""
     CALL = auto()
 
 
+_OPENINGS = frozenset({TOOL_OPEN, CALLS_OPEN})
+_SEPARATORS = " \t\r\n;"
+
+
 class OutputMachine:
-    """Takes pieces in order; ``deltas`` holds what became certain."""
+    """See the module. ``new_reader`` None: the request has no tools, so nothing is a call."""
 
     def __init__(
         self,
+        builder: MessageBuilder,
+        new_reader: Callable[[], CallReader] | None,
         *,
         reasoning_open: bool,
-        read_call: Callable[[str], tuple[str, str] | None] | None,
-        call_ids: CallIds,
+        in_reasoning: InReasoning = InReasoning.DOUBT,
+        bare: bool = False,
     ) -> None:
-        """``reasoning_open``: the prompt ends inside reasoning. ``read_call`` None: no calls."""
-        self._state = _State.REASONING if reasoning_open else _State.START
-        self._read_call = read_call
-        self._call_ids = call_ids
-        self._reasoning = Trimmed()
-        self._content = Trimmed()
-        self._calls: list[dict[str, Any]] = []
-        self._block: list[Piece] = []
-        self.deltas = Deltas()
+        """``reasoning_open``: the prompt ends inside reasoning. ``bare``: calls need no marker."""
+        self._builder = builder
+        self._new_reader = new_reader
+        self._openings = _OPENINGS if new_reader else frozenset()
+        self._in_reasoning_call = in_reasoning
+        self._after_reasoning = _State.BARE if bare and new_reader else _State.CONTENT
+        self._reader: CallReader | None = None
+        self._doubt: list[Piece] = []
+        self._held: list[str] = []
+        """What is content if no call comes of it."""
+        self._in_section = False
+        self._had_call = False
+        self._enter(_State.REASONING if reasoning_open else _State.START)
 
-    @property
-    def may_meet_reasoning(self) -> bool:
-        """Whether a reasoning marker would still mean something here."""
-        return self._state not in (_State.CONTENT, _State.CALL)
-
-    def push(self, text: str, kind: str = TEXT) -> None:
-        if self._read_call is None and kind in (TOOL_OPEN, TOOL_CLOSE):
-            kind = TEXT
+    def push(self, text: str, kind: str) -> None:
+        seen = kind if kind in self.wanted else TEXT
         match self._state:
-            case _State.START:
-                self._at_start(text, kind)
-            case _State.REASONING:
-                self._in_reasoning(text, kind)
-            case _State.CALL_IN_REASONING:
-                self._in_doubtful_call(text, kind)
             case _State.CONTENT:
-                self._in_content(text, kind)
+                self._in_content(text, seen)
+            case _State.REASONING:
+                self._in_reasoning(text, seen)
             case _State.CALL:
-                self._in_call(text, kind)
+                self._in_call(text, kind, seen)
+            case _State.START:
+                self._at_start(text, seen)
+            case _State.BARE:
+                self._at_bare(text, seen)
+            case _State.SECTION:
+                self._among_calls(text, seen)
+            case _State.DOUBT:
+                self._in_doubt(text, kind)
 
-    def finish(self) -> ParsedMessage:
-        if self._state is _State.CALL_IN_REASONING:
+    def finish(self) -> None:
+        if self._state is _State.DOUBT:
             # No closing marker came, so the call did end the reasoning.
-            block, self._block = self._block, []
-            self._state = _State.CONTENT
-            for text, kind in block:
+            pieces, self._doubt = self._doubt, []
+            self._enter(_State.CONTENT)
+            for text, kind in pieces:
                 self.push(text, kind)
-        if self._state is _State.CALL:
-            self._release_block()
-        return ParsedMessage(
-            self._content.text(), self._reasoning.text() or None, list(self._calls)
-        )
+        if self._state is _State.CALL and self._reader is not None and self._reader.opened:
+            self._reader.end()
+        elif not (self._state is _State.BARE and self._had_call):
+            self._release()
+
+    def _enter(self, state: _State) -> None:
+        self._state = state
+        match state:
+            case _State.START:
+                self.wanted = self._openings | {THINK_OPEN}
+            case _State.REASONING:
+                self.wanted = frozenset({THINK_OPEN, THINK_CLOSE})
+                if self._in_reasoning_call is not InReasoning.DRAFT:
+                    self.wanted |= self._openings
+            case _State.DOUBT:
+                self.wanted = ALL_KINDS
+            case _State.SECTION:
+                self.wanted = frozenset({TOOL_OPEN, CALLS_CLOSE})
+            case _State.CALL if self._reader is not None:
+                self.wanted = self._reader.wanted
+            case _:
+                self.wanted = self._openings
 
     def _at_start(self, text: str, kind: str) -> None:
         if kind == THINK_OPEN:
-            self._state = _State.REASONING
+            self._enter(_State.REASONING)
         elif kind != TEXT or text.strip():
-            self._state = _State.CONTENT
-            self._in_content(text, kind)
+            self._enter(self._after_reasoning)
+            self.push(text, kind)
 
     def _in_reasoning(self, text: str, kind: str) -> None:
         if kind == THINK_CLOSE:
-            self._state = _State.CONTENT
-        elif kind == TOOL_OPEN:
-            self._state = _State.CALL_IN_REASONING
-            self._block = [(text, kind)]
+            self._enter(self._after_reasoning)
+        elif kind in _OPENINGS and self._in_reasoning_call is InReasoning.DOUBT:
+            self._enter(_State.DOUBT)
+            self._doubt = [(text, kind)]
+        elif kind in _OPENINGS:
+            self._enter(_State.CONTENT)
+            self.push(text, kind)
         elif kind != THINK_OPEN:
-            self.deltas.reasoning(self._reasoning.push(text))
+            self._builder.reasoning(text)
 
-    def _in_doubtful_call(self, text: str, kind: str) -> None:
+    def _in_doubt(self, text: str, kind: str) -> None:
         if kind != THINK_CLOSE:
-            self._block.append((text, kind))
+            self._doubt.append((text, kind))
             return
-        drafted = "".join(text for text, kind in self._block if kind != THINK_OPEN)
-        self.deltas.reasoning(self._reasoning.push(drafted))
-        self._block = []
-        self._state = _State.CONTENT
+        drafted = "".join(text for text, kind in self._doubt if kind != THINK_OPEN)
+        self._builder.reasoning(drafted)
+        self._doubt = []
+        self._enter(self._after_reasoning)
 
     def _in_content(self, text: str, kind: str) -> None:
-        if kind == TOOL_OPEN:
-            self._state = _State.CALL
-            self._block = [(text, kind)]
+        if kind == TEXT:
+            self._builder.content(text)
+        elif kind == CALLS_OPEN:
+            self._held = [text]
+            self._in_section = True
+            self._had_call = False
+            self._enter(_State.SECTION)
         else:
-            self.deltas.content(self._content.push(text))
+            self._held = [text]
+            self._open()
 
-    def _in_call(self, text: str, kind: str) -> None:
-        self._block.append((text, kind))
-        if kind != TOOL_CLOSE:
-            return
-        inner = "".join(text for text, _ in self._block[1:-1])
-        call = self._read_call(inner) if self._read_call else None
-        if call is None:
-            self._release_block()
-            return
-        index = len(self._calls)
-        entry = openai_call(self._call_ids.make(index, inner), *call)
-        self._calls.append(entry)
-        self.deltas.call(index, entry)
-        self._block = []
-        self._state = _State.CONTENT
+    def _at_bare(self, text: str, kind: str) -> None:
+        """Nothing was said yet, or nothing but calls."""
+        body = text.lstrip(_SEPARATORS if self._had_call else None)
+        if kind != TEXT:
+            self._held.append(text)
+            self._open()
+        elif not body:
+            self._held.append(text)
+        elif body[0] == "{":
+            self._held.append(text[: len(text) - len(body)])
+            self._open()
+            self.push(body, TEXT)
+        else:
+            self._release()
+            self.push(text, TEXT)
 
-    def _release_block(self) -> None:
-        """A block that is no call is content."""
-        block, self._block = self._block, []
-        self._state = _State.CONTENT
-        self.deltas.content(self._content.push("".join(text for text, _ in block)))
+    def _among_calls(self, text: str, kind: str) -> None:
+        if kind == TOOL_OPEN:
+            self._held.append(text)
+            self._open()
+        elif kind == CALLS_CLOSE and self._had_call:
+            self._held = []
+            self._in_section = False
+            self._enter(_State.CONTENT)
+        elif kind == TEXT and not text.strip():
+            self._held.append(text)
+        else:
+            self._release()
+            self.push(text, kind)
+
+    def _open(self) -> None:
+        assert self._new_reader is not None
+        self._reader = self._new_reader()
+        self._enter(_State.CALL)
+
+    def _in_call(self, text: str, kind: str, seen: str) -> None:
+        reader = self._reader
+        assert reader is not None
+        status = reader.push(text, seen)
+        if status is Status.REFUSED:
+            self._release()
+            self.push(text, kind)
+            return
+        if reader.opened:
+            self._held = []
+            self._had_call = True
+        else:
+            self._held.append(text)
+        if status is Status.DONE:
+            after = _State.SECTION if self._in_section else self._after_reasoning
+            self._reader = None
+            self._enter(after)
+            if reader.rest:
+                self.push(reader.rest, TEXT)
+
+    def _release(self) -> None:
+        """What was held is content."""
+        held, self._held = self._held, []
+        self._reader = None
+        self._in_section = False
+        self._enter(_State.CONTENT)
+        if held:
+            self._builder.content("".join(held))

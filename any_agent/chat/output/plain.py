@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from any_agent.chat.output.detokenise import Detokeniser
-from any_agent.chat.output.machine import TEXT, MessageDelta, ParsedMessage
+from any_agent.chat.output.marks import TEXT
+from any_agent.chat.output.message import MessageDelta, ParsedMessage
 from any_agent.chat.output.stops import StopFilter
 
 

@@ -1,0 +1,122 @@
+"""Outputs of families whose grammar is not known here: parsed whole, at the end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from any_agent.chat.output.builder import MessageBuilder
+from any_agent.chat.output.callids import CallIds
+from any_agent.chat.output.detokenise import Detokeniser
+from any_agent.chat.output.jsontext import as_arguments, encodable
+from any_agent.chat.output.marks import TEXT
+from any_agent.chat.output.message import MessageDelta, ParsedMessage
+from any_agent.chat.output.stops import StopFilter
+from any_agent.types import Tool
+
+log = logging.getLogger(__name__)
+
+
+class WholeParser:
+    """One request's whole parses by the family's own parser, from PyPI's ``renderers``."""
+
+    def __init__(
+        self,
+        renderer: Any,
+        decode: Callable[[Sequence[int]], str],
+        stop_ids: frozenset[int],
+        prompt_ids: list[int],
+        tools: list[Tool] | None,
+    ) -> None:
+        self._renderer = renderer
+        self._decode = decode
+        self._stop_ids = stop_ids
+        self._prompt_ids = prompt_ids
+        self._tools = tools
+
+    def read(self, ids: list[int], more: str, builder: MessageBuilder) -> None:
+        """The output's message into the builder; what it did not read as a call is text.
+
+        ``more``: content after what these tokens say.
+        """
+        try:
+            response = self._renderer.parse_response(
+                ids, prompt_ids=self._prompt_ids, tools=self._tools
+            )
+        except Exception:
+            # A parser that a model's odd output breaks must not lose the output.
+            log.warning(
+                "renderer %s cannot parse an output; it stays text", self._renderer.config.name
+            )
+            builder.content(self._decode([i for i in ids if i not in self._stop_ids]) + more)
+            return
+        builder.reasoning(response.reasoning_content or "")
+        builder.content(response.content or "")
+        calls = []
+        for call in response.tool_calls:
+            arguments = as_arguments(call.arguments) if call.status == "ok" else None
+            if arguments is not None and self._tools and _is_name(call.name):
+                calls.append((call.name, arguments))
+                continue
+            span = call.token_span
+            builder.content(self._decode(ids[span[0] : span[1]]) if span else call.raw)
+        builder.content(more)
+        for name, arguments in calls:
+            builder.open_call(name)
+            builder.arguments(arguments)
+            builder.close_call()
+
+
+class BufferedParser:
+    """A stream whose steps all leave at the end."""
+
+    def __init__(
+        self,
+        whole: WholeParser,
+        detokeniser: Detokeniser,
+        stop_ids: frozenset[int],
+        stop: tuple[str, ...],
+        call_ids: CallIds,
+    ) -> None:
+        self._whole = whole
+        self._builder = MessageBuilder(call_ids)
+        self._detokeniser = detokeniser
+        self._stop_ids = stop_ids
+        self._stops = StopFilter(stop)
+        self._ids: list[int] = []
+        self._clean = 0
+        """How many tokens end at or before the text that no stop string cuts."""
+        self._raw = 0
+        self._visible = 0
+        self._tail: list[str] = []
+
+    def feed(self, ids: list[int]) -> list[MessageDelta]:
+        for i in ids:
+            if self._stops.matched or (self._ids and self._ids[-1] in self._stop_ids):
+                break
+            self._ids.append(i)
+            if self._stops.active:
+                self._see(self._detokeniser.push([i]))
+        return []
+
+    def _see(self, text: str) -> None:
+        self._raw += len(text)
+        passed = "".join(t for t, _ in self._stops.push([(text, TEXT)] if text else []))
+        self._visible += len(passed)
+        self._tail.append(passed)
+        if self._visible == self._raw:
+            self._clean = len(self._ids)
+            self._tail = []
+
+    def finish(self, *, matched_stop: str | None) -> tuple[list[MessageDelta], ParsedMessage]:
+        if self._stops.matched:
+            # The token that completes a stop string may begin with text before it.
+            self._whole.read(self._ids[: self._clean], "".join(self._tail), self._builder)
+        else:
+            self._whole.read(self._ids, "", self._builder)
+        return self._builder.take(), self._builder.message()
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and bool(name) and encodable(name)

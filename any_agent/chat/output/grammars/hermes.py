@@ -1,0 +1,56 @@
+"""``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Qwen3, Hermes)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from any_agent.chat.output.builder import MessageBuilder
+from any_agent.chat.output.callobject import CallObject
+from any_agent.chat.output.grammar import THINK, OutputGrammar, marked
+from any_agent.chat.output.jsontext import quoted
+from any_agent.chat.output.machine import Status
+from any_agent.chat.output.marks import TOOL_CLOSE, TOOL_OPEN
+from any_agent.types import Tool
+
+
+class HermesReader:
+    """What follows the closing brace, up to the closing marker, is passed over."""
+
+    wanted = frozenset({TOOL_CLOSE})
+    rest = ""
+
+    def __init__(self, builder: MessageBuilder, tools: Sequence[Tool]) -> None:
+        self._builder = builder
+        self._object = CallObject(builder)
+
+    @property
+    def opened(self) -> bool:
+        return self._object.opened
+
+    def push(self, text: str, kind: str) -> Status:
+        if kind != TOOL_CLOSE:
+            self._object.feed(text)
+            return Status.REFUSED if self._object.failed else Status.READING
+        if not self.opened:
+            return Status.REFUSED
+        self.end()
+        self._builder.close_call()
+        return Status.DONE
+
+    def end(self) -> None:
+        self._object.end()
+
+
+def _open_call(name: str | None) -> str:
+    # The space before the arguments belongs to their first token, so the model writes it.
+    return "<tool_call>\n" + (
+        '{"name": "' if name is None else f'{{"name": {quoted(name)}, "arguments":'
+    )
+
+
+GRAMMAR = OutputGrammar(
+    marks={**THINK, "<tool_call>": TOOL_OPEN, "</tool_call>": TOOL_CLOSE},
+    new_machine=marked(HermesReader),
+    open_call=_open_call,
+    one_call_stop="</tool_call>",
+)

@@ -1,0 +1,77 @@
+"""Kimi K2: in a section of calls, each an id that holds the name, and JSON.
+
+``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from any_agent.chat.output.builder import MessageBuilder, Trimmed
+from any_agent.chat.output.grammar import THINK, OutputGrammar, marked
+from any_agent.chat.output.machine import Status
+from any_agent.chat.output.marks import (
+    CALLS_CLOSE,
+    CALLS_OPEN,
+    SEPARATOR,
+    TOOL_CLOSE,
+    TOOL_OPEN,
+)
+from any_agent.types import Tool
+
+_LONGEST_ID = 256
+
+
+class KimiReader:
+    """The whole body is the arguments."""
+
+    wanted = frozenset({SEPARATOR, TOOL_CLOSE})
+    rest = ""
+
+    def __init__(self, builder: MessageBuilder, tools: Sequence[Tool]) -> None:
+        self.opened = False
+        self._builder = builder
+        self._id = ""
+        self._arguments = Trimmed()
+
+    def push(self, text: str, kind: str) -> Status:
+        if kind == TOOL_CLOSE:
+            if self.opened:
+                self._builder.close_call()
+            return Status.DONE if self.opened else Status.REFUSED
+        if self.opened:
+            self._builder.arguments(self._arguments.push(text))
+            return Status.READING
+        if kind != SEPARATOR:
+            self._id += text
+            return Status.REFUSED if len(self._id) > _LONGEST_ID else Status.READING
+        before, dot, after = self._id.strip().partition(":")[0].partition(".")
+        name = after if dot else before
+        if not name:
+            return Status.REFUSED
+        self.opened = True
+        self._builder.open_call(name)
+        return Status.READING
+
+    def end(self) -> None:
+        """All has left."""
+
+
+def _open_call(name: str | None) -> str:
+    begun = "<|tool_calls_section_begin|><|tool_call_begin|>functions."
+    return begun if name is None else f"{begun}{name}:0<|tool_call_argument_begin|>"
+
+
+GRAMMAR = OutputGrammar(
+    marks={
+        **THINK,
+        "<|tool_calls_section_begin|>": CALLS_OPEN,
+        "<|tool_calls_section_end|>": CALLS_CLOSE,
+        "<|tool_call_begin|>": TOOL_OPEN,
+        "<|tool_call_end|>": TOOL_CLOSE,
+        "<|tool_call_argument_begin|>": SEPARATOR,
+    },
+    new_machine=marked(KimiReader),
+    open_call=_open_call,
+    one_call_stop="<|tool_call_end|>",
+)

@@ -1,0 +1,55 @@
+"""Llama 3: the whole answer is a call, ``{"name": ..., "parameters": {...}}``, or none is in it.
+
+``<|python_tag|>`` may stand before a call. Several are separated by white space or semicolons.
+A JSON answer that happens to have a name is no call unless a tool has that name or there are
+parameters, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from any_agent.chat.output.builder import MessageBuilder
+from any_agent.chat.output.callobject import CallObject
+from any_agent.chat.output.grammar import THINK, OutputGrammar, declared_names, marked
+from any_agent.chat.output.jsontext import quoted
+from any_agent.chat.output.machine import Status
+from any_agent.chat.output.marks import TOOL_OPEN
+from any_agent.types import Tool
+
+
+class LlamaReader:
+    wanted: frozenset[str] = frozenset()
+
+    def __init__(self, builder: MessageBuilder, tools: Sequence[Tool]) -> None:
+        self.rest = ""
+        self._builder = builder
+        self._object = CallObject(builder, declared_names(tools))
+
+    @property
+    def opened(self) -> bool:
+        return self._object.opened
+
+    def push(self, text: str, kind: str) -> Status:
+        read = self._object.feed(text)
+        if self._object.failed:
+            return Status.REFUSED
+        if not self._object.over:
+            return Status.READING
+        self._builder.close_call()
+        self.rest = text[read:]
+        return Status.DONE
+
+    def end(self) -> None:
+        self._object.end()
+
+
+def _open_call(name: str | None) -> str:
+    return '{"name": "' if name is None else f'{{"name": {quoted(name)}, "parameters":'
+
+
+GRAMMAR = OutputGrammar(
+    marks={**THINK, "<|python_tag|>": TOOL_OPEN},
+    new_machine=marked(LlamaReader, bare=True),
+    open_call=_open_call,
+)

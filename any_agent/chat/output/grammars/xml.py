@@ -1,0 +1,179 @@
+"""Calls whose parameters stand between tags (Qwen3-Coder and Qwen3.5; MiniMax M2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from any_agent.chat.output.arguments import ArgumentsWriter
+from any_agent.chat.output.builder import MessageBuilder
+from any_agent.chat.output.grammar import THINK, OutputGrammar, marked
+from any_agent.chat.output.machine import Status
+from any_agent.chat.output.marks import TOOL_CLOSE, TOOL_OPEN, MarkFinder
+from any_agent.types import Tool
+
+_LONGEST_NAME = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    function: str
+    function_end: str
+    parameter: str
+    parameter_end: str
+    quote: str
+    """Closes the name in an opening tag."""
+
+
+QWEN = Tags("<function=", "</function>", "<parameter=", "</parameter>", ">")
+MINIMAX = Tags('<invoke name="', "</invoke>", '<parameter name="', "</parameter>", '">')
+
+
+class XmlReader:
+    """One block; it may hold several calls. One line break at each end of a value is not its own.
+
+    Between parameters and after calls anything is passed over; a value goes on until its closing
+    tag, or until the block ends.
+    """
+
+    wanted = frozenset({TOOL_CLOSE})
+    rest = ""
+
+    def __init__(self, tags: Tags, builder: MessageBuilder, tools: Sequence[Tool]) -> None:
+        self.opened = False
+        self._tags = tags
+        self._builder = builder
+        self._tools = tools
+        self._text = ""
+        """Not yet read: a tag that is not whole, or what may be the beginning of one."""
+        self._functions = MarkFinder([tags.function])
+        self._parameters = MarkFinder([tags.parameter, tags.function_end])
+        self._value_ends = MarkFinder(["\n" + tags.parameter_end, tags.parameter_end])
+        self._refused = False
+        self._writer: ArgumentsWriter | None = None
+        self._step: Callable[[], bool] = self._before_function
+
+    def push(self, text: str, kind: str) -> Status:
+        if kind == TOOL_CLOSE:
+            if self.opened:
+                self._end(whole=True)
+            return Status.DONE if self.opened else Status.REFUSED
+        self._text += text
+        while self._step():
+            pass
+        return Status.REFUSED if self._refused else Status.READING
+
+    def end(self) -> None:
+        self._end(whole=False)
+
+    def _end(self, *, whole: bool) -> None:
+        if self._step in (self._at_value, self._in_value) and self._writer is not None:
+            self._writer.more(self._text)
+            self._writer.cut()
+        elif whole and self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+    # -- steps: each takes what it can of the text, and says whether the next one can go on -------
+
+    def _before_function(self) -> bool:
+        if self.opened:
+            return self._skip_to(self._functions) is not None and self._go(self._in_name)
+        self._text = self._text.lstrip()
+        if self._text.startswith(self._tags.function):
+            self._text = self._text[len(self._tags.function) :]
+            return self._go(self._in_name)
+        self._refused = not self._tags.function.startswith(self._text)
+        return False
+
+    def _in_name(self) -> bool:
+        name, readable = self._until_quote()
+        if name is None:
+            if not readable:
+                self._refused = not self.opened
+                return self.opened and self._go(self._before_function)
+            return False
+        self.opened = True
+        self._builder.open_call(name)
+        self._writer = ArgumentsWriter(self._builder, name, self._tools)
+        return self._go(self._before_parameter)
+
+    def _before_parameter(self) -> bool:
+        mark = self._skip_to(self._parameters)
+        if mark is None:
+            return False
+        if mark == self._tags.parameter:
+            return self._go(self._in_key)
+        assert self._writer is not None
+        self._writer.close()
+        self._writer = None
+        return self._go(self._before_function)
+
+    def _in_key(self) -> bool:
+        key, readable = self._until_quote()
+        if key is None:
+            return not readable and self._go(self._before_parameter)
+        assert self._writer is not None
+        self._writer.begin(key)
+        return self._go(self._at_value)
+
+    def _at_value(self) -> bool:
+        if not self._text:
+            return False
+        self._text = self._text.removeprefix("\n")
+        return self._go(self._in_value)
+
+    def _in_value(self) -> bool:
+        assert self._writer is not None
+        found = self._value_ends.find(self._text)
+        if found is None:
+            at = len(self._text) - self._value_ends.doubtful(self._text)
+            self._writer.more(self._text[:at])
+            self._text = self._text[at:]
+            return False
+        self._writer.more(self._text[: found[0]])
+        self._writer.end()
+        self._text = self._text[found[0] + len(found[1]) :]
+        return self._go(self._before_parameter)
+
+    def _go(self, step: Callable[[], bool]) -> bool:
+        self._step = step
+        return True
+
+    def _skip_to(self, marks: MarkFinder) -> str | None:
+        """Drops the text up to the first mark and with it."""
+        found = marks.find(self._text)
+        if found is None:
+            self._text = self._text[len(self._text) - marks.doubtful(self._text) :]
+            return None
+        self._text = self._text[found[0] + len(found[1]) :]
+        return found[1]
+
+    def _until_quote(self) -> tuple[str | None, bool]:
+        """A tag's name; else whether what is there can still become one."""
+        end = self._text.find(self._tags.quote)
+        name = self._text[:end] if end >= 0 else self._text
+        # Of a closing quote that is not whole, the beginning is not the name's.
+        longest = _LONGEST_NAME if end >= 0 else _LONGEST_NAME + len(self._tags.quote) - 1
+        readable = len(name) <= longest and "\n" not in name
+        if not readable or end < 0:
+            return None, readable
+        self._text = self._text[end + len(self._tags.quote) :]
+        return name.strip() or None, bool(name.strip())
+
+
+def _grammar(tags: Tags, opening: str, closing: str) -> OutputGrammar:
+    def open_call(name: str | None) -> str:
+        begun = f"{opening}\n{tags.function}"
+        return begun if name is None else f"{begun}{name}{tags.quote}\n"
+
+    return OutputGrammar(
+        marks={**THINK, opening: TOOL_OPEN, closing: TOOL_CLOSE},
+        new_machine=marked(lambda builder, tools: XmlReader(tags, builder, tools)),
+        open_call=open_call,
+        one_call_stop=closing,
+    )
+
+
+GRAMMAR = _grammar(QWEN, "<tool_call>", "</tool_call>")
+MINIMAX_GRAMMAR = _grammar(MINIMAX, "<minimax:tool_call>", "</minimax:tool_call>")

@@ -1,0 +1,130 @@
+"""One model's outputs: which grammar they have, and a parser for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from any_agent.chat.output.buffered import BufferedParser, WholeParser
+from any_agent.chat.output.builder import MessageBuilder
+from any_agent.chat.output.callids import CallIds
+from any_agent.chat.output.detokenise import Detokeniser, detokeniser_factory
+from any_agent.chat.output.grammar import OutputGrammar
+from any_agent.chat.output.grammars import grammar_of
+from any_agent.chat.output.grammars.harmony import HarmonyMachine
+from any_agent.chat.output.marks import Piece
+from any_agent.chat.output.stream import IncrementalParser, Markers, StreamParser
+from any_agent.types import Tool
+
+_REASONING_TAIL = 16
+_HEADER_TAIL = 64
+
+
+class OutputReader:
+    """Makes parsers; stateless between outputs, so one serves every call."""
+
+    def __init__(
+        self,
+        renderer: Any,
+        tokenizer: Any,
+        decode: Callable[[Sequence[int]], str],
+        stop_ids: Sequence[int],
+        *,
+        family: str,
+        detokenisers: Callable[[], Detokeniser] | None = None,
+    ) -> None:
+        """``family``: the renderer's name; ``default`` is read off the chat template.
+
+        ``decode``: ids to text, special tokens spelled out. ``detokenisers``: those of another
+        reader with the same tokenizer, which then need not be proven again."""
+        self._renderer = renderer
+        self._decode = decode
+        self._stop_ids = frozenset(stop_ids)
+        self.detokenisers = detokenisers or detokeniser_factory(tokenizer, decode)
+        template = str(getattr(tokenizer, "chat_template", None) or "")
+        self.grammar: OutputGrammar | None = grammar_of(family, template)
+        """None: outputs are parsed whole, at the end, by the renderer itself."""
+        marks = self.grammar.marks if self.grammar else {}
+        self._vocab: dict[str, int] = tokenizer.get_vocab()
+        by_id: dict[int, Piece] = {
+            self._vocab[mark]: (mark, kind) for mark, kind in marks.items() if mark in self._vocab
+        }
+        in_text = {mark: kind for mark, kind in marks.items() if mark not in self._vocab}
+        self._markers = Markers(by_id, self._stop_ids, in_text)
+        self.one_call_stop_ids = self._one_call_stop_ids()
+        """The tokens after which one call is whole; None if no one token says so."""
+
+    def parser(
+        self,
+        prompt_ids: Sequence[int],
+        tools: list[Tool] | None,
+        stop: tuple[str, ...],
+        forced: Sequence[int] = (),
+    ) -> StreamParser:
+        """A parser for one output; calls are read only if there are tools.
+
+        ``forced``: the prompt's last tokens, which begin a call: they are read as output.
+        """
+        call_ids = CallIds(prompt_ids)
+        prompt = prompt_ids[: len(prompt_ids) - len(forced)]
+        grammar = self.grammar
+        if grammar is None:
+            whole = WholeParser(
+                self._renderer, self._decode, self._stop_ids, _ints(prompt_ids), tools
+            )
+            return BufferedParser(whole, self.detokenisers(), self._stop_ids, stop, call_ids)
+        builder = MessageBuilder(call_ids)
+        in_reasoning = grammar.turn_start is None and self._ends_in_think(prompt)
+        machine = grammar.new_machine(builder, tools or (), in_reasoning)
+        if isinstance(machine, HarmonyMachine):
+            machine.prompt(self._header(prompt))
+        return IncrementalParser(
+            self.detokenisers(), self._markers, machine, builder, stop, _ints(forced)
+        )
+
+    def ends_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt has opened the output's reasoning, or a message that may be it."""
+        if self.grammar is not None and self.grammar.turn_start is not None:
+            return any(mark == "<|message|>" for mark, _ in self._header(prompt_ids))
+        return self._ends_in_think(prompt_ids)
+
+    def open_call(self, prompt_ids: Sequence[int], name: str | None) -> str | None:
+        """The text that, after this prompt, makes the model call a tool (any one, if None).
+
+        Special tokens are spelled out. None if no such text is known for this model.
+        """
+        if self.grammar is None or self.grammar.open_call is None:
+            return None
+        before = self.grammar.leave_reasoning if self.ends_in_reasoning(prompt_ids) else ""
+        return before + self.grammar.open_call(name)
+
+    def _one_call_stop_ids(self) -> tuple[int, ...] | None:
+        stop = self.grammar.one_call_stop if self.grammar else None
+        return (self._vocab[stop],) if stop in self._vocab else None
+
+    def _ends_in_think(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt's end opens reasoning (``<think>`` and white space)."""
+        tail = self._decode(prompt_ids[-_REASONING_TAIL:])
+        return tail.rstrip().endswith("<think>")
+
+    def _header(self, prompt_ids: Sequence[int]) -> list[Piece]:
+        """The pieces of the output's own header that stand at the prompt's end."""
+        assert self.grammar is not None
+        start = self._vocab.get(self.grammar.turn_start or "")
+        tail = _ints(prompt_ids[-_HEADER_TAIL:])
+        if start not in tail:
+            return []
+        tail = tail[len(tail) - 1 - tail[::-1].index(start) :]
+        pieces: list[Piece] = []
+        for i in tail:
+            piece = self._markers.by_id.get(i)
+            pieces.append(piece or (self._decode([i]), "text"))
+            if piece is not None and piece[0] == "<|message|>":
+                break
+        return pieces
+
+
+def _ints(ids: Sequence[int]) -> list[int]:
+    """Plain Python ints: tokenizers refuse numpy's."""
+    tolist = getattr(ids, "tolist", None)
+    return list(tolist()) if tolist is not None else list(ids)
