@@ -8,15 +8,18 @@ import logging
 import os
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from any_agent.access import run_dir_of
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.config import LOOPBACK, Config, load_config
+from any_agent.doctor.engine import engine_laws
 from any_agent.doctor.quick import chat_laws, template_kwargs
 from any_agent.doctor.report import as_json, as_text
 from any_agent.doctor.verdict import Law, Verdict, broken
 from any_agent.errors import ConfigError
+from any_agent.rundir import RunDir
 
 _SETTING = re.compile(r"-*[a-z_]+(\.[a-z_]+)*=")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -28,6 +31,8 @@ class Subject:
     """What is examined."""
 
     config: Config
+    run: RunDir | None = None
+    """The trial's folder, if a trial is meant and was started."""
     engines: list[str] = field(default_factory=list)
     url: str | None = None
     key: str | None = None
@@ -59,7 +64,9 @@ def _subject(arguments: argparse.Namespace) -> Subject:
             settings.append(f"{name}={value}")
     if arguments.renderer is not None:
         settings.append(f"model.renderer={arguments.renderer}")
-    config = _config(arguments, settings, of_trial=not models)
+    named = (arguments.config, arguments.experiment, arguments.trial)
+    of_trial = not models or any(name is not None for name in named)
+    config = _config(arguments, settings, of_trial=of_trial)
     _check_model(config.model.path)
     engines = list(arguments.engine or config.engine.urls)
     for url in (*engines, *filter(None, [arguments.url])):
@@ -71,7 +78,9 @@ def _subject(arguments: argparse.Namespace) -> Subject:
             "--experiment and --trial of a run"
         )
     key = arguments.key or next(filter(None, map(os.environ.get, _KEYS)), None)
-    return Subject(config, engines, arguments.url, key, arguments.quick)
+    run = run_dir_of(config) if of_trial else None
+    run = run if run is not None and run.path.is_dir() else None
+    return Subject(config, run, engines, arguments.url, key, arguments.quick)
 
 
 def _config(arguments: argparse.Namespace, settings: list[str], *, of_trial: bool) -> Config:
@@ -93,6 +102,7 @@ async def _examine(subject: Subject) -> tuple[dict[str, str], list[Verdict]]:
     told: dict[str, str] = {}
     verdicts: list[Verdict] = []
     model = subject.config.model
+    known: ChatFormat | None = None
     if model.path:
         told["model"] = model.path
         chat = _load(subject.config)
@@ -101,7 +111,34 @@ async def _examine(subject: Subject) -> tuple[dict[str, str], list[Verdict]]:
         else:
             told["renderer"] = chat.name
             verdicts += await chat_laws(chat, template_kwargs(subject.config))
+            known = chat
+    if not subject.quick:
+        published = _published(subject)
+        for number, url in enumerate(subject.engines):
+            told[f"engine {number}" if len(subject.engines) > 1 else "engine"] = url
+            found = await engine_laws(
+                url, subject.config, known, run=subject.run, published=published
+            )
+            verdicts += _named(found, url if len(subject.engines) > 1 else None)
     return told, verdicts
+
+
+def _named(verdicts: list[Verdict], url: str | None) -> list[Verdict]:
+    """Of one engine of several, which one."""
+    if url is None:
+        return verdicts
+    place = url.partition("://")[2]
+    return [replace(verdict, case=f"{verdict.case} ({place})") for verdict in verdicts]
+
+
+def _published(subject: Subject) -> int | None:
+    """The newest version that the trial has weights of; None where there is no trial."""
+    from any_agent.launcher.trial import newest_weights
+
+    if subject.run is None:
+        return None
+    weights = newest_weights(subject.config)
+    return weights.version if weights is not None else 0
 
 
 def _load(config: Config) -> ChatFormat | Verdict:

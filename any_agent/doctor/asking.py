@@ -1,0 +1,164 @@
+"""One engine, asked directly: what it answers is kept as it came."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+from any_agent.doctor.verdict import Law, Verdict
+from any_agent.engine import SGLangEngine
+from any_agent.engine.sglang_answers import ChunkReader, events
+from any_agent.engine.sglang_wire import failure, generate_body, version_number
+from any_agent.errors import AnyAgentError, EngineUnavailable
+from any_agent.types import GenerationChunk, GenerationHyperparameters, ModelRequest
+
+_WITHIN = 60.0
+"""Seconds that one answer may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back, as it was told."""
+
+    ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    text: str | None
+    prompt_tokens: int | None
+    reason: str
+    matched: str | int | None
+
+
+class Asker:
+    """Made by :func:`asking`. Every question raises AnyAgentError, and ends in bounded time."""
+
+    def __init__(self, engine: SGLangEngine, http: aiohttp.ClientSession) -> None:
+        self.engine = engine
+        self._http = http
+
+    @property
+    def url(self) -> str:
+        return self.engine.url
+
+    async def model_info(self) -> dict[str, Any]:
+        return await self.engine.info()
+
+    async def server_info(self) -> dict[str, Any]:
+        """What it was started with; nothing where it does not tell."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError):
+            async with self._http.get(f"{self.url}/get_server_info") as response:
+                told = orjson.loads(await response.read())
+                return told if response.status == 200 and isinstance(told, dict) else {}
+        return {}
+
+    async def ask(self, ids: Sequence[int], *, strict: bool = True, **sampling: Any) -> Answer:
+        """A completion; ``sampling`` are fields of GenerationHyperparameters.
+
+        ``strict``: refuse what the service would refuse (EngineMismatch).
+        """
+        request = _request(ids, **sampling)
+        event = await self._post(request)
+        versions = ChunkReader(request).read(event).versions if strict else []
+        try:
+            meta = event["meta_info"]
+            entries = meta["output_token_logprobs"]
+            finish = meta["finish_reason"]
+            return Answer(
+                [int(entry[1]) for entry in entries],
+                [float(entry[0]) for entry in entries],
+                versions,
+                event.get("text"),
+                meta.get("prompt_tokens"),
+                str(finish["type"]),
+                finish.get("matched"),
+            )
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineUnavailable(
+                f"the engine's answer cannot be read ({error!r}): {str(event)[:200]}"
+            ) from None
+
+    async def stream(
+        self, ids: Sequence[int], rid: str, **sampling: Any
+    ) -> AsyncGenerator[GenerationChunk]:
+        """A completion's chunks as they come."""
+        request = _request(ids, rid=rid, **sampling)
+        reader = ChunkReader(request)
+        with _bounded():
+            async with self._http.post(
+                f"{self.url}/generate", data=generate_body(request, stream=True), headers=_JSON
+            ) as response:
+                if response.status != 200:
+                    raise await failure(response)
+                async for event in events(response):
+                    yield reader.read(event)
+
+    async def abort(self, rid: str) -> None:
+        with _bounded():
+            async with self._http.post(f"{self.url}/abort_request", json={"rid": rid}) as response:
+                await response.read()
+
+    async def _post(self, request: ModelRequest) -> Any:
+        with _bounded():
+            async with self._http.post(
+                f"{self.url}/generate", data=generate_body(request, stream=False), headers=_JSON
+            ) as response:
+                if response.status != 200:
+                    raise await failure(response)
+                return orjson.loads(await response.read())
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+@asynccontextmanager
+async def asking(url: str, decode: Callable[[Sequence[int]], str]) -> AsyncIterator[Asker]:
+    """Nothing is asked yet."""
+    engine = SGLangEngine(url, decode=decode)
+    timeout = aiohttp.ClientTimeout(total=_WITHIN, sock_connect=5)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            yield Asker(engine, http)
+    finally:
+        await engine.close()
+
+
+async def guarded(law: Law, case: str, do: str, verdicts: AsyncIterator[Verdict]) -> list[Verdict]:
+    """All verdicts of a law; an engine that answers otherwise than it must is one more."""
+    out = []
+    try:
+        async for verdict in verdicts:
+            out.append(verdict)  # noqa: PERF401 - what came before an error counts
+    except AnyAgentError as error:
+        out.append(law.failed(case, error.message, do))
+    return out
+
+
+def reported_version(info: dict[str, Any]) -> int | None:
+    """None if it is no version."""
+    told = info.get("weight_version")
+    try:
+        return version_number(told) if isinstance(told, str | int) else None
+    except ValueError:
+        return None
+
+
+@contextlib.contextmanager
+def _bounded() -> Any:
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
+        raise EngineUnavailable(
+            f"no answer that can be read within {_WITHIN:g} s ({type(error).__name__})"
+        ) from error
+
+
+def _request(ids: Sequence[int], rid: str = "", **sampling: Any) -> ModelRequest:
+    rid = rid or f"doctor-{uuid.uuid4().hex}"
+    return ModelRequest(rid, list(ids), GenerationHyperparameters(**sampling))

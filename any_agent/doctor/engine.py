@@ -1,0 +1,52 @@
+"""Every law of an engine, in the order in which a failure explains the later ones."""
+
+from __future__ import annotations
+
+from any_agent.chat import ChatFormat, probes
+from any_agent.config import Config
+from any_agent.doctor import aborts, input, logprobs, parameters, stops, tokenizer, versions
+from any_agent.doctor.asking import asking, guarded
+from any_agent.doctor.verdict import Law, Verdict
+from any_agent.errors import AnyAgentError
+from any_agent.rundir import RunDir
+
+LAW = Law("engine")
+_NO_CHAT = "needs the model's tokenizer: give its folder"
+_PLAIN = list(range(10, 30))
+
+
+async def engine_laws(
+    url: str,
+    config: Config,
+    chat: ChatFormat | None,
+    *,
+    run: RunDir | None,
+    published: int | None,
+) -> list[Verdict]:
+    """``chat`` None: without the tokenizer. ``published``: the newest version of ``run``."""
+    decode = chat.decode if chat is not None else lambda _: ""
+    prompt = chat.render([probes.USER], None) if chat is not None else _PLAIN
+    async with asking(url, decode) as asker:
+        try:
+            info = await asker.model_info()
+        except AnyAgentError as error:
+            return [LAW.failed("answers", error.message, "is it running, and is its URL right?")]
+        out = [LAW.passed("answers", f"serves {info.get('model_path')}")]
+        length = config.engine.context_length
+        for law, do, verdicts in (
+            (input.LAW, input.DO, input.input_ids(asker, prompt, length)),
+            (versions.LAW, versions.DO, versions.versions(asker, prompt, published)),
+            (logprobs.LAW, logprobs.DO, logprobs.logprobs(asker, config.model.path, run, prompt)),
+        ):
+            out += await guarded(law, "all", do, verdicts)
+        if chat is None:
+            out += [law.unchecked("all", _NO_CHAT) for law in (tokenizer.LAW, stops.LAW)]
+        else:
+            for law, do, verdicts in (
+                (tokenizer.LAW, tokenizer.DO, tokenizer.tokenizer(asker, chat, prompt)),
+                (stops.LAW, stops.DO, stops.stops(asker, chat, prompt)),
+            ):
+                out += await guarded(law, "all", do, verdicts)
+        out += await guarded(aborts.LAW, "all", aborts.DO, aborts.aborts(asker, prompt))
+        out += await guarded(parameters.LAW, "all", parameters.DO, parameters.parameters(asker))
+        return out

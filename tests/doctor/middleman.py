@@ -1,0 +1,59 @@
+"""A proxy in front of a real engine that changes what is asked of it, or what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def nothing(_: dict[str, Any]) -> None: ...
+
+
+@asynccontextmanager
+async def between(
+    engine: str, *, asked: Change = nothing, answered: Change = nothing
+) -> AsyncIterator[str]:
+    """Its URL; ``asked`` changes bodies of `/generate`, ``answered`` every answer in JSON."""
+    http = aiohttp.ClientSession()
+
+    async def forward(request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        stream = False
+        if request.path == "/generate":
+            body = orjson.loads(raw)
+            asked(body)
+            raw, stream = orjson.dumps(body), body.get("stream") is True
+        url = f"{engine}{request.path}"
+        async with http.request(request.method, url, data=raw or None) as response:
+            if stream:
+                out = web.StreamResponse(status=response.status)
+                await out.prepare(request)
+                async for block in response.content.iter_any():
+                    await out.write(block)
+                return out
+            content = await response.read()
+            if response.status == 200 and content.startswith(b"{"):
+                answer = orjson.loads(content)
+                answered(answer)
+                content = orjson.dumps(answer)
+            return web.Response(
+                body=content, status=response.status, content_type="application/json"
+            )
+
+    app = web.Application(client_max_size=1 << 26)
+    app.router.add_route("*", "/{path:.*}", forward)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await http.close()
+        await runner.cleanup()

@@ -1,0 +1,181 @@
+"""The laws of an engine, with a real one, and with faults planted in front of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.chat import ChatFormat
+from any_agent.cli import main
+from any_agent.config import Config, ModelConfig
+from any_agent.doctor.engine import engine_laws
+from any_agent.doctor.verdict import Outcome, Verdict, broken
+from any_agent.ports import free_port
+from tests.doctor.middleman import between
+from tests.proxy_ext.real_parts import embedded_engine
+
+Laws = dict[tuple[str, str], Verdict]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("engine")
+    with embedded_engine(tiny_model_dir, free_port("127.0.0.1"), folder) as url:
+        yield url
+
+
+@pytest.fixture
+def examined(tiny_model_dir: Path, chat: ChatFormat) -> Callable[..., Any]:
+    config = Config(model=ModelConfig(path=str(tiny_model_dir)))
+
+    async def examine(url: str, **more: Any) -> Laws:
+        how = {"run": None, "published": None, **more}
+        verdicts = await engine_laws(url, config, how.pop("chat", chat), **how)
+        return {(v.law, v.case): v for v in verdicts}
+
+    return examine
+
+
+def failed(laws: Laws) -> set[tuple[str, str]]:
+    assert all(v.seen and v.do for v in broken(laws.values()))
+    return {key for key, verdict in laws.items() if verdict.failed}
+
+
+async def test_a_real_engine_is_sound(engine: str, examined: Any) -> None:
+    laws = await examined(engine, published=0)
+    assert not failed(laws)
+    passed = {key for key, v in laws.items() if v.outcome is Outcome.PASSED}
+    assert passed >= {
+        ("engine", "answers"),
+        ("input", "short prompt"),
+        ("input", "long prompt"),
+        ("input", "too long a prompt"),
+        ("versions", "reported"),
+        ("versions", "published"),
+        ("versions", "tokens"),
+        ("logprobs", "two temperatures"),
+        ("logprobs", "forward pass, T=1"),
+        ("logprobs", "forward pass, T=0.7"),
+        ("logprobs", "forward pass, long prompt"),
+        ("tokenizer", "text"),
+        ("tokenizer", "vocabulary"),
+        ("stops", "length"),
+        ("stops", "stop string"),
+        ("aborts", "request"),
+    }
+
+
+async def test_without_a_model_less_is_checked(engine: str, examined: Any) -> None:
+    laws = await examined(engine, chat=None)
+    assert not failed(laws)
+    assert laws["tokenizer", "all"].outcome is Outcome.UNCHECKED
+    assert laws["logprobs", "two temperatures"].outcome is Outcome.PASSED
+
+
+async def test_nobody_answers(examined: Any) -> None:
+    laws = await examined(f"http://127.0.0.1:{free_port('127.0.0.1')}")
+    assert failed(laws) == {("engine", "answers")}
+    assert "running" in laws["engine", "answers"].do
+
+
+@pytest.fixture
+async def truncating(engine: str) -> AsyncIterator[str]:
+    def halve(body: dict[str, Any]) -> None:
+        ids = body["input_ids"]
+        body["input_ids"] = ids[-1024:]
+
+    async with between(engine, asked=halve) as url:
+        yield url
+
+
+async def test_an_engine_that_truncates(truncating: str, examined: Any) -> None:
+    laws = await examined(truncating)
+    assert failed(laws) == {("input", "long prompt"), ("input", "too long a prompt")}
+    assert "1024 of 2040 ids" in laws["input", "long prompt"].seen
+    assert "--allow-auto-truncate" in laws["input", "long prompt"].do
+
+
+async def test_an_engine_that_hides_what_it_leaves_out(engine: str, examined: Any) -> None:
+    sent: list[int] = []
+
+    def cut(body: dict[str, Any]) -> None:
+        sent[:] = [len(body["input_ids"])]
+        body["input_ids"] = body["input_ids"][-64:]
+
+    def claim(answer: dict[str, Any]) -> None:
+        if "meta_info" in answer:
+            answer["meta_info"]["prompt_tokens"] = sent[0]
+
+    async with between(engine, asked=cut, answered=claim) as url:
+        laws = await examined(url)
+    assert ("logprobs", "forward pass, long prompt") in failed(laws)
+    assert ("input", "too long a prompt") in failed(laws)
+
+
+async def test_logprobs_that_are_not_scaled(engine: str, examined: Any) -> None:
+    def at_one(body: dict[str, Any]) -> None:
+        if body["sampling_params"]["temperature"]:
+            body["sampling_params"]["temperature"] = 1.0
+
+    async with between(engine, asked=at_one) as url:
+        laws = await examined(url)
+        blind = await examined(url, chat=None)
+    assert failed(laws) == {("logprobs", "two temperatures"), ("logprobs", "forward pass, T=0.7")}
+    assert "not scaled" in laws["logprobs", "forward pass, T=0.7"].seen
+    assert ("logprobs", "two temperatures") in failed(blind)
+
+
+async def test_another_tokenizer(engine: str, examined: Any) -> None:
+    def misspelled(answer: dict[str, Any]) -> None:
+        if "text" in answer:
+            answer["text"] = answer["text"].swapcase()
+        if "vocab_size" in answer:
+            answer["vocab_size"] = 300
+
+    async with between(engine, answered=misspelled) as url:
+        laws = await examined(url)
+    assert failed(laws) == {("tokenizer", "text"), ("tokenizer", "vocabulary")}
+
+
+async def test_a_version_that_is_stale(engine: str, examined: Any) -> None:
+    laws = await examined(engine, published=3)
+    assert failed(laws) == {("versions", "published")}
+    assert "version 0" in laws["versions", "published"].seen
+
+
+async def test_a_version_that_is_none(engine: str, examined: Any) -> None:
+    def named(answer: dict[str, Any]) -> None:
+        if "model_path" in answer:
+            answer["weight_version"] = "newest"
+
+    async with between(engine, answered=named) as url:
+        assert ("versions", "reported") in failed(await examined(url))
+
+
+async def test_outputs_that_do_not_end(engine: str, examined: Any) -> None:
+    def endless(body: dict[str, Any]) -> None:
+        body["sampling_params"].pop("stop", None)
+        body["sampling_params"].pop("stop_token_ids", None)
+
+    async with between(engine, asked=endless) as url:
+        assert ("stops", "stop string") in failed(await examined(url))
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_on_the_demos_model(
+    engine: str, tiny_model_dir: Path, as_json: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["doctor", str(tiny_model_dir), "--engine", engine]
+    assert main([*arguments, *["--json"] * as_json]) == 0
+    out = capsys.readouterr().out
+    if as_json:
+        found = json.loads(out)
+        assert found["sound"] is True and found["subject"]["engine"] == engine
+        assert {"rendering", "logprobs", "aborts"} <= {v["law"] for v in found["verdicts"]}
+    else:
+        assert "forward pass, T=0.7" in out and " 0 off" not in out
+        assert "failed" not in out
