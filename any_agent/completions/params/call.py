@@ -38,6 +38,8 @@ class ChatCall:
     forced_call: str | None = None
     """The tool that must be called, "" for any; None where nothing is forced."""
     parallel_tool_calls: bool = True
+    format_parameter: str | None = None
+    """The one that asked for ``gconfig.grammar``."""
     untrainable: UntrainableReason | None = None
     """Why no answer to it can be trained on."""
     prompts: tuple[str | tuple[int, ...], ...] = ()

@@ -15,8 +15,9 @@ _MAX_DEPTH = 32
 _STRUCTURED = ("json", "regex", "choice", "json_object")
 
 
-def grammar_of(body: Mapping[str, Any]) -> str | None:
-    """JSON text of one of ``json_schema``, ``json_object``, ``regex``; None where any text will do.
+def grammar_of(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """JSON text of one of ``json_schema``, ``json_object``, ``regex``, and the parameter that asks
+    for it; None where any text will do.
 
     The values of plain types are checked already.
     """
@@ -30,7 +31,7 @@ def grammar_of(body: Mapping[str, Any]) -> str | None:
     given = [name for name, grammar in found.items() if grammar is not None]
     if len(given) > 1:
         raise InvalidRequest(f"{' and '.join(given)} contradict each other", param=given[1])
-    return found[given[0]] if given else None
+    return (found[given[0]], given[0]) if given else (None, None)
 
 
 def _response_format(value: Any) -> str | None:

@@ -40,12 +40,12 @@ def parse_chat(
     if not messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
     tools, forced = tools_of(body)
-    grammar = grammar_of(body)
+    grammar, asked_by = grammar_of(body)
     if grammar is not None and tools:
         raise InvalidRequest(
-            "an answer of a given format cannot be a call: leave response_format out, or the "
+            f"an answer of a given format cannot be a call: leave {asked_by} out, or the "
             "tools (tool_choice: none)",
-            param="response_format",
+            param=asked_by,
         )
     top = body.get("top_logprobs") or 0
     if top and not body.get("logprobs"):
@@ -70,6 +70,7 @@ def parse_chat(
         reasoning_effort=effort,
         forced_call=forced,
         parallel_tool_calls=body.get("parallel_tool_calls") is not False,
+        format_parameter=asked_by,
         untrainable=_untrainable(gconfig, forced),
     )
 
@@ -95,8 +96,9 @@ def parse_completion(
         raise UnsupportedParameter(
             "echo with logprobs is not supported: prompts have none here", param="echo"
         )
+    grammar, asked_by = grammar_of(body)
     gconfig, overrides = sampling_of(
-        body, mode=mode, run=sampling, tokens=COMPLETION_TOKENS, grammar=grammar_of(body)
+        body, mode=mode, run=sampling, tokens=COMPLETION_TOKENS, grammar=grammar
     )
     return ChatCall(
         model=body.get("model") or model,
@@ -110,6 +112,7 @@ def parse_completion(
         recorded=recorded,
         n=n,
         top_logprobs=top or 0,
+        format_parameter=asked_by,
         untrainable=_untrainable(gconfig, None),
         prompts=prompts,
         echo=bool(body.get("echo")),

@@ -19,7 +19,7 @@ def require_supported(call: ChatCall, engine: Capabilities, *, vocab_size: int) 
     if gconfig.logit_bias and not engine.logit_bias:
         raise _unsupported("logit_bias")
     if gconfig.grammar is not None and not engine.grammar:
-        raise _unsupported("response_format")
+        raise _unsupported(call.format_parameter or "response_format")
     neutral = {"repetition_penalty": 1.0}
     for name in _PENALTIES:
         if getattr(gconfig, name) != neutral.get(name, 0.0) and not engine.penalties:
