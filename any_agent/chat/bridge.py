@@ -3,84 +3,357 @@
 A made-up conversation is rendered twice, ending at an assistant turn and going on with the new
 messages. Where both agree up to the end of that turn, what follows in the second is what this
 template writes for the new messages, and it is encoded alone: nothing that was sampled is
-tokenised again.
+tokenised again, and nothing of the conversation before is rendered.
+
+That it does not depend on the conversation before is proven once for each sequence of roles,
+over several made-up conversations; a template that numbers its turns, or moves a system message
+to the front, is not continued.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from any_agent.chat.template import Template
+from any_agent.chat.unclosed import UnclosedBlocks
 from any_agent.types import Message, Tool
 
 _SAID = "any0agent0said"
 """The made-up answer; a word that no template writes itself."""
-_EMPTY_THINK = re.compile(r"<think>\s*</think>\s*")
+_THOUGHT = "any0agent0thought"
+_THINKING = re.compile(r"<think>(?:(?!<think>).)*?</think>\s*", re.DOTALL)
+_THINKING_OPENED = re.compile(r"<think>\s*$")
+_ENDS = re.compile(r"end|eot|eom|eos|</s>|return|call", re.IGNORECASE)
+"""Names of tokens that end a message. gpt-oss writes another one after an earlier answer than
+after the last one; what begins the next message instead has no such name."""
+_MOST_PROOFS = 256
+_MOST_ROLES = 24
 
 
-def derive_bridge(
-    render_text: Callable[[list[Message], list[Tool] | None, bool], str],
-    encode: Callable[[str], list[int]],
-    turn_ends: Sequence[tuple[int, str]],
-    prompt_ids: list[int],
-    output_ids: list[int],
-    new_messages: list[Message],
-    tools: list[Tool] | None,
-    *,
-    keep_thinking: bool,
-) -> list[int] | None:
-    """Prompt + output + the new messages up to the generation prompt; None if it cannot be.
-
-    ``render_text(messages, tools, add_generation_prompt)`` is the template; ``turn_ends`` are
-    the tokens that may close an assistant turn, with their text. ``keep_thinking``: a template
-    that takes thinking out of earlier turns is continued with it all the same.
-    """
-    past = [{"role": "user", "content": "ok"}, _reply_to(new_messages)]
-    before = _split(render_text(past, tools, False), turn_ends)
-    after = _split(render_text([*past, *new_messages], tools, True), turn_ends)
-    if before is None or after is None or before.end_id != after.end_id:
-        return None
-    heads = [before.head, after.head]
-    if keep_thinking:
-        heads = [_EMPTY_THINK.sub("", head) for head in heads]
-    if heads[0] != heads[1] or before.rest_of_turn != after.rest_of_turn:
-        return None
-    if not after.tail.startswith(before.tail):
-        return None
-    ended = bool(output_ids) and output_ids[-1] in {i for i, _ in turn_ends}
-    return [*prompt_ids, *output_ids, *([] if ended else [after.end_id]), *encode(after.tail)]
+def _tool(name: str) -> Tool:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": f"To {name}.", "parameters": schema},
+    }
 
 
-class _Turn:
-    """A rendered text around the made-up answer."""
-
-    def __init__(self, head: str, rest_of_turn: str, end_id: int, tail: str) -> None:
-        self.head = head
-        self.rest_of_turn = rest_of_turn
-        self.end_id = end_id
-        self.tail = tail
-
-
-def _split(text: str, turn_ends: Sequence[tuple[int, str]]) -> _Turn | None:
-    head, said, rest = text.partition(_SAID)
-    found = [(at, i, end) for i, end in turn_ends if (at := rest.find(end)) >= 0]
-    if not said or not found:
-        return None
-    at, end_id, end = min(found)
-    return _Turn(head, rest[:at], end_id, rest[at + len(end) :])
+def _called(*calls: tuple[str, str], said: str = "x") -> Message:
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": {"a": said}}}
+            for id, name in calls
+        ],
+    }
 
 
-def _reply_to(new_messages: list[Message]) -> Message:
-    """An assistant turn that the new messages may follow: results need calls."""
-    reply: Message = {"role": "assistant", "content": _SAID}
-    calls: list[dict[str, Any]] = [
-        {
-            "id": m.get("tool_call_id", f"call_{n}"),
-            "type": "function",
-            "function": {"name": m.get("name", "ok"), "arguments": "{}"},
-        }
-        for n, m in enumerate(new_messages)
-        if m["role"] == "tool"
-    ]
-    return reply | {"tool_calls": calls} if calls else reply
+_USER: Message = {"role": "user", "content": "ok"}
+_TOOLS: tuple[list[Tool], ...] = ([_tool("ok0")], [_tool("ok0"), _tool("other0")])
+_PASTS: tuple[list[Message], ...] = (
+    [_USER],
+    [{"role": "system", "content": "be"}, _USER],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, _USER],
+    [
+        {"role": "user", "content": "a"},
+        _called(("call00000", "ok0")),
+        {"role": "tool", "tool_call_id": "call00000", "name": "ok0", "content": "r"},
+        {"role": "assistant", "content": "b"},
+        _USER,
+    ],
+)
+"""Conversations before the made-up answer: what follows it must be the same after each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    """What the proof of a bridge depends on."""
+
+    roles: tuple[str, ...]
+    calls: int
+    tools: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Following:
+    """What the template writes from the end of the answer on."""
+
+    end: str | None
+    """The token that ends the turn in the midst of a conversation; None if nothing but the
+    next message's beginning does."""
+    text: str
+    """What comes after that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """That a sequence of roles is continued exactly, or why not."""
+
+    refused: str | None
+    strips_thinking: bool = False
+    """Whether the template takes the answer's thinking out when these messages follow."""
+
+
+class TemplateBridge:
+    """Continues answers by what a template writes; one for each template and its settings."""
+
+    def __init__(self, template: Template, stop_ids: Sequence[int], *, retention: str) -> None:
+        self._template = template
+        self._stops = frozenset(stop_ids)
+        self._retention = retention
+        self._added = {i: token for token, i in template.added.items()}
+        pattern = sorted(map(re.escape, template.added), key=len, reverse=True)
+        self._token = re.compile("|".join(pattern) or "(?!)")
+        self._unclosed = UnclosedBlocks(template, self._stops)
+        self._proofs: dict[_Kinds, Proof] = {}
+        self._generation_ids = self._generation_prompt()
+
+    def following_ids(
+        self,
+        output_ids: Sequence[int],
+        new: list[Message],
+        tools: list[Tool] | None,
+        *,
+        said: Message | None,
+        prompt_tail: Sequence[int],
+    ) -> list[int] | None:
+        """The ids that follow a prompt and its output; None where that is not proven."""
+        reply = _made_up_reply(said, new)
+        proof = self._proof(_Kinds(_runs(new), min(2, _calls(reply)), bool(tools)))
+        if proof.refused or self._forgets(proof, new):
+            return None
+        prepared, _, mark = self._template.prepared([reply, *new], None)
+        try:
+            following = self._following([_USER], prepared[0], prepared[1:], _tools(tools))
+        except Exception:
+            # This answer and these messages do not go together in this template; whether the
+            # whole conversation does is for the whole rendering to say.
+            return None
+        if following is None:
+            return None
+        return self._ids(following, output_ids, prompt_tail, mark) or None
+
+    def prove(self, roles: Sequence[str], *, calls: int = 0, tools: bool = False) -> Proof:
+        """Whether messages of these roles after an answer with ``calls`` are continued."""
+        new = [{"role": role, "content": ""} for role in roles]
+        return self._proof(_Kinds(_runs(new), min(2, calls), tools))
+
+    def _forgets(self, proof: Proof, new: list[Message]) -> bool:
+        if self._retention == "tool_cycle":
+            return any(m["role"] == "user" for m in new)
+        return self._retention == "template" and proof.strips_thinking
+
+    def _ids(
+        self,
+        following: _Following,
+        output_ids: Sequence[int],
+        prompt_tail: Sequence[int],
+        mark: str | None,
+    ) -> list[int]:
+        encode = self._template.encode
+        text = (following.end or "") + following.text
+        last = int(output_ids[-1]) if len(output_ids) else -1
+        token = self._added.get(last)
+        if token is not None and text.startswith(token):
+            return self._encode_after(last, text[len(token) :], mark)
+        if token is not None and last in self._stops:
+            # The model ended its turn in another way than the template would have.
+            return self._encode_after(last, following.text, mark)
+        if last in self._stops:
+            return encode(following.text, mark)
+        before = prompt_tail if len(prompt_tail) else self._generation_ids
+        return [*self._unclosed.closing_ids(before, output_ids), *encode(text, mark)]
+
+    def _encode_after(self, token_id: int, text: str, mark: str | None) -> list[int]:
+        """Ids of a text that stands after a token, which may eat its white space."""
+        ids = self._template.encode(self._added[token_id] + text, mark)
+        return ids[1:] if ids[:1] == [token_id] else self._template.encode(text, mark)
+
+    def _following(
+        self, past: list[Message], reply: Message, new: list[Message], tools: list[Tool] | None
+    ) -> _Following | None:
+        return self._split(past, reply, new, tools)[1]
+
+    def _split(
+        self, past: list[Message], reply: Message, new: list[Message], tools: list[Tool] | None
+    ) -> tuple[str, _Following | None]:
+        """The whole text, and what in it follows the answer; None if the answer or what stands
+        before it is not the same with and without the new messages."""
+        write = self._template.text
+        before = write([*past, reply], tools, generation=False)
+        after = write([*past, reply, *new], tools, generation=True)
+        head, said, rest = before.partition(_SAID)
+        head_after, said_after, rest_after = after.partition(_SAID)
+        if not said or not said_after or _bare(head) != _bare(head_after):
+            return after, None
+        turn, end = self._turn_end(rest)
+        if end is None and turn and not reply.get("tool_calls"):
+            # Something stands between the answer and its end that the model might not write.
+            return after, None
+        if not rest_after.startswith(turn):
+            return after, None
+        rest_after = rest_after[len(turn) :]
+        found = self._token.match(rest_after)
+        if end is None:
+            return after, _Following(None, rest_after)
+        if found is None:
+            # The turn goes on, as where messages of one role are merged.
+            return after, None
+        if found[0] == end or _ENDS.search(found[0]):
+            return after, _Following(found[0], rest_after[found.end() :])
+        return after, _Following(None, rest_after)
+
+    def _turn_end(self, rest: str) -> tuple[str, str | None]:
+        """What the last turn has after the answer, and the token that ends it, if one does."""
+        found = list(self._token.finditer(rest))
+        if found and not rest[found[-1].end() :].strip():
+            end = found[-1][0]
+            if self._template.added[end] in self._stops:
+                return rest[: found[-1].start()], end
+        return rest.rstrip(), None
+
+    def _proof(self, kinds: _Kinds) -> Proof:
+        proof = self._proofs.get(kinds)
+        if proof is None:
+            if len(kinds.roles) > _MOST_ROLES:
+                return Proof("too many messages at once")
+            if len(self._proofs) >= _MOST_PROOFS:
+                self._proofs.clear()
+            proof = self._proofs[kinds] = self._prove(kinds)
+        return proof
+
+    def _prove(self, kinds: _Kinds) -> Proof:
+        calls = [(f"call{n}aaaa", f"ok{n}") for n in range(kinds.calls)]
+        new = _made_up(kinds.roles, calls)
+        reply = _called(*calls, said=_SAID) if calls else _answer(_SAID)
+        prepared, _, _ = self._template.prepared([reply, *new], None)
+        reply, new = prepared[0], prepared[1:]
+        seen: set[_Following] = set()
+        lengths: set[int] = set()
+        for past in _PASTS:
+            past, _, _ = self._template.prepared(past, None)
+            for tools in _TOOLS if kinds.tools else (None,):
+                try:
+                    whole, following = self._split(past, reply, new, tools)
+                    prompt = self._template.text(past, tools, generation=True)
+                except Exception as e:
+                    refusal = f"the template refuses them: {e}"
+                    continue
+                if following is None:
+                    return Proof("the template rewrites what stands before them")
+                if not _bare(whole).startswith(_bare(prompt).rstrip()):
+                    return Proof("the template writes another prompt once it is answered")
+                if not self._encodes_apart(whole, following):
+                    return Proof("the tokenizer joins what stands on both sides of the turn's end")
+                seen.add(following)
+                lengths.add(len(past))
+        if len(seen) > 1:
+            return Proof("what the template writes for them depends on what stands before")
+        if len(lengths) < 2:
+            return Proof(refusal if not lengths else "too few conversations take them")
+        return Proof(None, self._strips_thinking(reply, new, kinds))
+
+    def _encodes_apart(self, whole: str, following: _Following) -> bool:
+        encode = self._template.encode
+        at = len(whole) - len(following.text)
+        after = (
+            encode(following.text)
+            if following.end is None
+            else self._encode_after(self._template.added[following.end], following.text, None)
+        )
+        return encode(whole[:at]) + after == encode(whole)
+
+    def _strips_thinking(self, reply: Message, new: list[Message], kinds: _Kinds) -> bool:
+        reply = {**reply, "reasoning_content": _THOUGHT}
+        tools = _TOOLS[0] if kinds.tools else None
+        try:
+            before = self._template.text([_USER, reply], tools, generation=False)
+            after = self._template.text([_USER, reply, *new], tools, generation=True)
+        except Exception:
+            return False
+        return _THOUGHT in before and _THOUGHT not in after
+
+    def _generation_prompt(self) -> list[int]:
+        """What the template writes after the last message, for the answer to begin."""
+        try:
+            asked = self._template.text([_USER], None, generation=False)
+            prompt = self._template.text([_USER], None, generation=True)
+        except Exception:
+            return []
+        return self._template.encode(prompt.removeprefix(asked))
+
+
+def _bare(text: str) -> str:
+    """Without thinking, closed or just opened: templates take it out of earlier turns."""
+    return _THINKING_OPENED.sub("", _THINKING.sub("", text))
+
+
+def _tools(tools: list[Tool] | None) -> list[Tool] | None:
+    """A tool in place of the real ones, which may be long: the proof says that it is the same."""
+    return _TOOLS[0] if tools else None
+
+
+def _answer(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _made_up_reply(said: Message | None, new: list[Message]) -> Message:
+    """An answer that the new messages may follow: results need calls, by id and name."""
+    calls: list[tuple[str, str]] = []
+    for n, call in enumerate((said or {}).get("tool_calls") or ()):
+        calls.append((str(call.get("id") or f"call{n}aaaa"), str(call["function"]["name"])))
+    if said is None:
+        for n, message in enumerate(new):
+            if message["role"] != "tool":
+                break
+            id = message.get("tool_call_id") or f"call{n}aaaa"
+            calls.append((id, message.get("name") or "ok0"))
+    return _called(*calls, said=_SAID) if calls else _answer(_SAID)
+
+
+def _calls(reply: Message) -> int:
+    return len(reply.get("tool_calls") or ())
+
+
+def _runs(new: list[Message]) -> tuple[str, ...]:
+    """The roles, of which more than two in a row are as two."""
+    roles: list[str] = []
+    for message in new:
+        role = message["role"]
+        if role == "assistant" and message.get("tool_calls"):
+            role = "calling"
+        if roles[-2:] != [role, role]:
+            roles.append(role)
+    return tuple(roles)
+
+
+def _made_up(roles: tuple[str, ...], calls: list[tuple[str, str]]) -> list[Message]:
+    new: list[Message] = []
+    open_calls = list(calls)
+    for n, role in enumerate(roles):
+        word = f"any0new{n}"
+        if role == "calling":
+            open_calls = [(f"call{n}bbbb", "ok0")]
+            new.append(_called(*open_calls, said=word))
+        elif role == "tool":
+            id, name = open_calls.pop(0) if open_calls else (f"call{n}cccc", "ok0")
+            new.append({"role": role, "tool_call_id": id, "name": name, "content": word})
+        else:
+            new.append({"role": role, "content": word})
+    return new
+
+
+def example_roles() -> dict[str, dict[str, Any]]:
+    """What agents do between two answers, by name: arguments of :meth:`TemplateBridge.prove`."""
+    return {
+        "a user's message after an answer": {"roles": ("user",)},
+        "a tool's result after a call": {"roles": ("tool",), "calls": 1, "tools": True},
+        "several tools' results": {"roles": ("tool", "tool"), "calls": 2, "tools": True},
+        "a result and a user's message": {"roles": ("tool", "user"), "calls": 1, "tools": True},
+        "a system message on the way": {"roles": ("system", "user")},
+        "an answer among the new messages": {"roles": ("user", "assistant", "user")},
+    }

@@ -2,49 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from any_agent.chat.bridge import derive_bridge
 from any_agent.chat.messages import validate_messages, validate_tools
 from any_agent.chat.output.detokenise import token_bytes_of
 from any_agent.chat.output.message import ParsedMessage
 from any_agent.chat.output.plain import TextParser
 from any_agent.chat.output.reader import OutputReader
 from any_agent.chat.output.stream import StreamParser
-from any_agent.errors import AnyAgentError, TemplateError
+from any_agent.chat.settings import check_settings, effort_settings
+from any_agent.chat.variants import Variants, render_key
+from any_agent.chat.writers import Writer
+from any_agent.errors import AnyAgentError, InvalidRequest, TemplateError
 from any_agent.types import Message, Tool
+
+log = logging.getLogger(__name__)
 
 
 class ChatFormat:
     """Renders, continues and parses for one tokenizer; made by :func:`load_chat_format`.
 
-    Stateless between calls, so one instance serves every session.
+    Stateless between calls, so one instance serves every session, in any thread.
     """
+
+    render_key: bytes = b""
+    """What tells a variant's conversations from those of the run's own settings; b"" where they
+    are written the same but for the generation prompt."""
 
     def __init__(
         self,
         tokenizer: Any,
         renderer: Any,
         stop_token_ids: Sequence[int],
+        writer: Writer,
         *,
-        keep_thinking: bool = True,
+        name: str,
+        keeps_thinking: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
-        self.name: str = renderer.config.name
+        self.name = name
+        """The family's, as PyPI's ``renderers`` calls it; "default" for any other."""
+        self.writer = writer
+        self.keeps_thinking = keeps_thinking
+        """Whether earlier reasoning stays in the context whatever the template does with it."""
         self.vocab_size = len(tokenizer)
         self.longest_token = max(map(len, tokenizer.get_vocab()))
         """In characters: no text takes fewer tokens than its length over this."""
         self._token_texts: dict[int, str] = {}
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stop_token_ids))
         self._renderer = renderer
-        self._keep_thinking = keep_thinking
+        self._variants: Variants[ChatFormat] = Variants()
         self._stop_set = frozenset(self.stop_token_ids)
         self._reader = OutputReader(
             renderer, tokenizer, self.decode, self.stop_token_ids, family=self.name
         )
         self._token_bytes = token_bytes_of(tokenizer, self.decode)
-        self._turn_ends = [(i, self.decode([i])) for i in self.stop_token_ids]
 
     def render(self, messages: list[Message], tools: list[Tool] | None) -> list[int]:
         """The prompt's token ids, up to and with the generation prompt.
@@ -53,69 +68,83 @@ class ChatFormat:
             InvalidRequest: a message or tool has no valid shape.
             TemplateError: the template refuses it, or no tokenizer can encode it.
         """
-        return _ints(
-            self._template(
-                lambda: self._renderer.render_ids(
-                    validate_messages(messages),
-                    tools=validate_tools(tools),
-                    add_generation_prompt=True,
-                )
-            )
-        )
+        checked, checked_tools = validate_messages(messages), validate_tools(tools)
+        return _ints(self._template(lambda: self.writer.prompt_ids(checked, checked_tools)))
 
     def bridge(
         self,
-        prompt_ids: Sequence[int],
         output_ids: Sequence[int],
         new_messages: list[Message],
         tools: list[Tool] | None,
+        *,
+        said: Message | None = None,
+        prompt_tail: Sequence[int] = (),
     ) -> list[int] | None:
-        """A next turn's prompt ids, which begin with ``prompt_ids + output_ids``.
+        """The ids that follow a prompt and its output when these messages come next.
 
-        Only the new messages are rendered. None where the family declines, or where the ids
-        it gives do not begin so; the caller then renders the whole anew.
+        They end the turn if the output does not (a truncated one), hold the new messages and
+        the next generation prompt, and are what the template writes there; its cost is that of
+        the new messages. ``said`` is the assistant's message as the caller has it, of which the
+        calls' ids and names are used. ``prompt_tail``: the prompt's last ids, for an output
+        that was truncated after an opening which the prompt's end made.
+
+        None where it is not proven what the template would write (:meth:`decline_reason`);
+        the caller then renders the whole anew.
 
         Raises:
-            InvalidRequest, TemplateError: as :meth:`render`.
+            InvalidRequest: a new message or tool has no valid shape.
         """
         if not new_messages:
             return None
-        prompt, output = _ints(prompt_ids), _ints(output_ids)
-        new, tools = validate_messages(new_messages), validate_tools(tools)
-        if any(m["role"] == "assistant" for m in new):
-            return None
-        if self.name == "default":
-            ids = self._template(lambda: self._derived(prompt, output, new, tools))
-        else:
-            ids = self._bridged(prompt, output, new, tools)
-        seen = len(prompt) + len(output)
-        if ids is None or len(ids) <= seen or ids[:seen] != prompt + output:
-            return None
-        return _ints(ids)
-
-    def _bridged(
-        self, prompt: list[int], output: list[int], new: list[Message], tools: list[Tool] | None
-    ) -> list[int] | None:
-        """By the family's own bridge.
-
-        It declines what it would not have written itself, such as a turn that ended inside its
-        reasoning. What follows a turn that did end is the same whatever was in it, so there it is
-        taken from a turn of nothing but that end.
-        """
-
-        def bridge(completion: list[int]) -> list[int] | None:
-            rendered = self._template(
-                lambda: self._renderer.bridge_to_next_turn(prompt, completion, new, tools=tools)
+        new, checked_tools = validate_messages(new_messages), validate_tools(tools)
+        try:
+            (said,) = validate_messages([said]) if said is not None else (None,)
+            return self.writer.following_ids(
+                output_ids, new, checked_tools, said=said, prompt_tail=prompt_tail
             )
-            return None if rendered is None else _ints(rendered.token_ids)
+        except Exception as e:
+            # Whether the conversation can be rendered at all is for the whole to say.
+            log.debug("no bridge: %s: %s", type(e).__name__, e)
+            return None
 
-        ids = bridge(output)
-        if ids is None and output and output[-1] in self._stop_set:
-            end = prompt + output[-1:]
-            ids = bridge(output[-1:])
-            if ids is not None and ids[: len(end)] == end:
-                return prompt + output + ids[len(end) :]
-        return ids
+    def decline_reason(self, new_messages: list[Message]) -> str:
+        """Why :meth:`bridge` gave None: "thinking_stripped" or "template_declines"."""
+        if self.keeps_thinking or not any(m.get("role") == "user" for m in new_messages):
+            return "template_declines"
+        return "thinking_stripped"
+
+    def variant(self, settings: Mapping[str, Any]) -> ChatFormat:
+        """The same format under a call's own ``chat_template_kwargs``.
+
+        Raises:
+            InvalidRequest: a value that is no short plain one, or that the template refuses.
+            UnsupportedParameter: the template has no such setting.
+        """
+        checked = check_settings(settings, self.writer.known_settings)
+        own = self.writer.settings
+        if all(name in own and own[name] is value for name, value in checked):
+            return self
+
+        def make() -> ChatFormat:
+            made = copy.copy(self)
+            made.writer = self.writer.with_settings(dict(checked))
+            made.render_key = render_key(self.writer, made.writer, checked)
+            return made
+
+        try:
+            return self._variants.get(checked, make)
+        except Exception as e:
+            raise InvalidRequest(
+                f"chat_template_kwargs are refused: {e}", param="chat_template_kwargs"
+            ) from e
+
+    def effort_kwargs(self, effort: str) -> Mapping[str, Any]:
+        """``reasoning_effort`` as settings for :meth:`variant`; {} where there is no such control.
+
+        Raises:
+            InvalidRequest: there is no such effort.
+        """
+        return effort_settings(effort, self.writer.known_settings, self.writer.settings)
 
     def parse(
         self, output_ids: Sequence[int], *, prompt_ids: Sequence[int], tools: list[Tool] | None
@@ -180,33 +209,6 @@ class ChatFormat:
                 f"the chat template cannot render these messages: {type(e).__name__}: {e}",
                 param="messages",
             ) from e
-
-    def _derived(
-        self,
-        prompt: list[int],
-        output: list[int],
-        new_messages: list[Message],
-        tools: list[Tool] | None,
-    ) -> list[int] | None:
-        return derive_bridge(
-            self._render_text,
-            lambda text: self.tokenizer.encode(text, add_special_tokens=False),
-            self._turn_ends,
-            prompt,
-            output,
-            new_messages,
-            tools,
-            keep_thinking=self._keep_thinking,
-        )
-
-    def _render_text(
-        self, messages: list[Message], tools: list[Tool] | None, generation_prompt: bool
-    ) -> str:
-        return self.decode(
-            self._renderer.render_ids(
-                messages, tools=tools, add_generation_prompt=generation_prompt
-            )
-        )
 
 
 def _ints(ids: Sequence[int]) -> list[int]:

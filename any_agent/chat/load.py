@@ -8,35 +8,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+from any_agent.chat.bridge import example_roles
+from any_agent.chat.families import BY_MODEL_TYPE, BY_NAME
 from any_agent.chat.format import ChatFormat
+from any_agent.chat.probes import SYSTEM, TOOLS, USER
+from any_agent.chat.template import Template
+from any_agent.chat.writers import RendererWriter, TemplateWriter, Writer
 from any_agent.errors import ConfigError
-from any_agent.types import Message, Tool
 
 log = logging.getLogger(__name__)
 
-_BY_MODEL_TYPE = {
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3",
-    "glm4_moe": "glm-4.5",
-    "gpt_oss": "gpt-oss",
-    "minimax_m2": "minimax-m2",
-    "kimi_k2": "kimi-k2",
-}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_PROBE: list[Message] = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Sum 1 and 2, né?"},
-]
-_PROBE_TOOLS: list[Tool] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-        },
-    }
-]
 
 
 def load_chat_format(
@@ -49,12 +31,14 @@ def load_chat_format(
 ) -> ChatFormat:
     """The chat format of a local model directory, or of a name on the Hugging Face hub.
 
-    ``renderer`` names one of PyPI's ``renderers``; ``auto`` takes the tokenizer's own family
-    where that renders a probe exactly as the tokenizer's template does, else the template.
+    ``auto`` writes with the tokenizer's own chat template, and knows the family by name where
+    PyPI's ``renderers`` agrees with it; without a template it writes with the family's
+    renderer. Any other ``renderer`` is one of these, by name, and writes itself; ``default``
+    is the template of no known family.
     ``enable_thinking`` None leaves it to the template. ``thinking_retention``: ``all`` keeps
     earlier reasoning in the context, so that every turn continues exactly; ``tool_cycle`` ends
     the exact continuation at a new user message, as the Qwen3 template would; ``template``
-    leaves it to the family.
+    ends it wherever the template takes reasoning out.
 
     Raises:
         ConfigError: no such path, no tokenizer, no template, or one that cannot be rendered.
@@ -65,21 +49,85 @@ def load_chat_format(
         )
     local = Path(model_path).is_dir()
     tokenizer = _load_tokenizer(model_path, local=local, trust_remote_code=trust_remote_code)
-    name = _family(tokenizer, model_path, local=local) if renderer == "auto" else renderer
-    made = _make(tokenizer, name, enable_thinking, thinking_retention)
-    difference = _difference(tokenizer, made, enable_thinking)
-    if difference and renderer == "auto" and name != "default":
-        log.warning("%s: renderer %s: %s; using the chat template", model_path, name, difference)
-        made = _make(tokenizer, "default", enable_thinking, thinking_retention)
-        difference = _difference(tokenizer, made, enable_thinking)
-    if difference:
-        raise ConfigError(
-            f"{model_path}: renderer {made.config.name} {difference}. Set the renderer of this "
-            "model's family, or renderer: default for its own template"
-        )
-    stops = [*made.get_stop_token_ids(), *_generation_stops(model_path, local=local)]
-    keep_thinking = thinking_retention == "all"
-    return ChatFormat(tokenizer, made, stops, keep_thinking=keep_thinking)
+    own = _Loading(model_path, tokenizer, enable_thinking, thinking_retention)
+    if renderer == "auto":
+        name, made = own.known_family(_family(tokenizer, model_path, local=local))
+    else:
+        name, made = renderer, own.renderer(renderer)
+        if difference := own.difference(made):
+            raise ConfigError(
+                f"{model_path}: renderer {name} {difference}. Set the renderer of this "
+                "model's family, or renderer: default for its own template"
+            )
+    family = BY_NAME.get(name)
+    vocab = tokenizer.get_vocab()
+    named = [vocab[token] for token in (family.stops if family else ()) if token in vocab]
+    stops = [*named, *made.get_stop_token_ids(), *_generation_stops(model_path, local=local)]
+    writer: Writer
+    if own.template is not None and (renderer == "auto" or name == "default"):
+        writer = TemplateWriter(own.template, tuple(dict.fromkeys(stops)), retention=own.retention)
+    else:
+        writer = RendererWriter(tokenizer, made)
+    chat = ChatFormat(
+        tokenizer, made, stops, writer, name=name, keeps_thinking=thinking_retention == "all"
+    )
+    for what, roles in example_roles().items():
+        if refused := writer.prove(**roles).refused:
+            log.info("%s: no exact continuation for %s: %s", model_path, what, refused)
+    return chat
+
+
+class _Loading:
+    """One tokenizer with its template, if it has one, and what ``renderers`` makes of it."""
+
+    def __init__(
+        self, path: str, tokenizer: Any, enable_thinking: bool | None, retention: str
+    ) -> None:
+        self._path = path
+        self._tokenizer = tokenizer
+        self._enable_thinking = enable_thinking
+        self._retention = retention
+        settings = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        has = bool(getattr(tokenizer, "chat_template", None))
+        self.template = Template(tokenizer, settings) if has else None
+
+    @property
+    def retention(self) -> str:
+        """A run that does not think has nothing that a template could take out."""
+        off = self._retention == "template" and self._enable_thinking is False
+        return "all" if off else self._retention
+
+    def known_family(self, name: str) -> tuple[str, Any]:
+        """The family's name and renderer where it agrees with the template, else the default."""
+        family = BY_NAME.get(name)
+        vocab = self._tokenizer.get_vocab()
+        if name == "default" or (family and any(t not in vocab for t in family.stops[:1])):
+            return "default", self._default()
+        try:
+            made = self.renderer(name)
+        except ConfigError as e:
+            if self.template is None:
+                raise
+            # Its vocabulary is elsewhere, for one; the template is here.
+            log.info("%s: %s; its chat template is used", self._path, e)
+            return name, self._default()
+        difference = self.difference(made)
+        if difference is None:
+            return name, made
+        log.warning("%s: renderer %s: %s; using the chat template", self._path, name, difference)
+        return "default", self._default()
+
+    def _default(self) -> Any:
+        made = self.renderer("default")
+        if difference := self.difference(made):
+            raise ConfigError(f"{self._path}: renderer default {difference}")
+        return made
+
+    def renderer(self, name: str) -> Any:
+        return _make(self._tokenizer, name, self._enable_thinking, self._retention)
+
+    def difference(self, made: Any) -> str | None:
+        return _difference(self._tokenizer, self.template, made)
 
 
 def _load_tokenizer(model_path: str, *, local: bool, trust_remote_code: bool) -> Any:
@@ -108,7 +156,11 @@ def _family(tokenizer: Any, model_path: str, *, local: bool) -> str:
     if by_name is not None:
         return str(by_name)
     model_type = _read_config(model_path, "config.json", local=local).get("model_type")
-    return _BY_MODEL_TYPE.get(str(model_type), "default")
+    name = BY_MODEL_TYPE.get(str(model_type), "default")
+    if name == "deepseek-v3" and "<think>" in str(getattr(tokenizer, "chat_template", "")):
+        # One model type; R1's template opens the reasoning itself.
+        return "deepseek-r1"
+    return name
 
 
 def _make(tokenizer: Any, name: str, enable_thinking: bool | None, thinking_retention: str) -> Any:
@@ -131,34 +183,34 @@ def _make(tokenizer: Any, name: str, enable_thinking: bool | None, thinking_rete
         raise ConfigError(f"renderer {name} does not fit this tokenizer: {e}") from e
 
 
-def _difference(tokenizer: Any, renderer: Any, enable_thinking: bool | None) -> str | None:
+def _difference(tokenizer: Any, template: Template | None, renderer: Any) -> str | None:
     """What is wrong with a first turn rendered by this renderer; None if nothing is."""
     is_template = renderer.config.name == "default"
-    if not getattr(tokenizer, "chat_template", None):
+    if template is None:
         return "needs a chat template and the tokenizer has none" if is_template else None
+    if "date_string" in template.known_settings:
+        # Both would write today's date, or one of them a date of its own.
+        dated = {**template.settings, "date_string": getattr(renderer.config, "date_string", None)}
+        template = template.with_settings(dated)
     rendered = 0
     # Not every template takes a system message, or tools; the ones it takes must agree.
-    for messages in (_PROBE, _PROBE[1:]):
-        for tools in (None, _PROBE_TOOLS):
-            kwargs = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    for messages in ([SYSTEM, USER], [USER]):
+        for tools in (None, TOOLS):
             try:
-                own = tokenizer.apply_chat_template(
-                    messages,
-                    tools=tools,
-                    add_generation_prompt=True,
-                    tokenize=True,
-                    return_dict=False,
-                    **kwargs,
-                )
+                text = template.text(messages, tools, generation=True)
             except Exception as e:
                 failure = f"{type(e).__name__}: {e}"
                 continue
             rendered += 1
             try:
-                ids = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+                ids = (
+                    template.encode(text)
+                    if is_template
+                    else renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+                )
             except Exception as e:
                 return f"cannot render a probe that the chat template can: {e}"
-            if list(ids) != list(own):
+            if list(ids) != list(tokenizer.encode(text, add_special_tokens=False)):
                 return "does not render a first turn as the model's own chat template does"
     return None if rendered else f"meets a chat template that cannot be rendered: {failure}"
 

@@ -84,9 +84,9 @@ def _continued(
         return None
     before = tree.path_ids(parent.id)
     prompt_end = len(before) - len(parent.output_ids)
-    seen = len(before)
-    whole = chat.bridge(before[:prompt_end].tolist(), parent.output_ids.tolist(), new, call.tools)
-    added = whole[seen:] if whole is not None else None
+    said = call.messages[found.covered - 1] if found.covered else None
+    tail = before[max(0, prompt_end - 64) : prompt_end]
+    added = chat.bridge(parent.output_ids, new, call.tools, said=said, prompt_tail=tail)
     if added is None:
         return None
     # The law of exact continuation, by construction: what is before is never touched.

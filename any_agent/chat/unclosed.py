@@ -1,0 +1,66 @@
+"""Closing what a truncated answer left open: a think block, a tool call."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from any_agent.chat.template import Template
+
+_HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
+
+
+class UnclosedBlocks:
+    """Knows a vocabulary's pairs of tokens: ``<x>`` with ``</x>``, ``x_begin`` with ``x_end``.
+
+    What was cut off inside a block is continued with the tokens that close it, innermost first,
+    so that the next message does not stand inside the reasoning or the call. They are part of
+    the next prompt and never trained on.
+    """
+
+    def __init__(self, template: Template, stops: Collection[int]) -> None:
+        self._template = template
+        added = template.added
+        closers = {token: closer for token in added if (closer := _closer(token, added))}
+        self._closes = {
+            added[token]: added[closer]
+            for token, closer in closers.items()
+            if added[closer] not in stops
+        }
+        self._has_thinking = "<think>" in added
+        self._closing = frozenset(self._closes.values())
+        self._stops = frozenset(stops)
+        self._harmony = [added[t] for t in _HARMONY] if all(t in added for t in _HARMONY) else []
+
+    def closing_ids(self, prompt_tail: Sequence[int], output_ids: Sequence[int]) -> list[int]:
+        """The tokens that close what is open at the end of a prompt's tail and its output."""
+        ids = [int(i) for part in (prompt_tail, output_ids) for i in part]
+        if self._harmony:
+            last = next((i for i in reversed(ids) if i in self._harmony), None)
+            # Inside a header: a message without its beginning could not be read.
+            return [self._harmony[3]] if last in self._harmony[:3] else []
+        due: list[int] = []
+        for i in ids:
+            if i in self._stops:
+                due.clear()
+            elif i in self._closes:
+                due.append(self._closes[i])
+            elif i in self._closing and i in due:
+                while due.pop() != i:
+                    pass
+        return due[::-1] + ([] if self._has_thinking else self._closed_in_text(ids))
+
+    def _closed_in_text(self, ids: list[int]) -> list[int]:
+        """For a vocabulary without such tokens, whose models may spell out their thinking."""
+        text = self._template.decode(ids)
+        is_open = text.rfind("<think>") > text.rfind("</think>")
+        return self._template.encode("</think>") if is_open else []
+
+
+def _closer(token: str, added: Mapping[str, int]) -> str | None:
+    if token[:1] == "<" and f"</{token[1:]}" in added:
+        return f"</{token[1:]}"
+    for opening in ("begin", "start"):
+        closer = token.replace(opening, "end")
+        if closer != token and closer in added:
+            return closer
+    return None

@@ -1,0 +1,331 @@
+"""What a bridge writes between two turns is what the template writes there."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from any_agent.chat import ChatFormat
+from any_agent.types import Message
+from tests.families import Call, Family, family, names
+
+START: list[Message] = [{"role": "user", "content": "Sum 1 and 2, né?"}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"To {name}. " * 3,
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+    for name in ("add", "look")
+]
+USER: Message = {"role": "user", "content": "And 3? "}
+THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+FAMILIES = [(name, on) for name in names() for on in (False, True)]
+WITH_TOOLS = [(name, on) for name, on in FAMILIES if family(name).spec.calls]
+
+
+def bare(text: str) -> str:
+    """Without thinking, which templates take out of earlier turns; gpt-oss ends these so."""
+    text = text.replace("<|return|>", "<|end|>")
+    return THINKING.sub("", text)
+
+
+def called(calls: tuple[Call, ...]) -> Message:
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": f"call{n:05d}",
+                "type": "function",
+                "function": {"name": c.name, "arguments": json.dumps(c.arguments)},
+            }
+            for n, c in enumerate(calls)
+        ],
+    }
+
+
+def result(number: int, text: str) -> Message:
+    return {"role": "tool", "tool_call_id": f"call{number:05d}", "content": text}
+
+
+def assert_as_the_template(
+    chat: ChatFormat, output: list[int], said: Message, new: list[Message], tools: Any
+) -> list[int]:
+    prompt = chat.render(START, tools)
+    following = chat.bridge(output, new, tools, said=said, prompt_tail=prompt[-64:])
+    assert following is not None
+    whole = chat.render([*START, said, *new], tools)
+    assert whole[-len(following) :] == following
+    before = chat.decode(whole[: -len(following)])
+    if chat.name == "gpt-oss" and said.get("tool_calls"):
+        return following  # Its models write the header of a call in another order.
+    assert bare(before) == bare(chat.decode(prompt + output))
+    return following
+
+
+@pytest.mark.parametrize(("name", "thinking"), FAMILIES)
+def test_a_user_after_an_answer(name: str, thinking: bool) -> None:
+    made = family(name, thinking=thinking)
+    said = {"role": "assistant", "content": "It is 3."}
+    chat = made.load()
+    following = assert_as_the_template(chat, made.say("It is 3."), said, [USER], None)
+    reasoned = made.say("It is 3.", reasoning="One and two.") if made.reasons else None
+    if reasoned is not None:
+        assert chat.bridge(reasoned, [USER], None, said=said) == following
+
+
+@pytest.mark.parametrize(("name", "thinking"), WITH_TOOLS)
+def test_results_after_calls(name: str, thinking: bool) -> None:
+    made = family(name, thinking=thinking)
+    for calls in ((Call("add", {"a": 1}),), (Call("add", {"a": 1}), Call("look", {"a": 2}))):
+        if len(calls) > made.spec.calls:
+            continue
+        results = [result(n, f'{{"is": "{n}"}}') for n in range(len(calls))]
+        for new in (results, [*results, USER]):
+            assert_as_the_template(made.load(), made.say(calls=calls), called(calls), new, TOOLS)
+
+
+@pytest.mark.parametrize(("name", "thinking"), FAMILIES)
+def test_a_truncated_answer_is_ended(name: str, thinking: bool) -> None:
+    """The template's own end, then what follows an answer that ended by itself."""
+    made = family(name, thinking=thinking)
+    chat, output = made.load(), made.say("It is 3.")
+    ended = chat.bridge(output, [USER], None)
+    cut = chat.bridge(output[:-1], [USER], None)
+    assert ended is not None and cut is not None
+    assert cut[-len(ended) :] == ended
+    if not name.startswith("unknown_plain"):
+        end = chat.decode(cut[: len(cut) - len(ended)])
+        assert end == chat.decode(output[-1:]).replace("<|return|>", "<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("name", "reasoning", "closing"),
+    [
+        ("qwen3", True, "</think><|im_end|>\n"),
+        ("qwen3_5", True, "</think><|im_end|>\n"),
+        ("glm", True, "</think><|user|>\n"),
+        ("deepseek_r1", True, "</think><｜end▁of▁sentence｜><｜User｜>"),
+        ("gpt_oss", True, "<|end|><|start|>user<|message|>"),
+    ],
+)
+def test_cut_off_reasoning_is_closed(name: str, reasoning: bool, closing: str) -> None:
+    made = family(name, thinking=True)
+    chat = made.load()
+    prompt = chat.render(START, None)
+    text = made.chat.decode(made.say("x", reasoning="Because of this."))
+    output = made.encode(text[: text.index("of this")])
+    following = chat.bridge(output, [USER], None, prompt_tail=prompt[-64:])
+    assert following is not None
+    assert chat.decode(following).startswith(closing)
+
+
+@pytest.mark.parametrize(
+    ("name", "closing"),
+    [
+        ("qwen3", "</tool_call><|im_end|>\n"),
+        ("glm", "</arg_value></tool_call><|observation|>"),
+        ("deepseek", "<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>"),
+        ("llama3", "<|eot_id|>"),
+        ("gpt_oss", "<|call|>"),
+    ],
+)
+def test_a_cut_off_call_is_closed(name: str, closing: str) -> None:
+    made = family(name)
+    calls = (Call("add", {"a": 123456}),)
+    text = made.chat.decode(made.say(calls=calls))
+    output = made.encode(text[: text.index("456")])
+    following = made.load().bridge(output, [result(0, "5")], TOOLS, said=called(calls))
+    assert following is not None
+    assert made.chat.decode(following).startswith(closing)
+
+
+def test_an_end_that_the_template_would_not_have_written() -> None:
+    """It was sampled, so it stays, in place of the template's own."""
+    glm = family("glm").load()
+    vocab = glm.tokenizer.get_vocab()
+    following = glm.bridge([20, vocab["<|observation|>"]], [USER], None)
+    assert following is not None
+    assert glm.decode(following).startswith("<|user|>\nAnd 3?")
+    llama = family("llama3").load()
+    eom = llama.tokenizer.get_vocab()["<|eom_id|>"]
+    other = llama.bridge([20, eom], [USER], None)
+    assert other == llama.bridge([20, llama.stop_token_ids[0]], [USER], None)
+
+
+def test_what_ended_inside_its_reasoning_goes_on_as_any_other() -> None:
+    made = family("qwen3_5", thinking=True)
+    chat = made.load()
+    end = chat.stop_token_ids[:1]
+    tail = chat.render(START, None)[-64:]
+    assert chat.bridge(end, [USER], None, prompt_tail=tail) == chat.bridge([20, *end], [USER], None)
+
+
+@pytest.mark.parametrize("name", names())
+def test_answers_among_the_new_messages(name: str) -> None:
+    """A rewritten or inserted answer is rendered, where the template takes it."""
+    made = family(name)
+    said = {"role": "assistant", "content": "It is 3."}
+    new = [USER, {"role": "assistant", "content": "No."}, {"role": "user", "content": "Hm"}]
+    following = assert_as_the_template(made.load(), made.say("It is 3."), said, new, None)
+    assert "No." in made.chat.decode(following)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm", "deepseek", "unknown"])
+def test_the_cost_is_that_of_what_is_new(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted: no more is encoded for a long conversation's next turn than for a short one's."""
+    made = family(name)
+    chat = made.load()
+    chat.bridge(made.say("It is 3."), [USER], TOOLS)
+    template: Any = chat.writer._template
+    encoded: list[int] = []
+    encode = template._encode
+    monkeypatch.setattr(template, "_encode", lambda t: (encoded.append(len(t)), encode(t))[1])
+    following = chat.bridge(made.say("It is 3. " * 200), [USER], TOOLS)
+    assert following is not None
+    assert sum(encoded) <= len(chat.decode(following)) + 40
+
+
+def other(tmp: Any, template: str) -> ChatFormat:
+    """A template of one's own over Qwen3's miniature vocabulary."""
+    import shutil
+
+    from any_agent.chat import load_chat_format
+
+    source: Family = family("qwen3")
+    shutil.copytree(source.model_dir, tmp / "model")
+    (tmp / "model" / "chat_template.jinja").write_text(template)
+    return load_chat_format(str(tmp / "model"), renderer="default")
+
+
+TURN = "<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>"
+ASKED = "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "provable"),
+    [
+        ("{% for m in messages %}" + TURN + "{% endfor %}" + ASKED, True),
+        # Trims, and puts a date.
+        (
+            "{{ strftime_now('%H:%M:%S.%f') }}{% for m in messages %}<|im_start|>{{ m.role }} "
+            "{{ m.content | trim }}<|im_end|>{% endfor %}" + ASKED,
+            False,
+        ),
+        (
+            "{{ strftime_now('%Y') }}{% for m in messages %}<|im_start|>{{ m.role }} "
+            "{{ m.content | trim }}<|im_end|>{% endfor %}" + ASKED,
+            True,
+        ),
+        # Numbers the turns.
+        (
+            "{% for m in messages %}{{ loop.index }}" + TURN + "{% endfor %}" + ASKED,
+            False,
+        ),
+        # Says how many messages there are.
+        (
+            "{% for m in messages %}" + TURN + "{% endfor %}{{ messages | length }}" + ASKED,
+            False,
+        ),
+        # Wants user and assistant in turn.
+        (
+            "{% set at = namespace(n=0) %}{% for m in messages %}{% if m.role != 'system' %}"
+            "{% if (m.role == 'user') != (at.n % 2 == 0) %}{{ raise_exception('in turn') }}"
+            "{% endif %}{% set at.n = at.n + 1 %}{% endif %}" + TURN + "{% endfor %}" + ASKED,
+            True,
+        ),
+        # Puts the system message before the last user's.
+        (
+            "{% for m in messages %}{% if m.role != 'system' %}"
+            "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}"
+            "{% endif %}" + TURN + "{% endif %}{% endfor %}" + ASKED,
+            False,
+        ),
+        # Ends only the last turn.
+        (
+            "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
+            "{% if loop.last or m.role != 'assistant' %}<|im_end|>{% endif %}{% endfor %}" + ASKED,
+            True,
+        ),
+        # Writes another prompt than what stands there once it is answered.
+        (
+            "{% for m in messages %}" + TURN + "{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>your turn: {% endif %}",
+            False,
+        ),
+        # Keeps only the last exchange.
+        (
+            "{% for m in messages[-2:] %}" + TURN + "{% endfor %}" + ASKED,
+            False,
+        ),
+    ],
+    ids=[
+        "plain",
+        "time",
+        "trims",
+        "numbers",
+        "counts",
+        "alternates",
+        "moves the system",
+        "ends the last",
+        "another prompt",
+        "forgets",
+    ],
+)
+def test_templates_of_all_kinds(tmp_path: Any, template: str, provable: bool) -> None:
+    chat = other(tmp_path, template)
+    end = chat.stop_token_ids[0]
+    output = [*chat.encode("yes", special=False), end]
+    following = chat.bridge(output, [USER], None)
+    assert (following is not None) == provable
+    assert (chat.writer.prove(("user",)).refused is None) == provable
+    if following is not None:
+        whole = chat.render([*START, {"role": "assistant", "content": "yes"}, USER], None)
+        ours = chat.decode(chat.render(START, None) + output + following)
+        assert ours.replace("<|im_end|>", "") == chat.decode(whole).replace("<|im_end|>", "")
+
+
+def test_messages_that_the_template_merges_are_no_bridge(tmp_path: Any) -> None:
+    """Two answers in a row become one turn, which what was sampled has ended already."""
+    chat = other(
+        tmp_path,
+        "{% for m in messages %}{% if loop.first or loop.previtem.role != m.role %}"
+        "<|im_start|>{{ m.role }} {% endif %}{{ m.content }}"
+        "{% if loop.last or loop.nextitem.role != m.role %}<|im_end|>{% endif %}{% endfor %}"
+        + ASKED,
+    )
+    output = [*chat.encode("yes", special=False), chat.stop_token_ids[0]]
+    assert chat.bridge(output, [{"role": "assistant", "content": "more"}, USER], None) is None
+    assert chat.bridge(output, [USER, USER], None) is not None
+
+
+def test_retention(tmp_path: Any) -> None:
+    made = family("qwen3", thinking=True)
+    output = made.say("x", reasoning="why")
+    tools_result = [{"role": "tool", "tool_call_id": "1", "content": "x"}]
+    for retention, goes_on in (("all", True), ("tool_cycle", False), ("template", False)):
+        chat = made.load(thinking_retention=retention)
+        assert (chat.bridge(output, [USER], None) is not None) == goes_on
+        assert chat.keeps_thinking == goes_on
+        reason = "template_declines" if goes_on else "thinking_stripped"
+        assert chat.decline_reason([USER]) == reason
+        assert chat.decline_reason(tools_result) == "template_declines"
+    kept = made.load(thinking_retention="tool_cycle").bridge(output, tools_result, None)
+    assert kept is not None
+    without = family("qwen3").load(thinking_retention="template")
+    assert without.bridge(output, [USER], None) is not None
+
+
+def test_many_messages_are_bounded() -> None:
+    chat = family("qwen3").load()
+    output = family("qwen3").say("x")
+    assert chat.bridge(output, [USER] * 50, None) is not None
+    mixed = [USER, {"role": "assistant", "content": "x"}] * 20
+    assert chat.bridge(output, mixed, None) is None
