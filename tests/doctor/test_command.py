@@ -1,0 +1,103 @@
+"""``any-agent doctor``: what it examines, its exit codes, and planted faults as people see them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from any_agent.cli import main
+from any_agent.config import Config
+from any_agent.ports import free_port
+from any_agent.rundir import RunDir
+from tests.other_weights import publish_other
+from tests.proxy_ext.real_parts import embedded_engine
+
+CHANGED = "<|im_start|>assistant\\n'"
+
+
+def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        (["/no/such/model"], "neither a folder nor a name"),
+        ([str(tmp_path), str(tmp_path)], "one model at a time"),
+        ([str(tmp_path), "--engine", "localhost:1"], "is no URL"),
+        ([str(tmp_path), "model.rendererr=x"], "did you mean model.renderer"),
+        ([f"root={tmp_path}"], "nothing to examine"),
+    ):
+        assert main(["doctor", *arguments]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert "FAILED rendering, template: " in capsys.readouterr().out
+
+
+def test_a_wrong_template(
+    with_template: Callable[[Callable[[str], str]], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = with_template(lambda text: text.replace(CHANGED, "<|im_start|>model\\n'"))
+    assert main(["doctor", str(folder), "--renderer", "qwen3"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED rendering, template: " in out
+    assert "as the model's own chat template does" in out
+    assert "to do: set model.renderer to this model's family, or to default" in out
+    assert main(["doctor", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["subject"]["renderer"] == "default"
+
+
+def test_a_wrong_template_later_in_a_talk(
+    with_template: Callable[[Callable[[str], str]], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = with_template(lambda text: text.replace("<tool_response>\\n'", "<tool_response>'"))
+    assert main(["doctor", str(folder), "--quick", "model.enable_thinking=false"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED rendering, tool result: " in out
+    assert "FAILED continuation, after a call: " in out
+
+
+@pytest.fixture
+def trial(tiny_model_dir: Path, tmp_path: Path) -> Iterator[tuple[RunDir, str]]:
+    """A trial that has published version 3, and an engine of the model as it was."""
+    config = Config(root=tmp_path / "runs", experiment="e", trial="t")
+    run = RunDir.of(config.root, config.user, "e", "t")
+    run.create()
+    with embedded_engine(tiny_model_dir, free_port("127.0.0.1"), tmp_path) as url:
+        settings = {
+            "model": {"path": str(tiny_model_dir), "enable_thinking": False},
+            "engine": {"urls": [url]},
+            "server": {"ranks": 1},
+        }
+        (run.path / "config.yaml").write_text(yaml.safe_dump({**settings, "experiment": "e"}))
+        publish_other(tiny_model_dir, run.weights, 3)
+        yield run, url
+
+
+def test_a_trials_engine_with_stale_weights(
+    trial: tuple[RunDir, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    import httpx
+
+    run, url = trial
+    root = str(run.path.parents[2])
+    named = ["doctor", "--experiment", "e", "--trial", "t", f"root={root}"]
+    assert main(named) == 1
+    out = capsys.readouterr().out
+    assert "FAILED versions, published: the engine serves version 0, the run's newest is 3" in out
+    assert out.count("FAILED") == 1
+
+    def load(folder: str) -> None:
+        body = {"model_path": folder, "weight_version": "3"}
+        assert httpx.post(f"{url}/update_weights_from_disk", json=body, timeout=60).is_success
+
+    model = json.loads(httpx.get(f"{url}/get_model_info").content)["model_path"]
+    load(model)
+    assert main(named) == 1
+    out = capsys.readouterr().out
+    assert "FAILED logprobs, forward pass, T=1: " in out and "other weights" in out
+    assert "FAILED versions" not in out
+    load(str(run.weights / "v00000003"))
+    assert main(named) == 0
