@@ -15,7 +15,7 @@ REASONING_DIGEST = "reasoning_digest"
 
 
 def without_texts(interaction: Interaction) -> Interaction:
-    """A copy without messages, tools, stop strings, and parameters that were only recorded."""
+    """A copy without messages, tools, stop strings, a grammar, and what was only recorded."""
     said = interaction.output_message
     kept: Message = {"role": said.get("role", "assistant")}
     if reasoning := said.get("reasoning_content"):
@@ -25,7 +25,7 @@ def without_texts(interaction: Interaction) -> Interaction:
         message_delta=[],
         output_message=kept,
         tools=None,
-        gconfig=interaction.gconfig.new(stop=()),
+        gconfig=interaction.gconfig.new(stop=(), grammar=None),
         request={"mixed_cache": interaction.request.get("mixed_cache", False)},
     )
 
