@@ -22,6 +22,7 @@ _TOLERATED = frozenset(
         "input_ids",
         "sampling_params",
         "return_logprob",
+        "top_logprobs_num",
         "rid",
         "stream",
         "cache_salt",
@@ -36,20 +37,14 @@ _TOLERATED = frozenset(
 )
 # Sampling parameters that exist in SGLang but not here, with the value that changes nothing.
 _NEUTRAL: Mapping[str, Any] = {
-    "min_p": 0,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
     "min_new_tokens": 0,
     "n": 1,
     "stop_regex": None,
-    "json_schema": None,
-    "regex": None,
     "ebnf": None,
     "structural_tag": None,
     "custom_params": None,
-    "logit_bias": None,
 }
+_GRAMMARS = ("json_schema", "regex")
 _OUR_NAMES = {"sampling_seed": "seed"}
 _IGNORED = frozenset({"spaces_between_special_tokens", "stream_interval"})
 
@@ -94,7 +89,12 @@ def parse_generate(body: Mapping[str, Any]) -> GenerateCall:
     if len(rid) > _MAX_RID_LENGTH:
         raise InvalidRequest(f"rid is longer than {_MAX_RID_LENGTH}", param="rid")
     return GenerateCall(
-        request=ModelRequest(rid=rid, input_ids=ids, gconfig=_hyperparameters(sampling)),
+        request=ModelRequest(
+            rid=rid,
+            input_ids=ids,
+            gconfig=_hyperparameters(sampling),
+            top_logprobs=_value(body, "top_logprobs_num", int, 0),
+        ),
         stream=_value(body, "stream", bool, False),
         return_logprob=_value(body, "return_logprob", bool, False),
         skip_special_tokens=_value(sampling, "skip_special_tokens", bool, True),
@@ -112,11 +112,18 @@ def _hyperparameters(given: Mapping[str, Any]) -> GenerationHyperparameters:
         "sampling_seed": lambda: _value(given, "sampling_seed", int, None),
         "stop": lambda: _listed(given, "stop", str),
         "stop_token_ids": lambda: _listed(given, "stop_token_ids", int),
+        "min_p": lambda: _number(given, "min_p", 0.0),
+        "frequency_penalty": lambda: _number(given, "frequency_penalty", 0.0),
+        "presence_penalty": lambda: _number(given, "presence_penalty", 0.0),
+        "repetition_penalty": lambda: _number(given, "repetition_penalty", 1.0),
+        "logit_bias": lambda: _biases(_value(given, "logit_bias", dict, {})),
     }
     values: dict[str, Any] = {"max_new_tokens": _DEFAULT_MAX_NEW_TOKENS}
     for name, value in given.items():
         if name in known:
             values[_OUR_NAMES.get(name, name)] = known[name]()
+        elif name in _GRAMMARS:
+            continue
         elif name in _NEUTRAL:
             if value is not None and value != _NEUTRAL[name]:
                 raise UnsupportedParameter(
@@ -124,7 +131,32 @@ def _hyperparameters(given: Mapping[str, Any]) -> GenerationHyperparameters:
                 )
         elif name not in _IGNORED and name not in ("skip_special_tokens", "no_stop_trim"):
             raise UnsupportedParameter(f"unknown sampling parameter {name}", param=name)
-    return GenerationHyperparameters(**values)
+    return GenerationHyperparameters(**values, grammar=_grammar(given))
+
+
+def _grammar(given: Mapping[str, Any]) -> str | None:
+    """As in SGLang an empty one is none, and a schema is a string of JSON."""
+    found = [(name, text) for name in _GRAMMARS if (text := _value(given, name, str, None))]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise InvalidRequest("only one of json_schema and regex can be given", param="regex")
+    ((name, text),) = found
+    if name == "regex":
+        return orjson.dumps({"regex": text}).decode()
+    try:
+        return orjson.dumps({"json_schema": orjson.loads(text)}).decode()
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"json_schema is not JSON: {error}", param="json_schema") from None
+
+
+def _biases(given: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    if any(
+        not (token.isascii() and token.isdecimal()) or type(bias) not in (int, float)
+        for token, bias in given.items()
+    ):
+        raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias")
+    return tuple((int(token), float(bias)) for token, bias in given.items())
 
 
 def _value(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
@@ -199,4 +231,8 @@ def answer(
         logprobs = request.logprobs[start:count]
         meta["input_token_logprobs"] = []
         meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(logprobs, ids, strict=True)]
+        if request.top:
+            # What cannot come has null as its logprob, as in SGLang: JSON has no infinity.
+            tops = request.tops[start:count]
+            meta["output_top_logprobs"] = [[[p, i, None] for i, p in top] for top in tops]
     return {"text": text, "output_ids": ids, "meta_info": meta}

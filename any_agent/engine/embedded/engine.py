@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from any_agent.engine.base import Capabilities
+from any_agent.engine.embedded.bend import Bend, bend_of
+from any_agent.engine.embedded.grammar import Grammars
 from any_agent.engine.embedded.loop import GenerationLoop, LoopLimits, PauseMode
 from any_agent.engine.embedded.model import LoadedModel, load_model
 from any_agent.engine.embedded.request import Event, Finish, Request
 from any_agent.engine.embedded.stops import StopMatcher
-from any_agent.engine.embedded.validation import check_request
+from any_agent.engine.embedded.validation import check_request, check_top
 from any_agent.engine.embedded.weights import apply_weights, read_weights
 from any_agent.errors import Conflict, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationChunk, ModelRequest
 
 T = TypeVar("T")
-CAPABILITIES = Capabilities(False, False, False, False, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class EmbeddedEngine:
         self.model_path = loaded.path
         self._generations: dict[str, Generation] = {}
         self._home: asyncio.AbstractEventLoop | None = None
+        self._grammars = Grammars(loaded)
         self._raw_decode = loaded.decoder(skip_special_tokens=False)
         self.loop = GenerationLoop(
             loaded.model,
@@ -152,14 +154,24 @@ class EmbeddedEngine:
     def paused(self) -> PauseMode | None:
         return self.loop.paused
 
-    def submit(self, request: ModelRequest, *, stream: bool = True) -> Generation:
+    async def bend(self, request: ModelRequest) -> Bend | None:
+        """What bends a request's distribution; InvalidRequest for what is no grammar."""
+        if request.gconfig.grammar is None:
+            return bend_of(request.gconfig, self._grammars)
+        return await asyncio.to_thread(bend_of, request.gconfig, self._grammars)
+
+    def submit(
+        self, request: ModelRequest, *, stream: bool = True, bend: Bend | None = None
+    ) -> Generation:
         """Queue a request; with ``stream`` every step is reported, else only the end.
 
+        ``bend`` is the request's, from :meth:`bend`; nobody bends a request that comes without.
         Raises InvalidRequest (nothing reached the model) or EngineUnavailable (queue full, dead).
         """
         ids = (
             request.input_ids if isinstance(request.input_ids, list) else request.input_ids.tolist()
         )
+        check_top(request.top_logprobs, self.loaded.vocab_size)
         config = check_request(ids, request.gconfig, self.loaded, self.options.max_total_tokens)
         if request.rid in self._generations:
             raise InvalidRequest(f"rid {request.rid!r} is in use by a request in flight")
@@ -177,6 +189,8 @@ class EmbeddedEngine:
             stop_ids=stop_ids if config.ignore_eos else stop_ids | self.loaded.eos_ids,
             matcher=StopMatcher(config.stop, self._raw_decode) if config.stop else None,
             stream=stream,
+            bend=bend,
+            top=request.top_logprobs,
         )
         inner.sink = generation = Generation(inner, self)
         if config.max_new_tokens == 0:
@@ -188,7 +202,11 @@ class EmbeddedEngine:
 
     async def capabilities(self) -> Capabilities:
         """What requests may ask for."""
-        return CAPABILITIES
+        return self.can
+
+    @property
+    def can(self) -> Capabilities:
+        return Capabilities(grammar=self._grammars.available)
 
     async def generate(
         self, request: ModelRequest, *, stream: bool = True
@@ -198,7 +216,8 @@ class EmbeddedEngine:
         The last chunk alone has a stop reason. Weight versions must be numbers here. Raises
         InvalidRequest, or EngineUnavailable if the engine fails.
         """
-        generation, sent = self.submit(request, stream=stream), 0
+        generation = self.submit(request, stream=stream, bend=await self.bend(request))
+        sent = 0
         inner = generation.request
         try:
             finish: Finish | None = None
@@ -210,6 +229,7 @@ class EmbeddedEngine:
                     versions=[int(v) for v in inner.versions(sent, count)],
                     stop_reason=finish.type if finish else None,
                     matched_stop=finish.matched if finish else None,
+                    top_logprobs=inner.likeliest(sent, count) if inner.top else None,
                 )
                 sent = count
         finally:

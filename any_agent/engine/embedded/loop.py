@@ -21,7 +21,7 @@ from torch import Tensor
 
 from any_agent.engine.embedded.cache import SlotCache
 from any_agent.engine.embedded.request import Event, Finish, Request, similar_lengths
-from any_agent.engine.embedded.sampling import BatchSampler
+from any_agent.engine.embedded.sampling import BatchSampler, Draw
 from any_agent.errors import Conflict, EngineUnavailable
 
 logger = logging.getLogger(__name__)
@@ -278,24 +278,30 @@ class GenerationLoop:
         self._cache.end_prefill(lengths)
         which = torch.searchsorted(last, torch.tensor(lengths) - 1).to(device)
         logits = logits[torch.arange(len(group), device=device), which]
-        sampler = BatchSampler([r.config for r in group], device)
+        sampler = self._sampler_of(group)
         self._running.extend(group)
         self._sampler = None
-        self._accept(group, *self._draw(sampler, logits, group))
+        self._accept(group, self._draw(sampler, logits, group))
 
     def _decode(self) -> None:
         cache, running = self._cache, self._running
         if self._sampler is None:
-            self._sampler = BatchSampler([r.config for r in running], cache.device)
+            self._sampler = self._sampler_of(running)
         ids = torch.tensor([[r.output_ids[-1]] for r in running], device=cache.device)
         positions = cache.length_index[:, None]
         logits = self._forward(ids, positions, cache.begin_decode(), 1)[:, -1]
         cache.end_decode()
-        self._accept(running, *self._draw(self._sampler, logits, running))
+        self._accept(running, self._draw(self._sampler, logits, running))
 
-    def _draw(
-        self, sampler: BatchSampler, logits: Tensor, rows: list[Request]
-    ) -> tuple[list[int], list[float]]:
+    def _sampler_of(self, rows: list[Request]) -> BatchSampler:
+        return BatchSampler(
+            [r.config for r in rows],
+            self._cache.device,
+            [r.bend for r in rows],
+            [r.top for r in rows],
+        )
+
+    def _draw(self, sampler: BatchSampler, logits: Tensor, rows: list[Request]) -> Draw:
         positions = [r.position for r in rows] if sampler.seeded else []
         return sampler.sample(logits, self._generator, positions)
 
@@ -313,11 +319,15 @@ class GenerationLoop:
         logits: Tensor = output.logits
         return logits
 
-    def _accept(self, rows: list[Request], ids: list[int], logprobs: list[float]) -> None:
+    def _accept(self, rows: list[Request], draw: Draw) -> None:
         self.steps += 1
-        finished = False
-        for request, token, logprob in zip(rows, ids, logprobs, strict=True):
-            request.accept(token, logprob, self.version)
+        finished, tops = False, draw.tops
+        for row, request in enumerate(rows):
+            token, logprob = draw.ids[row], draw.logprobs[row]
+            if request.top:
+                request.accept(token, logprob, self.version, tops[row])
+            else:
+                request.accept(token, logprob, self.version)
             if request.finish is not None:
                 finished = True
             elif request.stream:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from any_agent.engine.embedded.bend import Bend
+from any_agent.engine.embedded.grammar import GrammarState
 from any_agent.engine.embedded.stops import StopMatcher
 from any_agent.types import GenerationHyperparameters, StopReason
 
@@ -32,10 +34,14 @@ class Request:
     matcher: StopMatcher | None = None
     stream: bool = True
     """Whether each step is reported, or only the end."""
+    bend: Bend | None = None
+    top: int = 0
+    """How many of the likeliest tokens are kept at each position."""
     sink: Any = None
     """The caller's own; the loop passes it through."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[Sequence[tuple[int, float]]] = field(default_factory=list)
     changes: list[tuple[int, str]] = field(default_factory=list)
     """From which output position on which weight version sampled."""
     finish: Finish | None = None
@@ -66,21 +72,44 @@ class Request:
             out += [version] * (last - max(first, start))
         return out
 
-    def accept(self, token: int, logprob: float, version: str) -> None:
+    def likeliest(self, start: int, end: int) -> list[list[tuple[int, float]]]:
+        """Of each output token in [start, end), without those that cannot come."""
+        return [
+            [(token, logprob) for token, logprob in top if math.isfinite(logprob)]
+            for top in self.tops[start:end]
+        ]
+
+    def accept(
+        self, token: int, logprob: float, version: str, top: Sequence[tuple[int, float]] = ()
+    ) -> None:
         """Add one sampled token and decide whether it ends the output."""
         if not math.isfinite(logprob):
             self.finish = Finish("abort", message="the model's logits are not finite", failed=True)
             return
-        self.output_ids.append(token)
         self.logprobs.append(logprob)
+        if self.top:
+            self.tops.append(top)
+        self.output_ids.append(token)
+        if self.bend is not None:
+            self.bend.push(token)
         if not self.changes or self.changes[-1][1] != version:
             self.changes.append((len(self.output_ids) - 1, version))
         if token in self.stop_ids:
             self.finish = Finish("stop", token)
         elif self.matcher is not None and (matched := self.matcher.push(token)) is not None:
             self.finish = Finish("stop", matched)
+        elif self.bend is not None and self._left_grammar(self.bend.grammar, token):
+            pass
         elif len(self.output_ids) >= self.config.max_new_tokens:
             self.finish = Finish("length")
+
+    def _left_grammar(self, grammar: GrammarState | None, token: int) -> bool:
+        """Whether the grammar ends the output: complete, or at its wits' end."""
+        if grammar is not None and grammar.ended:
+            self.finish = Finish("stop", token)
+        elif grammar is not None and (error := grammar.error) is not None:
+            self.finish = Finish("abort", message=f"the grammar: {error[:300]}", failed=True)
+        return self.finish is not None
 
 
 Event: TypeAlias = tuple[Request, int, Finish | None]

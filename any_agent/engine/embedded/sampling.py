@@ -1,26 +1,48 @@
-"""Drawing one token per row, each row with its own temperature, top_p, top_k and perhaps seed."""
+"""Drawing one token per row, each row with its own parameters and perhaps a seed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from any_agent.engine.embedded.bend import Bend
 from any_agent.types import GenerationHyperparameters
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, and its logprobs are at temperature 1, as in SGLang."""
 
 
-class BatchSampler:
-    """The sampling parameters of a batch as tensors; made anew when the batch's rows change."""
+class Draw(NamedTuple):
+    """One token per row."""
 
-    def __init__(self, configs: Sequence[GenerationHyperparameters], device: torch.device) -> None:
+    ids: list[int]
+    logprobs: list[float]
+    tops: dict[int, list[tuple[int, float]]]
+    """Of the rows that asked, the likeliest ids and their log-probabilities, best first."""
+
+
+class BatchSampler:
+    """The sampling parameters of a batch as tensors; made anew when the batch's rows change.
+
+    ``bends`` are the rows' that have one, ``tops`` how many likeliest tokens each row wants.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[GenerationHyperparameters],
+        device: torch.device,
+        bends: Sequence[Bend | None] = (),
+        tops: Sequence[int] = (),
+    ) -> None:
+        self._bends = [(row, bend) for row, bend in enumerate(bends) if bend is not None]
+        self._tops = [(row, top) for row, top in enumerate(tops) if top]
         greedy = [c.temperature < GREEDY_BELOW for c in configs]
         scale = [1.0 if g else c.temperature for g, c in zip(greedy, configs, strict=True)]
-        cut = [not g and (c.top_p < 1 or c.top_k > 0) for g, c in zip(greedy, configs, strict=True)]
+        cut = [not g and _cuts(c) for g, c in zip(greedy, configs, strict=True)]
         self._scaled = any(s != 1.0 for s in scale)
         self._any_greedy, self._all_greedy = any(greedy), all(greedy)
         self._seeds = [
@@ -36,6 +58,8 @@ class BatchSampler:
             self._top_p = torch.tensor([c.top_p for c in configs], device=device)[:, None]
             top_k = [c.top_k if c.top_k > 0 else 1 << 30 for c in configs]
             self._top_k = torch.tensor(top_k, device=device)[:, None]
+            min_p = torch.tensor([c.min_p for c in configs], device=device)[:, None]
+            self._log_min_p = min_p.log() if (min_p > 0).any() else None
 
     @property
     def seeded(self) -> bool:
@@ -44,14 +68,17 @@ class BatchSampler:
 
     def sample(
         self, logits: Tensor, generator: torch.Generator, positions: Sequence[int] = ()
-    ) -> tuple[list[int], list[float]]:
+    ) -> Draw:
         """Draw from ``logits`` [batch, vocabulary].
 
         ``positions`` are the drawn tokens' in their sequences; needed where rows are ``seeded``.
-        Returns ids and log-softmax(logits / T) of them in float32, not renormalised by the cut.
-        A row with NaN gives a NaN logprob.
+        The log-probabilities are log-softmax(logits / T) in float32, of the bent logits, not
+        renormalised by top_p, top_k or min_p. A row with NaN gives a NaN logprob. ``logits`` may
+        be changed.
         """
         logits = logits.float()
+        for row, bend in self._bends:
+            bend.apply(logits[row])
         if self._scaled:
             logits = logits / self._temperature
         logprobs = torch.log_softmax(logits, dim=-1)
@@ -64,7 +91,8 @@ class BatchSampler:
             scores = scores - (noise * self._random if self._any_greedy else noise)
         ids = scores.argmax(dim=-1, keepdim=True)
         picked = logprobs.gather(-1, ids)
-        return ids.squeeze(-1).tolist(), picked.squeeze(-1).tolist()
+        tops = {row: _likeliest(logprobs[row], top) for row, top in self._tops}
+        return Draw(ids.squeeze(-1).tolist(), picked.squeeze(-1).tolist(), tops)
 
     def _reseed(self, noise: Tensor, positions: Sequence[int]) -> None:
         """Draw the noise of seeded rows anew, each by its seed and position alone."""
@@ -74,7 +102,10 @@ class BatchSampler:
             noise[row].exponential_(generator=self._own)
 
     def _truncated(self, logprobs: Tensor) -> Tensor:
-        """-inf outside top_k, and outside the smallest set that reaches top_p; one token stays."""
+        """-inf outside top_k, outside the smallest set that reaches top_p, and below min_p.
+
+        One token stays.
+        """
         ordered, order = logprobs.sort(dim=-1, descending=True)
         probs = ordered.exp()
         before = probs.cumsum(dim=-1) - probs
@@ -83,7 +114,18 @@ class BatchSampler:
         outside[:, 0] = False
         # cumsum's rounding must not cut the tail of rows without top_p.
         outside &= (self._top_p < 1) | (ranks >= self._top_k)
+        if self._log_min_p is not None:
+            outside |= ordered < ordered[:, :1] + self._log_min_p
         return logprobs.masked_fill(outside.scatter(-1, order, outside), float("-inf"))
+
+
+def _cuts(config: GenerationHyperparameters) -> bool:
+    return config.top_p < 1 or config.top_k > 0 or config.min_p > 0
+
+
+def _likeliest(logprobs: Tensor, count: int) -> list[tuple[int, float]]:
+    values, ids = logprobs.topk(count)
+    return list(zip(ids.tolist(), values.tolist(), strict=True))
 
 
 def _mixed(seed: int, position: int) -> int:

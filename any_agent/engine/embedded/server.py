@@ -17,7 +17,7 @@ from any_agent.engine.embedded.contract import (
     json_object,
     parse_generate,
 )
-from any_agent.engine.embedded.engine import CAPABILITIES, EmbeddedEngine, Generation
+from any_agent.engine.embedded.engine import EmbeddedEngine, Generation
 from any_agent.engine.embedded.text import StreamedText, final_text
 from any_agent.errors import (
     AnyAgentError,
@@ -95,7 +95,8 @@ class EngineServer:
     async def generate(self, http: web.Request) -> web.StreamResponse:
         began = time.perf_counter()
         call = parse_generate(json_object(await http.read()))
-        generation = self.engine.submit(call.request, stream=call.stream)
+        bend = await self.engine.bend(call.request)
+        generation = self.engine.submit(call.request, stream=call.stream, bend=bend)
         try:
             if call.stream:
                 return await self._stream(http, call, generation, began)
@@ -241,6 +242,7 @@ class EngineServer:
         )
 
     async def server_info(self, http: web.Request) -> web.Response:
+        can = self.engine.can
         options, (running, waiting) = self.engine.options, self.engine.loop.load
         return _json(
             {
@@ -254,7 +256,7 @@ class EngineServer:
                 "max_queued_requests": options.max_queued_requests,
                 "max_total_tokens": options.max_total_tokens,
                 "incremental_streaming_output": self.incremental,
-                "capabilities": [n for n in CAPABILITIES.names() if getattr(CAPABILITIES, n)],
+                "capabilities": [name for name in can.names() if getattr(can, name)],
                 "weight_version": self.engine.weight_version,
                 "paused": self.engine.paused,
                 "num_running_requests": running,

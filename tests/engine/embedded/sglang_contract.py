@@ -6,7 +6,9 @@ A test class that inherits :class:`SGLangContract` provides the fixture ``url``.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -67,6 +69,16 @@ def check_answer(answer: dict[str, Any], tokens: int) -> None:
     assert isinstance(answer["text"], str)
 
 
+def check_likeliest(meta: dict[str, Any], tokens: int) -> None:
+    assert len(meta["output_top_logprobs"]) == tokens
+    for chosen, top in zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True):
+        logprobs = [entry[0] for entry in top]
+        assert len({entry[1] for entry in top}) == 3
+        assert logprobs == sorted(logprobs, reverse=True)
+        same = [entry[0] for entry in top if entry[1] == chosen[1]]
+        assert same in ([], [pytest.approx(chosen[0], abs=1e-4)])
+
+
 class SGLangContract:
     async def test_generate(self, url: str) -> None:
         status, answer = await call(url, "/generate", body() | {"rid": "contract-1"})
@@ -110,6 +122,33 @@ class SGLangContract:
         expected = [e[0] for e in whole["meta_info"]["output_token_logprobs"]]
         assert [e[0] for e in entries] == pytest.approx(expected, abs=0.05)
 
+    async def test_likeliest_tokens(self, url: str) -> None:
+        ask = body() | {"top_logprobs_num": 3}
+        _, answer = await call(url, "/generate", ask)
+        check_likeliest(answer["meta_info"], 12)
+        seen = 0
+        async for event in events(url, ask):
+            meta = event["meta_info"]
+            fresh = meta["completion_tokens"] - seen
+            seen += fresh
+            if fresh:
+                names = ("output_token_logprobs", "output_top_logprobs")
+                check_likeliest({name: meta[name][-fresh:] for name in names}, fresh)
+        assert seen == 12
+        assert "output_top_logprobs" not in (await call(url, "/generate", body()))[1]["meta_info"]
+
+    async def test_what_bends_is_taken(self, url: str) -> None:
+        params = body(
+            min_p=0.01,
+            frequency_penalty=0.5,
+            presence_penalty=-0.5,
+            repetition_penalty=1.2,
+            logit_bias={"30": 1.5, "31": -2},
+        )
+        status, answer = await call(url, "/generate", params)
+        assert status == 200
+        check_answer(answer, 12)
+
     async def test_stop_token(self, url: str) -> None:
         _, free = await call(url, "/generate", body(temperature=0))
         token = free["output_ids"][5]
@@ -139,6 +178,13 @@ class SGLangContract:
             {"sampling_params": {"top_p": 0}},
             {"sampling_params": {"top_k": -2}},
             {"sampling_params": {"sampling_seed": "3"}},
+            {"sampling_params": {"min_p": 1.5}},
+            {"sampling_params": {"frequency_penalty": -2.5}},
+            {"sampling_params": {"presence_penalty": 3}},
+            {"sampling_params": {"repetition_penalty": 0}},
+            {"sampling_params": {"logit_bias": {"-1": 1}}},
+            {"sampling_params": {"json_schema": "{"}},
+            {"sampling_params": {"json_schema": "{}", "regex": "a"}},
             {"input_ids": [5] * 1_000_000},
         ],
         ids=str,
@@ -212,3 +258,99 @@ class SGLangContract:
         for path in ("/health", "/health_generate"):
             assert (await call(url, path, method="GET"))[0] == 200
         assert (await call(url, "/flush_cache"))[0] == 200
+
+
+class SamplingContract(SGLangContract):
+    """Of an engine that really samples."""
+
+    async def test_a_bias_decides(self, url: str) -> None:
+        _, answer = await call(url, "/generate", body(logit_bias={"30": 1000}))
+        assert answer["output_ids"] == [30] * 12
+        assert all(e[0] == pytest.approx(0, abs=1e-3) for e in logprobs_of(answer))
+
+    async def test_a_bias_forbids(self, url: str) -> None:
+        _, free = await call(url, "/generate", body(temperature=0))
+        ban = {str(token): -1000 for token in free["output_ids"]}
+        _, answer = await call(url, "/generate", body(logit_bias=ban))
+        assert not set(answer["output_ids"]) & set(free["output_ids"])
+
+    async def test_min_p_cuts_and_leaves_logprobs_alone(self, url: str) -> None:
+        _, greedy = await call(url, "/generate", body(temperature=0))
+        _, answer = await call(url, "/generate", body(min_p=1))
+        assert answer["output_ids"] == greedy["output_ids"]
+        expected = [entry[0] for entry in logprobs_of(greedy)]
+        assert [e[0] for e in logprobs_of(answer)] == pytest.approx(expected, abs=0.05)
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    async def test_additive_penalties_count_the_output(self, url: str, temperature: float) -> None:
+        """Between any two tokens, the odds are the plain ones, penalised, then scaled.
+
+        SGLang's overlapped scheduler has not counted the newest token yet.
+        """
+        few = {str(token): 6 for token in (30, 31)}
+        frequency, presence = 1.5, -0.75
+        ask = body(
+            max_new_tokens=6,
+            temperature=temperature,
+            logit_bias=few,
+            frequency_penalty=frequency,
+            presence_penalty=presence,
+        )
+        _, answer = await call(url, "/generate", ask | {"top_logprobs_num": 100})
+        ids = answer["output_ids"]
+        tops = [
+            {e[1]: e[0] * temperature for e in top}
+            for top in answer["meta_info"]["output_top_logprobs"]
+        ]
+        worst = [0.0, 0.0]
+        for k, bent in enumerate(tops):
+            plain = body(max_new_tokens=1, logit_bias=few) | {"input_ids": IDS + ids[:k]}
+            _, one = await call(url, "/generate", plain | {"top_logprobs_num": 100})
+            row = {e[1]: e[0] for e in one["meta_info"]["output_top_logprobs"][0]}
+            assert {30, 31} <= row.keys() & bent.keys()
+            for lag in (0, 1):
+                counted = ids[: max(0, k - lag)]
+                shifts = [
+                    bent[t] + frequency * counted.count(t) + presence * (t in counted) - row[t]
+                    for t in row.keys() & bent.keys()
+                ]
+                worst[lag] = max(worst[lag], max(shifts) - min(shifts))
+        assert min(worst) < 0.1
+
+    async def test_a_schema(self, url: str) -> None:
+        properties = {"a": {"enum": ["x", "yz"]}, "b": {"type": "boolean"}}
+        schema = {
+            "type": "object",
+            "properties": properties,
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        }
+        params = body(max_new_tokens=1000, ignore_eos=False, json_schema=json.dumps(schema))
+        _, answer = await call(url, "/generate", params)
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+        value = json.loads(answer["text"])
+        assert value["a"] in ("x", "yz")
+        assert isinstance(value["b"], bool)
+
+    async def test_a_regular_expression(self, url: str) -> None:
+        params = body(max_new_tokens=50, ignore_eos=False, regex="[ab]{3}(c|de)")
+        _, answer = await call(url, "/generate", params | {"top_logprobs_num": 20})
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+        assert re.fullmatch("[ab]{3}(c|de)", answer["text"])
+        for chosen, top in zip(
+            logprobs_of(answer), answer["meta_info"]["output_top_logprobs"], strict=True
+        ):
+            # Normalised over what the grammar allows.
+            allowed = [entry[0] for entry in top if entry[0] is not None and entry[0] > -1e30]
+            assert sum(map(math.exp, allowed)) == pytest.approx(1, abs=0.02)
+            assert chosen[0] in [pytest.approx(logprob, abs=1e-4) for logprob in allowed]
+
+    @pytest.mark.parametrize("bad", [{"regex": "("}, {"json_schema": '{"type": "nope"}'}], ids=str)
+    async def test_bad_grammars(self, url: str, bad: dict[str, Any]) -> None:
+        status, answer = await call(url, "/generate", body(**bad))
+        assert status == 400, answer
+
+
+def logprobs_of(answer: dict[str, Any]) -> list[Any]:
+    entries: list[Any] = answer["meta_info"]["output_token_logprobs"]
+    return entries

@@ -137,7 +137,7 @@ def test_sampling_follows_each_rows_distribution() -> None:
     n = 4000
     sampler = BatchSampler([c for c in configs for _ in range(n)], torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
-    ids, logprobs = sampler.sample(logits.repeat_interleave(n, 0), generator)
+    ids, logprobs, _ = sampler.sample(logits.repeat_interleave(n, 0), generator)
     for row, config in enumerate(configs):
         temperature = config.temperature or 1.0
         reference = torch.log_softmax(logits[row] / temperature, -1)

@@ -21,7 +21,7 @@ import orjson
 import pytest
 from aiohttp import web
 from embedded_lab import LIMIT, Gate, Serve, wrapped
-from sglang_contract import IDS, SGLangContract, body, call, check_answer, events
+from sglang_contract import IDS, SamplingContract, body, call, check_answer, events
 
 from any_agent.engine.embedded.__main__ import main
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
@@ -29,13 +29,13 @@ from any_agent.engine.embedded.model import LoadedModel
 from any_agent.ports import reserve
 
 
-class TestContract(SGLangContract):
+class TestContract(SamplingContract):
     @pytest.fixture
     async def url(self, own_engine: EmbeddedEngine, serve: Serve) -> AsyncIterator[str]:
         yield await serve(own_engine)
 
 
-class TestIncremental(SGLangContract):
+class TestIncremental(SamplingContract):
     @pytest.fixture
     async def url(self, own_engine: EmbeddedEngine, serve: Serve) -> AsyncIterator[str]:
         yield await serve(own_engine, incremental=True)
@@ -98,15 +98,21 @@ async def test_a_stream_never_shows_what_a_stop_string_cuts(
         ({"input_ids": [5, "6"]}, "integers"),
         ({"input_ids": [5] * 2048}, "no room"),
         ({"sampling_params": {"n": 2}}, "n is not supported"),
-        ({"sampling_params": {"min_p": 0.1}}, "min_p"),
-        ({"sampling_params": {"regex": "a"}}, "regex"),
+        ({"sampling_params": {"min_p": "0.1"}}, "min_p"),
+        ({"sampling_params": {"ebnf": "a"}}, "ebnf"),
+        ({"sampling_params": {"regex": 1}}, "regex"),
+        ({"sampling_params": {"json_schema": {}}}, "json_schema"),
+        ({"sampling_params": {"logit_bias": {"a": 1}}}, "logit_bias"),
+        ({"sampling_params": {"logit_bias": {"1": "1"}}}, "logit_bias"),
+        ({"sampling_params": {"logit_bias": {"1": 1, "01": 1}}}, "logit_bias"),
         ({"sampling_params": {"temperature": "1"}}, "temperature"),
         ({"sampling_params": {"temperature": True}}, "temperature"),
         ({"sampling_params": {"max_new_tokens": 1.5}}, "max_new_tokens"),
         ({"sampling_params": {"stop": [1]}}, "stop"),
         ({"sampling_params": {"stop_token_ids": ["a"]}}, "stop_token_ids"),
         ({"sampling_params": []}, "sampling_params"),
-        ({"top_logprobs_num": 5}, "top_logprobs_num"),
+        ({"top_logprobs_num": 101}, "top_logprobs_num"),
+        ({"top_logprobs_num": -1}, "top_logprobs_num"),
         ({"lora_path": "x"}, "lora_path"),
         ({"rid": 7}, "rid"),
         ({"stream": 1}, "stream"),

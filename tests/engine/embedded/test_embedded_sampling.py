@@ -90,7 +90,7 @@ def test_a_draw_does_not_depend_on_its_neighbours() -> None:
     sampler = BatchSampler(configs, torch.device("cpu"))
     for neighbours in (1, 2):
         generator = torch.Generator().manual_seed(neighbours)
-        ids, _ = sampler.sample(LOGITS.expand(40, -1), generator, [9] * 40)
+        ids, _, _ = sampler.sample(LOGITS.expand(40, -1), generator, [9] * 40)
         assert ids[1::2] == alone[1::2]
 
 

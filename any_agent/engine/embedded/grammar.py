@@ -1,0 +1,95 @@
+"""Grammars that an output must keep to: JSON schemas and regular expressions, by llguidance."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from any_agent.errors import InvalidRequest, UnsupportedParameter
+
+if TYPE_CHECKING:
+    from any_agent.engine.embedded.model import LoadedModel
+
+
+class Grammars:
+    """Compiles grammars for one model's tokens. Slow (a second for a large vocabulary the first
+    time, milliseconds later) and safe in any thread."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._lock = threading.Lock()
+        self._tokens: Any = None
+
+    @property
+    def available(self) -> bool:
+        """Whether the tokenizer is one whose tokens' bytes are known."""
+        return getattr(self._loaded.tokenizer, "backend_tokenizer", None) is not None
+
+    def compile(self, grammar: str) -> GrammarState:
+        """From :class:`~any_agent.types.GenerationHyperparameters`' form.
+
+        Raises InvalidRequest (not a grammar, or too large a one), UnsupportedParameter.
+        """
+        from llguidance import LLMatcher
+
+        if not self.available:
+            raise UnsupportedParameter("this model's tokenizer knows no grammars", param="grammar")
+        try:
+            given = orjson.loads(grammar)
+            if "regex" in given:
+                source = LLMatcher.grammar_from_regex(given["regex"])
+            else:
+                # A schema's references to other documents are never fetched.
+                schema = {"type": "object"} if "json_object" in given else given["json_schema"]
+                source = LLMatcher.grammar_from_json_schema(schema)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRequest(f"not a grammar: {error}", param="grammar") from None
+        matcher = LLMatcher(self._of_model(), source, log_level=0)
+        if matcher.is_error():
+            raise InvalidRequest(f"not a grammar: {matcher.get_error()[:500]}", param="grammar")
+        return GrammarState(matcher, self._loaded.eos_ids)
+
+    def _of_model(self) -> Any:
+        with self._lock:
+            if self._tokens is None:
+                from llguidance.hf import from_tokenizer
+
+                loaded = self._loaded
+                self._tokens = from_tokenizer(
+                    loaded.tokenizer, n_vocab=loaded.vocab_size, eos_token=sorted(loaded.eos_ids)
+                )
+            return self._tokens
+
+
+class GrammarState:
+    """Where in its grammar one output is."""
+
+    def __init__(self, matcher: Any, eos_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._eos_ids = eos_ids
+        self.ended = False
+        """The output is complete, and its end-of-text has come."""
+
+    @property
+    def error(self) -> str | None:
+        """Why no further token can be told; the output cannot go on."""
+        return self._matcher.get_error() if self._matcher.is_error() else None
+
+    def push(self, token: int) -> None:
+        if token in self._eos_ids:
+            self.ended = True
+        else:
+            self._matcher.consume_token(token)
+
+    def forbidden(self) -> npt.NDArray[np.bool_]:
+        """Per id of the vocabulary, rounded up to 32, whether it may not come next.
+
+        Where the output is complete, only the model's ends of text may.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        forbidden: npt.NDArray[np.bool_] = np.unpackbits(bits, bitorder="little") == 0
+        return forbidden
