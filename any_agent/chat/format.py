@@ -55,6 +55,7 @@ class ChatFormat:
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stop_token_ids))
         self._renderer = renderer
         self._variants: Variants[ChatFormat] = Variants()
+        self._added = frozenset(tokenizer.get_added_vocab().values())
         self._stop_set = frozenset(self.stop_token_ids)
         self._reader = OutputReader(
             renderer, tokenizer, self.decode, self.stop_token_ids, family=self.name
@@ -145,6 +146,21 @@ class ChatFormat:
             InvalidRequest: there is no such effort.
         """
         return effort_settings(effort, self.writer.known_settings, self.writer.settings)
+
+    def forced_call_ids(self, prompt_ids: Sequence[int], name: str) -> list[int] | None:
+        """The ids that, put after this prompt, make the model call that tool ("": any one).
+
+        An open reasoning block is closed first. None where no such text is known for the family,
+        or the name spells a special token.
+        """
+        if not self._added.isdisjoint(self.encode(name, special=False)):
+            return None
+        text = self._reader.open_call(prompt_ids, name or None)
+        return None if text is None else self.encode(text, special=False)
+
+    def one_call_stop_ids(self) -> tuple[int, ...] | None:
+        """The tokens after which one call is whole; None if no one token says so."""
+        return self._reader.one_call_stop_ids
 
     def parse(
         self, output_ids: Sequence[int], *, prompt_ids: Sequence[int], tools: list[Tool] | None

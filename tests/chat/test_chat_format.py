@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,7 +39,7 @@ OUTPUTS = st.one_of(
 @settings(max_examples=80, deadline=None)
 @given(turns=st.lists(st.tuples(OUTPUTS, st.booleans(), NEW), min_size=1, max_size=3),
        tools=st.booleans())  # fmt: skip
-def test_a_bridge_begins_with_the_ids_before(
+def test_a_bridge_holds_the_new_messages(
     request: pytest.FixtureRequest, name: str, turns: list[Any], tools: bool
 ) -> None:
     chat: ChatFormat = request.getfixturevalue(name)
@@ -50,16 +49,17 @@ def test_a_bridge_begins_with_the_ids_before(
     for output, closed, new in turns:
         ids = output if isinstance(output, list) else encode(chat, output)
         ids = ids + [chat.stop_token_ids[0]] * closed
-        bridged = chat.bridge(prompt, ids, new, given_tools)
-        assert bridged is not None
-        assert bridged[: len(prompt) + len(ids)] == prompt + ids
-        assert bridged[-len(end) :] == end
-        tail = chat.decode(bridged[len(prompt) + len(ids) :])
-        assert tail.removeprefix("</think>").startswith("\n" if closed else "<|im_end|>\n")
+        following = chat.bridge(ids, new, given_tools, prompt_tail=prompt[-64:])
+        assert following is not None
+        assert following[-len(end) :] == end
+        tail = chat.decode(following)
+        for closer in ("</tool_call>", "</think>"):
+            tail = tail.removeprefix(closer)
+        assert tail.startswith("\n" if closed else "<|im_end|>\n")
         for m in new:
             text = m["content"] if isinstance(m["content"], str) else m["content"][0]["text"]
             assert text in tail
-        prompt = bridged
+        prompt = [*prompt, *ids, *following]
 
 
 def encode(chat: ChatFormat, text: str) -> list[int]:
@@ -70,50 +70,10 @@ def prompt_end(chat: ChatFormat) -> list[int]:
     return chat.render(START, None)[-3:]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "default"])
-def test_a_bridge_writes_what_the_template_writes(
-    request: pytest.FixtureRequest, name: str
-) -> None:
-    """With an answer as the template spells it, continuing and rendering anew agree."""
-    chat: ChatFormat = request.getfixturevalue(name)
-    new = [{"role": "user", "content": "And 2?"}]
-    prompt = chat.render(START, TOOLS)
-    bridged = chat.bridge(np.array(prompt), encode(chat, "1<|im_end|>"), new, TOOLS)
-    anew = chat.render([*START, {"role": "assistant", "content": "1"}, *new], TOOLS)
-    assert bridged is not None
-    without_think = chat.decode(bridged).replace("<think>\n\n</think>\n\n1", "1")
-    assert without_think == chat.decode(anew).replace("<think>\n\n</think>\n\n1", "1")
-
-
-@pytest.mark.parametrize("name", ["qwen3", "default"])
-def test_tool_results_follow_a_call(request: pytest.FixtureRequest, name: str) -> None:
-    chat: ChatFormat = request.getfixturevalue(name)
-    prompt = chat.render(START, TOOLS)
-    new = [{"role": "tool", "tool_call_id": c, "content": f"res{c}"} for c in "12"]
-    bridged = chat.bridge(prompt, encode(chat, CALL + "<|im_end|>"), new, TOOLS)
-    assert bridged is not None
-    assert chat.decode(bridged[len(prompt) :]).startswith(
-        CALL + "<|im_end|>\n<|im_start|>user\n<tool_response>\nres1\n</tool_response>\n"
-        "<tool_response>\nres2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_a_bridge_declines(qwen3: ChatFormat) -> None:
-    prompt = qwen3.render(START, None)
-    end = qwen3.stop_token_ids[0]
-    user = {"role": "user", "content": "x"}
-    assert qwen3.bridge(prompt, [20, end], [], None) is None
-    assert qwen3.bridge(prompt, [20, end], [{"role": "assistant", "content": "x"}], None) is None
-    # What came after the end is no prefix of what the renderer gives.
-    assert qwen3.bridge(prompt, [20, end, 21], [user], None) is None
-
-
-def test_retention_ends_the_continuation(tiny_model_dir: Path) -> None:
-    chat = load_chat_format(str(tiny_model_dir), thinking_retention="tool_cycle")
-    prompt, end = chat.render(START, None), chat.stop_token_ids[0]
-    assert chat.bridge(prompt, [20, end], [{"role": "user", "content": "x"}], None) is None
-    tool = {"role": "tool", "content": "x", "tool_call_id": "1"}
-    assert chat.bridge(prompt, [20, end], [tool], None) is not None
+    assert qwen3.bridge([20, qwen3.stop_token_ids[0]], [], None) is None
+    with pytest.raises(InvalidRequest):
+        qwen3.bridge([20], [{"role": "user"}], None)
 
 
 def test_renders_as_the_template_does(qwen3: ChatFormat, default: ChatFormat) -> None:
@@ -177,17 +137,17 @@ def test_wrong_tools(qwen3: ChatFormat, tools: Any) -> None:
         qwen3.render([USER], tools)
 
 
-def test_what_the_template_refuses(tiny_model_dir: Path) -> None:
-    chat = load_chat_format(str(tiny_model_dir), renderer="default")
-    chat.tokenizer.chat_template = (
+def test_what_the_template_refuses(tiny_model_dir: Path, tmp_path: Path) -> None:
+    template = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}"
         "{% endif %}{{ m.content }}{% endfor %}"
     )
+    chat = load_chat_format(copied_with_template(tiny_model_dir, tmp_path / "x", template))
     assert chat.render([USER], None)
+    result = {"role": "tool", "content": "x", "tool_call_id": "1"}
     with pytest.raises(TemplateError, match="no tools here"):
-        chat.render([{"role": "tool", "content": "x", "tool_call_id": "1"}], None)
-    # Without a turn end nothing can be continued exactly.
-    assert chat.bridge([20], [21], [USER], None) is None
+        chat.render([result], None)
+    assert chat.bridge([21], [result], None) is None
 
 
 def test_loading_says_what_is_wrong(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -224,13 +184,9 @@ def test_another_template_is_taken_as_it_is(tiny_model_dir: Path, tmp_path: Path
     chat = load_chat_format(path)
     assert chat.name == "default"
     assert chat.decode(chat.render([USER], None)) == "[user]x<|im_end|>[assistant]"
-    bridged = chat.bridge(chat.render([USER], None), [20], [USER], None)
-    assert bridged is not None
-    assert chat.decode(bridged) == (
-        "[user]x<|im_end|>[assistant]"
-        + chat.decode([20])
-        + "<|im_end|>[user]x<|im_end|>[assistant]"
-    )
+    following = chat.bridge([20], [USER], None)
+    assert following is not None
+    assert chat.decode(following) == "<|im_end|>[user]x<|im_end|>[assistant]"
     with pytest.raises(ConfigError, match="chat template does"):
         load_chat_format(path, renderer="qwen3")
 
