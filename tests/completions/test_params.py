@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 from openai.types import completion_create_params
@@ -172,4 +172,4 @@ def test_what_is_recorded_is_bounded() -> None:
 
 def test_the_run_itself_bends_nothing() -> None:
     assert parse().gconfig == RUN
-    assert cast(Any, parse()).untrainable is None
+    assert parse().untrainable is None

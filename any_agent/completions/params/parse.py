@@ -163,9 +163,10 @@ def _include_usage(body: Mapping[str, Any]) -> bool:
     if options is None:
         return False
     for name, value in require_object(options, "stream_options").items():
-        at = f"stream_options.{shown(str(name))[1:-1]}"
         if name not in _STREAM_OPTIONS:
+            at = f"stream_options.{shown(str(name))[1:-1]}"
             raise UnsupportedParameter(f"unknown parameter {at}", param=at)
+        at = f"stream_options.{name}"
         if value is not None:
             check(value, {"type": "boolean"}, at)
     if options.get("continuous_usage_stats"):

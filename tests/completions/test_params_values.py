@@ -1,0 +1,113 @@
+"""Values and their schemas, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from any_agent.completions.params import PARAMETERS, request_schema
+from any_agent.completions.params.values import check, json_text, shown, words
+from any_agent.errors import InvalidRequest
+
+ROWS = [p for p in PARAMETERS if p.checked or p.kind == "refused"]
+VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**65), 2**65)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5)
+    | st.sampled_from(["auto", "none", "low", [], {}, ["text"], 0, 1, 2.0])
+    | st.lists(st.integers(-1, 5) | st.text(max_size=3), max_size=18)
+    | st.dictionaries(st.text(max_size=3), st.integers(), max_size=2)
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(row=st.sampled_from(ROWS), value=VALUES)
+def test_a_value_fits_if_json_schema_says_so(row: Any, value: Any) -> None:
+    try:
+        check(value, row.schema, row.name)
+        fits = True
+    except InvalidRequest as error:
+        fits = False
+        assert error.param == row.name
+    if isinstance(value, float) and value.is_integer() and "integer" in str(row.schema):
+        # JSON schema takes 2.0 for an integer. We do not.
+        return
+    if row.name == "messages" or row.schema.get("items", {}).get("type") in ("object", "array"):
+        # What is in it is checked where it is read.
+        return
+    assert fits == jsonschema.Draft202012Validator(row.schema).is_valid(value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "number", "minimum": 0, "maximum": 2}, "a number from 0 to 2"),
+        (
+            {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+            "a number greater than 0 and at most 1",
+        ),
+        ({"type": "integer", "minimum": 1}, "an integer of at least 1"),
+        (
+            {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+            "an integer from -2^63 to 2^63 - 1",
+        ),
+        ({"type": "boolean"}, "true or false"),
+        ({"enum": ["a"]}, '"a"'),
+        ({"enum": ["a", 1, True]}, '"a", 1 or true'),
+        (
+            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]},
+            "a string or a list of integers",
+        ),
+        ({"type": "string", "minLength": 1}, "a non-empty string"),
+        ({"type": "object", "x-max-bytes": 5}, "an object of at most 5 bytes of JSON"),
+        ({"type": "null"}, "null"),
+    ],
+    ids=str,
+)
+def test_words(schema: dict[str, Any], text: str) -> None:
+    assert words(schema) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a\nb", '"a\\nb"'),
+        ("x" * 1000, '"' + "x" * 60 + '"'),
+        ("\ud800", '"\\ud800"'),
+        (10**5000, "a huge integer"),
+        (5, "5"),
+        (True, "true"),
+        (None, "null"),
+        ({"a": 1}, "an object"),
+        ([[]], "a list"),
+    ],
+    ids=lambda v: str(v)[:20] if not isinstance(v, int) else "",
+)
+def test_whatever_is_shown_is_short(value: Any, text: str) -> None:
+    assert shown(value) == text
+
+
+def test_text_of_json() -> None:
+    assert json_text({"a": [1]}, "x", longest=9) == '{"a":[1]}'
+    with pytest.raises(InvalidRequest, match="x is 9 bytes of JSON, and may be 8"):
+        json_text({"a": [1]}, "x", longest=8)
+    for value in ({"a": "\ud800"}, {"a": 2**70}, {1: 2}):
+        with pytest.raises(InvalidRequest, match="no JSON"):
+            json_text(value, "x", longest=100)
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_the_schemas_of_bodies_are_schemas(api: Any) -> None:
+    schema = request_schema(api)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    least = {"messages": [{}]} if api == "chat" else {"prompt": "x"}
+    jsonschema.validate({**least, "temperature": None, "user": ""}, schema)
+    for wrong in ({}, {**least, "unknown": 1}, {**least, "n": 0}, dict.fromkeys(least)):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)

@@ -1,0 +1,50 @@
+"""Which completions are never trained on, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from any_agent.completions.untrainable import (
+    OTHER,
+    REASONS,
+    bent,
+    code_of,
+    why_untrainable,
+)
+from any_agent.types import GenerationHyperparameters
+
+PLAIN = GenerationHyperparameters(temperature=0.7, stop=("x",), stop_token_ids=(1,), seed=5)
+BENT: list[tuple[dict[str, Any], str]] = [
+    ({"grammar": "{}"}, "grammar"),
+    ({"logit_bias": ((1, 1.0),)}, "logit_bias"),
+    ({"frequency_penalty": 0.1}, "penalty"),
+    ({"presence_penalty": -0.1}, "penalty"),
+    ({"repetition_penalty": 0.9}, "penalty"),
+    ({"min_p": 0.1}, "min_p"),
+    ({"temperature": 0.0}, "truncated_sampling"),
+    ({"top_p": 0.9}, "truncated_sampling"),
+    ({"top_k": 1}, "truncated_sampling"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), BENT, ids=str)
+def test_what_bends_a_distribution(changes: dict[str, Any], reason: str) -> None:
+    gconfig = PLAIN.new(**changes)
+    assert bent(gconfig) == reason
+    assert why_untrainable(gconfig, [1]) == reason
+    assert why_untrainable(gconfig, [1], forced=True) == "tool_choice"
+
+
+def test_a_plain_sample_is_trained_on_unless_it_is_empty() -> None:
+    assert bent(PLAIN) is None
+    assert why_untrainable(PLAIN, [1]) is None
+    assert why_untrainable(PLAIN, []) == "no_tokens"
+    assert why_untrainable(PLAIN, [], forced=True) == "no_tokens"
+
+
+def test_codes_are_few() -> None:
+    assert [code_of(reason) for reason in REASONS] == list(REASONS)
+    # Older journals have sentences.
+    assert code_of("sampled from a truncated distribution") == OTHER
