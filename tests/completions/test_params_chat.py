@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from params_lab import OTHER, RUN, TOOL, USER, parse
 
 from any_agent.completions.params import choice_seed
@@ -298,6 +301,13 @@ def test_formats(asked: dict[str, Any], grammar: dict[str, Any] | None) -> None:
             None if grammar is None else json.dumps(grammar, separators=(",", ":"))
         )
         assert call.untrainable == (None if grammar is None else "grammar")
+
+
+@given(choices=st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=4), other=st.text())
+def test_choices_are_taken_by_the_letter(choices: list[str], other: str) -> None:
+    regex = json.loads(parse(guided_choice=choices).gconfig.grammar or "")["regex"]
+    assert all(re.fullmatch(regex, choice) for choice in choices)
+    assert bool(re.fullmatch(regex, other)) == (other in choices)
 
 
 def deep(levels: int) -> dict[str, Any]:

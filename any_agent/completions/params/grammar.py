@@ -77,7 +77,7 @@ def _one(kind: str, value: Any, name: str) -> str:
             return _text({"regex": value}, name)
         case "choice":
             check(value, TABLE["chat"]["guided_choice"].schema, name)
-            choices = "|".join(re.sub(r"([\\.^$|?*+()\[\]{}-])", r"\\\1", c) for c in value)
+            choices = "|".join(re.sub(r"([\\.^$|?*+()\[\]{}])", r"\\\1", c) for c in value)
             return _text({"regex": f"({choices})"}, name)
     return _text({"json_object": True}, name)
 
