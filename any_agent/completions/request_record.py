@@ -1,0 +1,40 @@
+"""What an interaction keeps of its request, beside messages, tools and sampling."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from any_agent.completions.params import ChatCall
+
+
+class RequestRecord(TypedDict, total=False):
+    """``Interaction.request``. Where texts are not kept, ``mixed_cache`` and ``text`` alone are."""
+
+    overridden: dict[str, Any]
+    """What the agent asked for and the run replaced, as ``gconfig`` names it; what was used stands
+    in the interaction's ``gconfig``."""
+    recorded: dict[str, Any]
+    """Parameters without effect, as they came, and those whose effect is in the prompt's ids alone:
+    ``reasoning_effort``, ``chat_template_kwargs``, ``tool_choice``; and
+    ``parallel_tool_calls: false``, by which the answer ends after one call."""
+    forced: int
+    """How many ids at the prompt's end open the call that was forced: they are read as output, and
+    are no output ids."""
+    top_logprobs: dict[str, str]
+    """The likeliest tokens at each position, if they were asked for: see ``pack_top_logprobs``."""
+    mixed_cache: bool
+    """Whether tokens of several versions were sampled over one cache (`update_mode: in_place`)."""
+    text: dict[str, Any]
+    """Of a legacy completion: digests by which a prompt that goes on from it is known."""
+
+
+def recorded_of(call: ChatCall) -> dict[str, Any]:
+    """The entry of that name."""
+    recorded = dict(call.recorded)
+    if call.template_kwargs:
+        recorded["chat_template_kwargs"] = dict(call.template_kwargs)
+    if call.forced_call is not None:
+        recorded["tool_choice"] = call.forced_call or "required"
+    if not call.parallel_tool_calls:
+        recorded["parallel_tool_calls"] = False
+    return recorded
