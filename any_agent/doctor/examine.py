@@ -17,6 +17,7 @@ from any_agent.config import LOOPBACK, Config, load_config
 from any_agent.doctor.engine import engine_laws
 from any_agent.doctor.quick import chat_laws, template_kwargs
 from any_agent.doctor.report import as_json, as_text
+from any_agent.doctor.service import service_laws
 from any_agent.doctor.verdict import Law, Verdict, broken
 from any_agent.errors import ConfigError
 from any_agent.rundir import RunDir
@@ -112,8 +113,13 @@ async def _examine(subject: Subject) -> tuple[dict[str, str], list[Verdict]]:
             told["renderer"] = chat.name
             verdicts += await chat_laws(chat, template_kwargs(subject.config))
             known = chat
+    published = _published(subject)
+    if subject.url is not None:
+        told["service"] = subject.url
+        run, found = await service_laws(subject.url, subject.key)
+        verdicts += found
+        published = run.version if run is not None else published
     if not subject.quick:
-        published = _published(subject)
         for number, url in enumerate(subject.engines):
             told[f"engine {number}" if len(subject.engines) > 1 else "engine"] = url
             found = await engine_laws(

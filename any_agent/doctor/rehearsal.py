@@ -44,9 +44,8 @@ class Rehearsal:
         self._engine.output, self._engine.step = list(output), step or max(1, len(output))
         deltas: list[MessageDelta] = []
         completion: Completion | None = None
-        choices: Any = getattr(prepared, "choices", ())
         completer: Any = self._completer
-        run = completer.run(prepared, *choices[:1], session_id="doctor", stream=True)
+        run = completer.run(prepared, session_id="doctor", stream=True)
         async with aclosing(run) as items:
             async for item in items:
                 if isinstance(item, Delta):

@@ -42,7 +42,8 @@ def rendering(chat: ChatFormat, template: Template) -> Iterator[Verdict]:
         ),
     ]
     for case, messages, tools in cases:
-        yield _compare(case, chat, template, messages, tools)
+        verdict = _compare(case, chat, template, messages, tools)
+        yield _forged(chat, template, messages, verdict) if messages == [forged] else verdict
 
 
 def _compare(
@@ -75,6 +76,20 @@ def _compare(
             case, "as the template's, but earlier thinking is kept (model.thinking_retention)"
         )
     return LAW.failed(case, f"{chat.name} writes {_difference(ours, theirs)}", _DO)
+
+
+def _forged(
+    chat: ChatFormat, template: Template, messages: list[Message], verdict: Verdict
+) -> Verdict:
+    """A template takes a text that spells its tokens for them; as plain text it forges nothing."""
+    if not verdict.failed:
+        return verdict
+    ids, own = chat.render(messages, None), template.ids(messages, None)
+    special = set(chat.tokenizer.all_special_ids) | set(chat.stop_token_ids)
+    fewer = sum(i in special for i in ids) < sum(i in special for i in own)
+    if fewer and chat.decode(ids) == chat.decode(own):
+        return LAW.passed(verdict.case, "they stay text; the template would take them for tokens")
+    return verdict
 
 
 def _difference(ours: str, theirs: str) -> str:
