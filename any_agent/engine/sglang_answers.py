@@ -135,19 +135,19 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
     """The JSON of each server-sent event until `[DONE]`; lines of any length."""
     rest = bytearray()
     async for block in response.content.iter_any():
-        if not rest and block.find(b"\n\n") == len(block) - 2:
-            # One whole event, as nearly always.
-            data = block[5:] if block.startswith(b"data:") else block
-            if data.strip() == b"[DONE]":
-                return
-            yield orjson.loads(data)
-            continue
-        at = max(0, len(rest) - 1)
-        rest += block
-        while (end := rest.find(b"\n\n", at)) >= 0:
-            data = bytes(rest[:end]).removeprefix(b"data:").strip()
-            del rest[: end + 2]
-            at = 0
+        if not rest and block.endswith(b"\n\n") and block.find(b"\n\n") == len(block) - 2:
+            # One whole event, as nearly always: nothing is copied twice.
+            found = [block]
+        else:
+            at = max(0, len(rest) - 1)
+            rest += block
+            found = []
+            while (end := rest.find(b"\n\n", at)) >= 0:
+                found.append(bytes(rest[:end]))
+                del rest[: end + 2]
+                at = 0
+        for event in found:
+            data = event.removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 return
             if data:

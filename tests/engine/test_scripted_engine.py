@@ -76,6 +76,19 @@ async def test_chosen_tokens_have_their_true_logprobs(
     assert [p for top in tops for _, p in top] == pytest.approx(expected.topk(3).values.flatten())
 
 
+async def test_true_logprobs_are_bent(model: TrueModel) -> None:
+    scripted = ScriptedEngine(model=model)
+    bias = {"logit_bias": ((30, 5.0),), "frequency_penalty": 1.0}
+    async with scripted.serve(), client_of(scripted) as client:
+        scripted.say([30, 30])
+        _, logprobs, _ = joined(await all_of(client, request(**bias), stream=False))
+    plain = model.logprobs(PROMPT, [30, 30], {})
+    for k, shift in enumerate((5.0, 4.0)):
+        row = plain[k].clone()
+        row[30] += shift
+        assert logprobs[k] == pytest.approx(torch.log_softmax(row, -1)[30].item(), abs=1e-4)
+
+
 async def test_an_update_changes_the_true_logprobs(
     tiny_model_dir: Path, other_weights: Path
 ) -> None:

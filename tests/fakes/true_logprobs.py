@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from any_agent.engine.embedded.bend import Bend
+from any_agent.engine.embedded.contract import parse_generate
+
 
 class TrueModel:
     """The causal model of a folder, for :class:`tests.fakes.scripted_engine.ScriptedEngine`.
@@ -43,12 +46,19 @@ class TrueModel:
     ) -> Tensor:
         """log-softmax(logits / T) at each position of ``output``, [n, vocabulary], by one pass.
 
-        Temperature 0 is taken as 1, as by SGLang.
+        Temperature 0 is taken as 1, as by SGLang; penalties and biases bend, grammars do not.
         """
+        asked = {k: v for k, v in params.items() if k not in ("json_schema", "regex")}
+        body = {"input_ids": [0], "sampling_params": asked}
+        bend = Bend(parse_generate(body).request.gconfig)
+
         ids = torch.tensor([[*prompt, *output]])
         with torch.inference_mode():
             logits = self._model(input_ids=ids, use_cache=False).logits
             logits = logits[0, len(prompt) - 1 : -1].float()
+            for row, token in zip(logits, output, strict=True):
+                bend.apply(row)
+                bend.push(token)
             temperature = params.get("temperature", 1.0)
             if scaled and temperature >= 1e-5:
                 logits = logits / temperature
