@@ -65,6 +65,10 @@ def test_a_value_fits_if_json_schema_says_so(row: Any, value: Any) -> None:
             "a string or a list of integers",
         ),
         ({"type": "string", "minLength": 1}, "a non-empty string"),
+        (
+            {"type": "array", "minItems": 1, "items": {"type": "object"}},
+            "a non-empty list of objects",
+        ),
         ({"type": "object", "x-max-bytes": 5}, "an object of at most 5 bytes of JSON"),
         ({"type": "null"}, "null"),
     ],

@@ -87,10 +87,10 @@ def words(schema: Schema) -> str:
         return _one_of([json.dumps(each) for each in schema["enum"]])
     kind = schema["type"]
     text = _WORDS[kind]
+    if schema.get("minLength") or schema.get("minItems"):
+        text = text.replace("a ", "a non-empty ", 1)
     if kind == "array" and "type" in schema.get("items", {}):
-        text = f"{text} of {_PLURALS[schema['items']['type']]}"
-    if "minLength" in schema and kind == "string":
-        text = "a non-empty string"
+        text += f" of {_PLURALS[schema['items']['type']]}"
     return text + _bounds(schema)
 
 
