@@ -27,9 +27,9 @@ from proxy_ext.metrics import exposition
 from proxy_ext.openapi import describe
 from proxy_ext.rl.common import service_of
 from proxy_ext.service import Service, open_service
-from proxy_ext.wire.chat import chat_completions
 from proxy_ext.wire.http import JSONResponse
 from proxy_ext.wire.models import list_models
+from proxy_ext.wire.serve import chat_completions, text_completions
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +121,9 @@ def _add_model_routes(app: FastAPI) -> None:
     async def chat(request: Request) -> Response:
         return await chat_completions(service_of(request), request)
 
+    async def text(request: Request) -> Response:
+        return await text_completions(service_of(request), request)
+
     async def models(request: Request) -> Response:
         return JSONResponse(list_models(service_of(request)))
 
@@ -130,6 +133,7 @@ def _add_model_routes(app: FastAPI) -> None:
         app.add_api_route(
             f"{prefix}/chat/completions", chat, methods=["POST"], include_in_schema=schema
         )
+        app.add_api_route(f"{prefix}/completions", text, methods=["POST"], include_in_schema=schema)
         app.add_api_route(f"{prefix}/models", models, methods=["GET"], include_in_schema=schema)
 
 

@@ -45,6 +45,7 @@ _MSGPACK = "application/x-msgpack"
 _TABLE: dict[str, tuple[str, str]] = {
     # Tag, and what else it answers than its kind does.
     "POST /v1/chat/completions": ("model calls", "404 409 410 429 507"),
+    "POST /v1/completions": ("model calls", "404 409 410 429 507"),
     "GET /v1/models": ("model calls", ""),
     "POST /rl/v1/start_session": ("agents", "409 429 507"),
     "GET /rl/v1/start_session": ("agents", "409 429 507"),

@@ -80,6 +80,20 @@ SCHEMAS: dict[str, Any] = {
             "usage": {"type": "object"},
         },
     },
+    "Completion": {
+        "title": "Completion",
+        "description": "OpenAI's legacy answer. Its id names the interaction, to reward it by.",
+        "type": "object",
+        "required": ["id", "object", "created", "model", "choices", "usage"],
+        "properties": {
+            "id": _TEXT,
+            "object": {"const": "text_completion"},
+            "created": {"type": "integer"},
+            "model": _TEXT,
+            "choices": {**_LIST_OF_OBJECTS, "minItems": 1},
+            "usage": {"type": "object"},
+        },
+    },
     "ModelList": {
         "title": "ModelList",
         "type": "object",
@@ -100,20 +114,34 @@ _INTERACTION_HEADERS = {
     "x-any-agent-overrides": {"description": "What the run replaced, as JSON.", "schema": _TEXT},
 }
 
+
+def _model_call(asked: str, answered: str) -> dict[str, Any]:
+    return {
+        "requestBody": {"required": True, "content": _json(asked)},
+        "responses": {
+            "200": {
+                "description": "The completion; with `stream` as OpenAI's events.",
+                "headers": _INTERACTION_HEADERS,
+                "content": _json(answered)
+                | {"text/event-stream": {"schema": {**_TEXT, "description": "Chunks of it."}}},
+            }
+        },
+    }
+
+
 BODIES: dict[str, dict[str, Any]] = {
     "POST /v1/chat/completions": {
         "summary": "Chat Completions",
         "description": "One model call, recorded token by token. Also at `/chat/completions`, and "
         "behind `/{session key}`.",
-        "requestBody": {"required": True, "content": _json("ChatRequest")},
-        "responses": {
-            "200": {
-                "description": "The completion; with `stream` as OpenAI's events.",
-                "headers": _INTERACTION_HEADERS,
-                "content": _json("ChatCompletion")
-                | {"text/event-stream": {"schema": {**_TEXT, "description": "Chunks of it."}}},
-            }
-        },
+        **_model_call("ChatRequest", "ChatCompletion"),
+    },
+    "POST /v1/completions": {
+        "summary": "Completions",
+        "description": "A text that the model goes on with, recorded like a chat call; a prompt "
+        "that begins with a recorded one and its output continues that exactly. Also at "
+        "`/completions`, and behind `/{session key}`.",
+        **_model_call("CompletionRequest", "Completion"),
     },
     "GET /v1/models": {
         "summary": "Models",

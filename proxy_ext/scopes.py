@@ -36,6 +36,8 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     # Model calls. Sessions' keys concern their own session, tenants' keys those of their tenant.
     "POST /v1/chat/completions": (AGENTS, ""),
     "POST /chat/completions": (AGENTS, ""),
+    "POST /v1/completions": (AGENTS, ""),
+    "POST /completions": (AGENTS, ""),
     "GET /v1/models": (KEYS, ""),
     "GET /models": (KEYS, ""),
     # Sessions.

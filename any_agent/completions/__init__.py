@@ -1,22 +1,38 @@
-"""One chat request + one interaction tree -> one recorded completion."""
+"""One request + one interaction tree -> its recorded completions."""
 
-from any_agent.completions.complete import (
-    VERSION_GONE,
+from any_agent.completions.complete import VERSION_GONE, Completer, Past
+from any_agent.completions.params import (
+    ChatCall,
+    parse_chat,
+    parse_completion,
+    require_supported,
+)
+from any_agent.completions.prepared import (
+    Choice,
     Completed,
-    Completer,
     Completion,
     Delta,
     Prepared,
+    choice_ids,
+    completion_of,
 )
-from any_agent.completions.params import ChatCall, parse_chat
+from any_agent.completions.top_logprobs import TopLogprobs, unpack_top_logprobs
 
 __all__ = [
     "VERSION_GONE",
     "ChatCall",
+    "Choice",
     "Completed",
     "Completer",
     "Completion",
     "Delta",
+    "Past",
     "Prepared",
+    "TopLogprobs",
+    "choice_ids",
+    "completion_of",
     "parse_chat",
+    "parse_completion",
+    "require_supported",
+    "unpack_top_logprobs",
 ]

@@ -1,4 +1,4 @@
-"""From a checked chat call to a completion and the interaction that records it."""
+"""From a checked call to its choices, and the interaction that records each."""
 
 from __future__ import annotations
 
@@ -7,15 +7,42 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, chain_keys
-from any_agent.completions.params import ChatCall
-from any_agent.completions.prompt import find_prompt
+from any_agent.chat.output.stream import StreamParser
+from any_agent.completions.params import ChatCall, choice_seed
+from any_agent.completions.parent import Found
+from any_agent.completions.prepared import (
+    Choice,
+    Completed,
+    Completion,
+    Delta,
+    Prepared,
+    choice_ids,
+)
+from any_agent.completions.prompt import Prompt, parent_of, prompt_of
+from any_agent.completions.text_prompt import (
+    RECORD,
+    TextPast,
+    digests,
+    find_text_past,
+    text_key,
+    text_prompt_of,
+)
+from any_agent.completions.top_logprobs import TopLogprobs, pack_top_logprobs
+from any_agent.completions.untrainable import why_untrainable
 from any_agent.engine import InferenceEngine
-from any_agent.errors import ContextLengthExceeded, EngineUnavailable, VersionGone
+from any_agent.errors import (
+    ContextLengthExceeded,
+    EngineUnavailable,
+    UnsupportedParameter,
+    VersionGone,
+)
 from any_agent.record import InteractionTree, lacks_texts
 from any_agent.types import (
-    Continuation,
     GenerationHyperparameters,
     IdArray,
     Interaction,
@@ -30,48 +57,21 @@ VERSION_GONE = "version_gone"
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A call whose prompt is rendered and fits: nothing about the request can fail any more."""
+class Past:
+    """What a call continues, before anything is rendered."""
 
-    id: str
-    call: ChatCall
-    prompt_ids: IdArray
-    prompt_delta_ids: IdArray
-    message_delta: list[Message]
-    parent_id: str | None
-    continuation: Continuation
-    branch_reason: str | None
-    gconfig: GenerationHyperparameters
-    key: bytes
-    """Chain key over the request's messages and tools."""
-    created_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """Newly certain text, and the tokens sampled since the last delta."""
-
-    message: MessageDelta
-    output_ids: list[int]
-    logprobs: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The end of a call: the answer, and what is to be recorded."""
-
-    prepared: Prepared
-    parsed: ParsedMessage
-    interaction: Interaction
-    key: bytes
-    """Chain key under which a continuation finds the interaction."""
-
-
-Completed = Delta | Completion
+    chat: ChatFormat
+    """As the request's template arguments make it."""
+    found: Found | None
+    """Of a chat request."""
+    texts: tuple[TextPast, ...]
+    """Of a legacy completion, one for each prompt."""
+    new_characters: int
+    """How much text is to be rendered and encoded."""
 
 
 class Completer:
-    """Turns chat calls into completions of one engine with one chat format."""
+    """Turns calls into completions of one engine with one chat format."""
 
     def __init__(
         self,
@@ -87,68 +87,149 @@ class Completer:
         self.context_length = context_length
         self._keeps_cache = keeps_cache
 
-    def prepare(self, call: ChatCall, tree: InteractionTree | None) -> Prepared:
-        """Find the parent in the tree, continue its ids exactly or render anew.
+    def find(self, call: ChatCall, tree: InteractionTree | None) -> Past:
+        """What the call continues; costs little.
+
+        Raises ContextLengthExceeded or InvalidRequest.
+        """
+        chat = self._format(call)
+        if call.prompts:
+            texts = tuple(
+                find_text_past(given, tree, chat, self.context_length) for given in call.prompts
+            )
+            return Past(chat, None, texts, sum(text.new_characters for text in texts))
+        found = parent_of(call, tree, chat, context_length=self.context_length)
+        return Past(chat, found, (), found.new_characters)
+
+    def prepare(
+        self, call: ChatCall, tree: InteractionTree | None, past: Past | None = None
+    ) -> Prepared:
+        """Continue the parent's ids exactly or render anew. In any thread.
 
         Raises TemplateError, ContextLengthExceeded or InvalidRequest; nothing is recorded.
         """
-        prompt = find_prompt(call, tree, self.chat, context_length=self.context_length)
-        room = self.context_length - len(prompt.ids)
-        if room < 1:
-            raise ContextLengthExceeded(
-                f"this model's maximum context length is {self.context_length} tokens, but the "
-                f"messages are {len(prompt.ids)} tokens long; shorten them",
-                param="messages",
-            )
-        gconfig = call.gconfig
-        stop_ids = {*gconfig.stop_token_ids, *self.chat.stop_token_ids}
+        past = past or self.find(call, tree)
+        id = f"{'cmpl' if call.prompts else 'chatcmpl'}-{uuid.uuid4().hex}"
+        ids = choice_ids(id, call.n * max(1, len(call.prompts)))
+        gconfig = self._sampling(call, past.chat)
+        choices = (
+            self._text_choices(call, past, tree, gconfig, ids)
+            if past.found is None
+            else self._chat_choices(call, past, past.found, tree, gconfig, ids)
+        )
         return Prepared(
-            id=f"chatcmpl-{uuid.uuid4().hex}",
+            id=id,
             call=call,
-            prompt_ids=prompt.ids,
-            # A copy: a view would keep the whole prompt in memory.
-            prompt_delta_ids=prompt.ids[prompt.inherited :].copy(),
-            message_delta=call.messages[prompt.covered :],
-            parent_id=prompt.parent_id,
-            continuation=prompt.continuation,
-            branch_reason=prompt.branch_reason,
-            gconfig=gconfig.new(
-                max_new_tokens=min(gconfig.max_new_tokens, room),
-                stop_token_ids=tuple(sorted(stop_ids)),
-            ),
-            key=prompt.key,
+            chat=past.chat,
+            gconfig=choices[0].gconfig,
+            choices=choices,
+            prompt_tokens=sum(len(choice.prompt.ids) for choice in choices[:: call.n]),
             created_at=time.time(),
         )
 
-    async def run(
-        self, prepared: Prepared, *, session_id: str, stream: bool, pinned: int | None = None
-    ) -> AsyncGenerator[Completed]:
-        """Deltas as they become certain (when streaming), then the Completion.
+    def _format(self, call: ChatCall) -> ChatFormat:
+        """As the request's template arguments make it; InvalidRequest for unknown ones."""
+        kwargs = dict(call.template_kwargs)
+        if call.reasoning_effort is not None:
+            kwargs = {**self.chat.effort_kwargs(call.reasoning_effort), **kwargs}
+        return self.chat.variant(kwargs) if kwargs else self.chat
 
-        Closing the generator cancels the call in the engine; nothing is recorded then. ``pinned``:
-        every token must be of this weight version. VersionGone if none is; if some are, the
-        Completion is cut off where they end, aborted and untrainable (:data:`VERSION_GONE`).
-        """
-        call = prepared.call
-        parser = self.chat.stream_parser(
-            prompt_ids=prepared.prompt_ids, tools=call.tools, stop=prepared.gconfig.stop
+    def _sampling(self, call: ChatCall, chat: ChatFormat) -> GenerationHyperparameters:
+        stop_ids = {*call.gconfig.stop_token_ids, *chat.stop_token_ids}
+        if call.tools and not call.parallel_tool_calls:
+            stop_ids |= set(_one_call_stops(chat))
+        return call.gconfig.new(stop_token_ids=tuple(sorted(stop_ids)))
+
+    def _chat_choices(
+        self,
+        call: ChatCall,
+        past: Past,
+        found: Found,
+        tree: InteractionTree | None,
+        gconfig: GenerationHyperparameters,
+        ids: list[str],
+    ) -> tuple[Choice, ...]:
+        prompt = prompt_of(call, found, tree, past.chat)
+        forced: tuple[int, ...] = ()
+        if call.forced_call is not None:
+            forced = _forced_ids(past.chat, prompt, call.forced_call)
+            prompt = replace(prompt, ids=np.concatenate([prompt.ids, id_array(forced)]))
+        gconfig = self._fitting(gconfig, prompt, "messages")
+        new = call.messages[prompt.covered :]
+        return tuple(
+            Choice(k, id, prompt, new, prompt.key, _with_seed(gconfig, k), forced)
+            for k, id in enumerate(ids)
         )
-        request = ModelRequest(prepared.id, prepared.prompt_ids, prepared.gconfig)
-        ids: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
+
+    def _text_choices(
+        self,
+        call: ChatCall,
+        past: Past,
+        tree: InteractionTree | None,
+        gconfig: GenerationHyperparameters,
+        ids: list[str],
+    ) -> tuple[Choice, ...]:
+        choices: list[Choice] = []
+        for given, text in zip(call.prompts, past.texts, strict=True):
+            found = text_prompt_of(given, text, tree, past.chat)
+            fitting = self._fitting(gconfig, found.prompt, "prompt")
+            new: list[Message] = [{"role": "prompt", "content": found.added}]
+            for _ in range(call.n):
+                k = len(choices)
+                choices.append(Choice(k, ids[k], found.prompt, new, b"", _with_seed(fitting, k)))
+        return tuple(choices)
+
+    def _fitting(
+        self, gconfig: GenerationHyperparameters, prompt: Prompt, param: str
+    ) -> GenerationHyperparameters:
+        """With as many tokens at most as the context leaves; ContextLengthExceeded for none."""
+        room = self.context_length - len(prompt.ids)
+        if room < 1:
+            what = "messages are" if param == "messages" else "prompt is"
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.context_length} tokens, but the "
+                f"{what} {len(prompt.ids)} tokens long; shorten them",
+                param=param,
+            )
+        return gconfig.new(max_new_tokens=min(gconfig.max_new_tokens, room))
+
+    async def run(
+        self,
+        prepared: Prepared,
+        index: int = 0,
+        *,
+        session_id: str,
+        stream: bool,
+        pinned: int | None = None,
+    ) -> AsyncGenerator[Completed]:
+        """One choice: deltas as they become certain (when streaming), then the Completion.
+
+        Closing the generator cancels the choice in the engine; nothing is recorded then.
+        ``pinned``: every token must be of this weight version. VersionGone if none is; if some
+        are, the Completion is cut off where they end, aborted and untrainable
+        (:data:`VERSION_GONE`).
+        """
+        call, choice = prepared.call, prepared.choices[index]
+        parser = _parser(prepared.chat, call, choice.prompt.ids, choice.forced)
+        request = ModelRequest(
+            choice.id, choice.prompt.ids, choice.gconfig, top_logprobs=call.top_logprobs
+        )
+        sampled = _Sampled()
         async with aclosing(self.engine.generate(request, stream=stream)) as chunks:
             async for chunk in chunks:
-                ids += chunk.output_ids
-                logprobs += chunk.logprobs
-                versions += chunk.versions
-                deltas = parser.feed(chunk.output_ids)
+                ids, logprobs, top = chunk.output_ids, chunk.logprobs, chunk.top_logprobs
+                sampled.ids += ids
+                sampled.logprobs += logprobs
+                sampled.versions += chunk.versions
+                if top is not None:
+                    sampled.top += top
+                deltas = parser.feed(ids)
                 if pinned is not None and any(v != pinned for v in chunk.versions):
-                    if versions[0] != pinned:
-                        raise VersionGone.of(pinned, versions[0])
+                    if sampled.versions[0] != pinned:
+                        raise VersionGone.of(pinned, sampled.versions[0])
                     cut = parser.finish(matched_stop=None)[1]
                     yield self._completion(
-                        prepared, cut, "abort", session_id, ids, logprobs, versions, VERSION_GONE
+                        prepared, choice, cut, "abort", session_id, sampled, VERSION_GONE
                     )
                     return
                 parsed = None
@@ -157,15 +238,13 @@ class Completer:
                     rest, parsed = parser.finish(matched_stop=matched)
                     deltas += rest
                 if stream:
-                    fresh = (chunk.output_ids, chunk.logprobs)
-                    for delta in deltas or [MessageDelta()]:
-                        yield Delta(delta, *fresh)
-                        fresh = ([], [])
+                    first = deltas[0] if deltas else MessageDelta()
+                    yield Delta(first, ids, logprobs, top, index)
+                    for delta in deltas[1:]:
+                        yield Delta(delta, [], [], None, index)
                 if parsed is not None:
                     reason = chunk.stop_reason or "stop"
-                    yield self._completion(
-                        prepared, parsed, reason, session_id, ids, logprobs, versions
-                    )
+                    yield self._completion(prepared, choice, parsed, reason, session_id, sampled)
                     return
         raise EngineUnavailable("the engine ended without an end", retry_after=2)
 
@@ -174,58 +253,133 @@ class Completer:
         interaction = tree[id]
         if not lacks_texts(interaction):
             return interaction
-        parser = self.chat.stream_parser(
-            prompt_ids=tree.prompt_ids(id).tolist(), tools=call.tools, stop=call.gconfig.stop
-        )
+        prompt = tree.prompt_ids(id).tolist()
+        chat = self._format(call)
+        forced: tuple[int, ...] = ()
+        if call.forced_call is not None:
+            opening = tuple(chat.forced_call_ids(prompt, call.forced_call) or ())
+            forced = opening if tuple(prompt[-len(opening) :]) == opening else ()
+        parser = _parser(chat, call, prompt, forced)
         parser.feed(interaction.output_ids.tolist())
         parsed = parser.finish(matched_stop=None)[1]
-        return replace(interaction, output_message=parsed.to_message())
+        return replace(interaction, output_message=_message(call, parsed))
 
     def _completion(
         self,
         prepared: Prepared,
+        choice: Choice,
         parsed: ParsedMessage,
         stop_reason: str,
         session_id: str,
-        ids: list[int],
-        logprobs: list[float],
-        versions: list[int],
+        sampled: _Sampled,
         untrainable: str | None = None,
     ) -> Completion:
-        message = parsed.to_message()
-        call = prepared.call
+        call, prompt = prepared.call, choice.prompt
+        message = _message(call, parsed)
         finish = "tool_calls" if parsed.tool_calls and stop_reason == "stop" else stop_reason
+        output_ids = id_array(sampled.ids)
+        request: dict[str, Any] = {
+            "overridden": call.overrides,
+            "recorded": call.recorded,
+            "mixed_cache": self._keeps_cache and len(set(sampled.versions)) > 1,
+        }
+        if sampled.top:
+            request["top_logprobs"] = pack_top_logprobs(sampled.top)
+        if call.prompts:
+            kept = self._digests(prepared, choice, output_ids, parsed)
+            request[RECORD] = kept
+            key = text_key(kept)
+        else:
+            (key,) = chain_keys([message], call.tools, start=choice.key)
         interaction = Interaction(
-            id=prepared.id,
+            id=choice.id,
             session_id=session_id,
-            parent_id=prepared.parent_id,
-            prompt_delta_ids=id_array(prepared.prompt_delta_ids),
-            output_ids=id_array(ids),
-            output_logprobs=logprob_array(logprobs),
-            output_versions=id_array(versions),
-            message_delta=prepared.message_delta,
+            parent_id=prompt.parent_id,
+            # A copy: a view would keep the whole prompt in memory.
+            prompt_delta_ids=np.array(prompt.ids[prompt.inherited :], dtype=np.int32),
+            output_ids=output_ids,
+            output_logprobs=logprob_array(sampled.logprobs),
+            output_versions=id_array(sampled.versions),
+            message_delta=choice.message_delta,
             output_message=message,
             finish_reason=finish,
-            gconfig=prepared.gconfig,
+            gconfig=choice.gconfig,
             model=call.model,
-            tools=None if prepared.parent_id else call.tools,
-            continuation=prepared.continuation,
-            branch_reason=prepared.branch_reason,
-            untrainable_reason=untrainable or _untrainable(prepared.gconfig, ids),
-            request={
-                "overridden": call.overrides,
-                "recorded": call.recorded,
-                "mixed_cache": self._keeps_cache and len(set(versions)) > 1,
-            },
+            tools=None if prompt.parent_id else call.tools,
+            continuation=prompt.continuation,
+            branch_reason=prompt.branch_reason,
+            untrainable_reason=untrainable
+            or why_untrainable(choice.gconfig, output_ids, forced=call.forced_call is not None),
+            request=request,
             created_at=prepared.created_at,
         )
-        (key,) = chain_keys([message], call.tools, start=prepared.key)
-        return Completion(prepared, parsed, interaction, key)
+        return Completion(choice, parsed, interaction, key)
+
+    def _digests(
+        self, prepared: Prepared, choice: Choice, output_ids: IdArray, parsed: ParsedMessage
+    ) -> dict[str, Any]:
+        """Of a legacy completion, by which the prompt is known that goes on from it."""
+        text = parsed.content
+        if choice.gconfig.stop:
+            # With the stop string, which is among the ids: an agent goes on from both or neither.
+            parser = prepared.chat.text_parser(())
+            parser.feed(output_ids.tolist())
+            text = parser.finish(matched_stop=None)[1].content
+        given = prepared.call.prompts[choice.index // prepared.call.n]
+        return digests(given, np.concatenate([choice.prompt.ids, output_ids]), text)
 
 
-def _untrainable(gconfig: GenerationHyperparameters, ids: list[int]) -> str | None:
-    if not ids:
-        return "no tokens were sampled"
-    if gconfig.temperature == 0 or gconfig.top_p != 1 or gconfig.top_k > 0:
-        return "sampled from a truncated distribution"
-    return None
+class _Sampled:
+    """What a choice has got so far."""
+
+    __slots__ = ("ids", "logprobs", "top", "versions")
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.top: TopLogprobs = []
+
+
+def _parser(
+    chat: ChatFormat, call: ChatCall, prompt_ids: Any, forced: tuple[int, ...]
+) -> StreamParser:
+    stop = call.gconfig.stop
+    if call.prompts:
+        return chat.text_parser(stop)
+    return chat.stream_parser(prompt_ids=prompt_ids, tools=call.tools, stop=stop, forced=forced)
+
+
+def _with_seed(gconfig: GenerationHyperparameters, choice: int) -> GenerationHyperparameters:
+    """A seed that the agent gave makes each choice another sample."""
+    if gconfig.seed is None or choice == 0:
+        return gconfig
+    return gconfig.new(seed=choice_seed(gconfig.seed, choice))
+
+
+def _one_call_stops(chat: ChatFormat) -> tuple[int, ...]:
+    stops = chat.one_call_stop_ids()
+    if stops is None:
+        raise UnsupportedParameter(
+            "parallel_tool_calls=false is not supported for this model: nothing in its output "
+            "says that one call is complete",
+            param="parallel_tool_calls",
+        )
+    return stops
+
+
+def _forced_ids(chat: ChatFormat, prompt: Prompt, name: str) -> tuple[int, ...]:
+    ids = chat.forced_call_ids(prompt.ids.tolist(), name)
+    if ids is None:
+        raise UnsupportedParameter(
+            "a forced tool_choice is not supported for this model: how it begins a call is not "
+            "known; use auto",
+            param="tool_choice",
+        )
+    return tuple(ids)
+
+
+def _message(call: ChatCall, parsed: ParsedMessage) -> Message:
+    if call.prompts:
+        return {"role": "completion", "content": parsed.content}
+    return parsed.to_message()

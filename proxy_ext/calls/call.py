@@ -1,19 +1,27 @@
-"""A model call: it runs in a task of its own, is recorded, and is heard by one client at a time."""
+"""A model call: it runs in a task of its own, each of its choices is recorded, and it is heard by
+one client at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from any_agent.chat import MessageDelta
-from any_agent.completions import VERSION_GONE, Completer, Completion, Delta, Prepared
+from any_agent.completions import (
+    VERSION_GONE,
+    Completer,
+    Completion,
+    Delta,
+    Prepared,
+)
 from any_agent.errors import AnyAgentError, InvalidRequest, SessionClosed, VersionGone
 from any_agent.types import GenerationHyperparameters, Interaction
 from proxy_ext.calls.inflight import Place
+from proxy_ext.calls.so_far import SoFar, whole
 from proxy_ext.calls.stats import CallTimer
 from proxy_ext.journal import RequestMark
 from proxy_ext.sessions.live import Sessions
@@ -21,9 +29,19 @@ from proxy_ext.sessions.session import Session
 
 log = logging.getLogger(__name__)
 
-Item: TypeAlias = Delta | Interaction
-"""What a call produces: deltas when it streams, and last the interaction, which is durable then."""
 _number = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of one choice; its interaction is durable then."""
+
+    index: int
+    interaction: Interaction
+
+
+Item: TypeAlias = Delta | Ended
+"""What a call produces: of each choice deltas when it streams, and last its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +52,15 @@ class Head:
     created_at: float
     gconfig: GenerationHyperparameters
     prompt_tokens: int
+    choices: int = 1
+    seeds: tuple[int | None, ...] = ()
+    """Those that its choices are sampled with."""
 
     @classmethod
     def of(cls, prepared: Prepared) -> Head:
         p = prepared
-        return cls(p.id, p.created_at, p.gconfig, len(p.prompt_ids))
+        seeds = tuple(choice.gconfig.seed for choice in p.choices)
+        return cls(p.id, p.created_at, p.gconfig, p.prompt_tokens, len(p.choices), seeds)
 
 
 class Listener:
@@ -48,20 +70,41 @@ class Listener:
         self.call = call
         self.place: Place | None = None
         """Where this client waits; `Calls.release` leaves it."""
-        self.delivered = False
-        """Whether the client was there when the event that ends the answer was sent."""
         self.gone = False
-        self._items: asyncio.Queue[Item | AnyAgentError] = asyncio.Queue()
+        self._delivered: set[int] = set()
+        self._items: deque[Item | AnyAgentError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: Item | AnyAgentError) -> None:
-        self._items.put_nowait(item)
+        self._items.append(item)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def next(self) -> Item:
-        """What the call produces next, the last one an Interaction; raises what it failed with."""
-        item = await self._items.get()
+        """What the call produces next, an Ended last of each choice; raises what it failed with."""
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        item = self._items.popleft()
         if isinstance(item, AnyAgentError):
             raise item
         return item
+
+    @property
+    def ready(self) -> bool:
+        """Whether something more is there that is no failure: `next` returns it at once."""
+        return bool(self._items) and not isinstance(self._items[0], AnyAgentError)
+
+    def deliver(self, index: int) -> None:
+        """The client was there when the event that ends this choice was sent."""
+        self._delivered.add(index)
+        self.call.heard.add(index)
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the client was there for the end of every choice."""
+        return len(self._delivered) == self.call.head.choices
 
     def leave(self) -> None:
         """Nobody waits here for the answer any more."""
@@ -72,7 +115,8 @@ class Listener:
 
 
 class Call:
-    """One model call.
+    """One model call, of one or several choices: it is answered when all are recorded, and failed
+    when one has.
 
     With a ``mark`` its client's SDK marks its retries: when the client leaves, the call is vacant,
     and goes on for a while so that a retry can take it up.
@@ -86,32 +130,43 @@ class Call:
         *,
         stream: bool,
         on_left: Callable[[Call], None],
-        interaction: Interaction | None = None,
-        answer: Interaction | None = None,
+        recorded: Mapping[int, Interaction] | None = None,
+        answers: Mapping[int, Interaction] | None = None,
     ) -> None:
+        """``recorded`` and ``answers``: of an earlier process, all of the choices."""
         self.head = head
         self.session = session
         self.mark = mark
         self.number = next(_number)
         """In the order of their beginning."""
         self.task: asyncio.Task[None] | None = None
-        self.interaction = interaction
-        """As it is recorded, durably; None while the call is under way, for good if it fails."""
-        self._answer = answer or interaction
-        """With its texts, which may not be recorded."""
+        self.recorded: dict[int, Interaction] = dict(recorded or {})
+        """By choice, as they are recorded, durably."""
+        self._answers: dict[int, Interaction] = dict(answers or {})
+        """With their texts, which may not be recorded."""
+        self.heard: set[int] = set()
+        """Choices whose end was sent to a client that was there."""
         self.closed = False
         """No retry can take it up any more."""
         self.expiry: asyncio.Task[None] | None = None
         self.watchers: set[asyncio.Event] = set()
         """Set when its client has left, or has the answer."""
-        self.cost = head.prompt_tokens
-        """Tokens that its tenant is charged: the prompt's, and those sampled so far."""
+        self._sampled = [0] * head.choices
+        self._free = False
         self._stream = stream
         self._listener: Listener | None = None
         self._on_left = on_left
-        self._so_far = _SoFar() if mark is not None and stream else None
-        self._recording = False
+        keeps = mark is not None and stream
+        self._so_far = [SoFar(k) for k in range(head.choices)] if keeps else None
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+        """Of its choices, if they are several; else it is sampled in the call's own."""
+        self._recording: set[asyncio.Task[None] | None] = set()
         self._aborted: str | None = None
+
+    @property
+    def cost(self) -> int:
+        """Tokens that its tenant is charged: the prompt's, and those sampled so far."""
+        return 0 if self._free else self.head.prompt_tokens + sum(self._sampled)
 
     @property
     def pinned(self) -> int | None:
@@ -124,8 +179,14 @@ class Call:
         return self._listener is None and not self.closed
 
     @property
-    def delivered(self) -> bool:
-        return self._listener is not None and self._listener.delivered
+    def answered(self) -> bool:
+        """Whether all of its choices are recorded."""
+        return len(self.recorded) == self.head.choices
+
+    @property
+    def unheard(self) -> list[Interaction]:
+        """What is recorded of it and was not sent to its end."""
+        return [i for k, i in self.recorded.items() if k not in self.heard]
 
     @property
     def abandoned(self) -> bool:
@@ -135,19 +196,21 @@ class Call:
     @property
     def failed(self) -> bool:
         """Whether it is over without an answer."""
-        return self.task is not None and self.task.done() and self.interaction is None
+        return self.task is not None and self.task.done() and not self.answered
 
     def listen(self) -> Listener:
-        """Its next client; of a call under way what it produced so far comes as one delta."""
+        """Its next client; of a call under way what it produced so far comes at once."""
         if self.expiry is not None:
             self.expiry.cancel()
         listener = self._listener = Listener(self)
-        if self._answer is not None:
-            if self._stream:
-                listener.put(_whole(self._answer))
-            listener.put(self._answer)
-        elif self._so_far is not None and not self._so_far.empty:
-            listener.put(self._so_far.delta())
+        for index in range(self.head.choices):
+            answer = self._answers.get(index)
+            if answer is not None:
+                if self._stream:
+                    listener.put(whole(answer, index))
+                listener.put(Ended(index, answer))
+            elif self._so_far is not None and not self._so_far[index].empty:
+                listener.put(self._so_far[index].delta())
         return listener
 
     def left(self, listener: Listener) -> None:
@@ -170,65 +233,96 @@ class Call:
             watcher.set()
 
     def abort(self, reason: str) -> None:
-        """Cancel the generation; without effect once the answer is being recorded."""
-        if self.task is not None and not self._recording and not self.task.done():
-            self._aborted = reason
-            self.task.cancel()
+        """Cancel the generation; without effect on a choice once it is being recorded."""
+        if self.task is None or self.task.done():
+            return
+        current = asyncio.current_task()
+        for task in self._tasks or (self.task,):
+            if task not in self._recording and task is not current and not task.done():
+                self._aborted = self._aborted or reason
+                task.cancel()
 
     async def run(
         self, prepared: Prepared, completer: Completer, sessions: Sessions, timer: CallTimer
     ) -> None:
+        if len(prepared.choices) == 1:
+            await self._sample(prepared, 0, completer, sessions, timer)
+        else:
+            self._tasks = tuple(
+                asyncio.create_task(self._sample(prepared, index, completer, sessions, timer))
+                for index in range(len(prepared.choices))
+            )
+            try:
+                await asyncio.wait(self._tasks)
+            finally:
+                for task in self._tasks:
+                    task.cancel()
+        if not self._free and len(self._answers) == self.head.choices:
+            timer.completed()
+
+    async def _sample(
+        self,
+        prepared: Prepared,
+        index: int,
+        completer: Completer,
+        sessions: Sessions,
+        timer: CallTimer,
+    ) -> None:
         session_id = self.session.id if self.session is not None else ""
         stream, pinned = self._stream, self.pinned
+        so_far = self._so_far[index] if self._so_far is not None else None
         try:
             async for item in completer.run(
-                prepared, session_id=session_id, stream=stream, pinned=pinned
+                prepared, index, session_id=session_id, stream=stream, pinned=pinned
             ):
-                if isinstance(item, Completion):
-                    await self._record(item, sessions, timer)
-                    self._produced(item.interaction)
-                else:
+                if isinstance(item, Delta):
                     timer.tokens()
-                    self.cost += len(item.output_ids)
-                    self._produced(item)
+                    self._sampled[index] += len(item.output_ids)
+                    if so_far is not None:
+                        so_far.add(item)
+                    if self._listener is not None:
+                        self._listener.put(item)
+                else:
+                    await self._record(item, sessions, timer)
+                    self._say(Ended(index, item.interaction))
         except asyncio.CancelledError:
             if self._aborted is None:
                 raise
         except AnyAgentError as error:
-            timer.ended("failed")
-            self.cost = 0
-            self._say(error)
+            self._fail(error, timer)
         except Exception:
-            timer.ended("failed")
-            self.cost = 0
             log.exception("a model call failed")
-            self._say(AnyAgentError("the call failed inside the service; see its log"))
+            self._fail(AnyAgentError("the call failed inside the service; see its log"), timer)
+
+    def _fail(self, error: AnyAgentError, timer: CallTimer) -> None:
+        """One choice cannot be had, so the others are not either."""
+        timer.ended("failed")
+        if not self._free:
+            self._free = True
+            self._say(error)
+        if self._tasks:
+            self.abort("another choice of the call failed")
 
     async def _record(self, completion: Completion, sessions: Sessions, timer: CallTimer) -> None:
-        """Make the answer durable, if it is a session's."""
-        self.cost = self.head.prompt_tokens + len(completion.interaction.output_ids)
+        """Make a choice durable, if it is a session's."""
+        index, interaction = completion.choice.index, completion.interaction
+        self._sampled[index] = len(interaction.output_ids)
         session = self.session
         if session is None:
-            timer.completed(completion, earlier=None)
-            return
-        self._recording = True
-        if completion.interaction.untrainable_reason == VERSION_GONE:
-            # For the record: it is no answer, neither to this request nor to a retry of it.
-            await sessions.record(session, completion.interaction, completion.key, None)
-            last = int(completion.interaction.output_versions[-1])
-            raise VersionGone.of(self.pinned, last)
-        self.interaction = await sessions.record(
-            session, completion.interaction, completion.key, self.mark
-        )
-        self._answer = completion.interaction
-        timer.completed(completion, earlier=len(session.tree) - 1)
-
-    def _produced(self, item: Item) -> None:
-        if isinstance(item, Interaction):
-            self._so_far = None
-        elif self._so_far is not None:
-            self._so_far.add(item)
-        self._say(item)
+            timer.recorded(completion, earlier=None)
+        else:
+            self._recording.add(asyncio.current_task())
+            if interaction.untrainable_reason == VERSION_GONE:
+                # For the record: it is no answer, neither to this request nor to a retry of it.
+                await sessions.record(session, interaction, completion.key, None)
+                raise VersionGone.of(self.pinned, int(interaction.output_versions[-1]))
+            self.recorded[index] = await sessions.record(
+                session, interaction, completion.key, self.mark
+            )
+            timer.recorded(completion, earlier=len(session.tree) - len(self.recorded))
+        self._answers[index] = interaction
+        if self._so_far is not None:
+            self._so_far[index].clear()
 
     def _say(self, item: Item | AnyAgentError) -> None:
         if self._listener is not None:
@@ -237,49 +331,3 @@ class Call:
     def ended(self) -> None:
         """Its task is over. One that was cancelled, perhaps before it began, has said nothing."""
         self._say(SessionClosed(self._aborted or "the service is stopping"))
-        if self.failed and self._listener is None:
-            self.close()
-
-
-class _SoFar:
-    """What a stream has produced, for a client that comes later."""
-
-    def __init__(self) -> None:
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._tool_calls: list[dict[str, object]] = []
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
-
-    @property
-    def empty(self) -> bool:
-        return not self._ids
-
-    def add(self, item: Delta) -> None:
-        message = item.message
-        if message.content:
-            self._content.append(message.content)
-        if message.reasoning_content:
-            self._reasoning.append(message.reasoning_content)
-        self._tool_calls += message.tool_calls or ()
-        self._ids += item.output_ids
-        self._logprobs += item.logprobs
-
-    def delta(self) -> Delta:
-        message = MessageDelta(
-            content="".join(self._content) or None,
-            reasoning_content="".join(self._reasoning) or None,
-            tool_calls=list(self._tool_calls) or None,
-        )
-        return Delta(message, list(self._ids), list(self._logprobs))
-
-
-def _whole(interaction: Interaction) -> Delta:
-    """All of a recorded answer."""
-    message = interaction.output_message
-    calls = [{"index": k, **c} for k, c in enumerate(message.get("tool_calls") or ())]
-    return Delta(
-        MessageDelta(message.get("content"), message.get("reasoning_content"), calls or None),
-        interaction.output_ids.tolist(),
-        interaction.output_logprobs.tolist(),
-    )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from typing import Any
 
 from any_agent.completions import ChatCall, Completer, Prepared
 from any_agent.errors import AnyAgentError
@@ -71,16 +73,17 @@ class Calls:
     ) -> Listener:
         """Begin a call, which holds the place until its task is over.
 
-        SessionClosed, VersionGone or Draining.
+        SessionClosed, VersionGone or Draining; TooManyRequests if there is no room for all of its
+        choices.
         """
         if self.draining:
             raise draining()
         if session is not None:
             session.require_open()
             session.require_version(self._completer.engine.version)
+        place.widen(len(prepared.choices))
         mode = session.row.mode if session is not None else None
-        if session is not None:
-            prepared = self._seeded(prepared, session)
+        prepared = self._seeded(prepared, session)
         timer = self.stats.begin(prepared, mode)
         call = Call(Head.of(prepared), session, mark, stream=stream, on_left=self._left)
         self._running.add(call)
@@ -99,41 +102,60 @@ class Calls:
         return call.listen()
 
     def recorded(
-        self, interaction: Interaction, session: Session, mark: RequestMark, again: ChatCall
+        self,
+        completion_id: str,
+        choices: Sequence[Interaction],
+        session: Session,
+        mark: RequestMark,
+        again: ChatCall,
     ) -> Listener:
         """Take up a call of an earlier process, whose answer may have reached nobody."""
-        prompt_tokens = len(session.tree.prompt_ids(interaction.id))
-        i = interaction
-        answer = self._completer.said_again(again, session.tree, i.id)
-        head = Head(i.id, i.created_at, i.gconfig, prompt_tokens)
+        tree, first = session.tree, choices[0]
+        prompt_tokens = sum(len(tree.prompt_ids(i.id)) for i in choices[:: again.n])
+        answers = [self._completer.said_again(again, tree, i.id) for i in choices]
+        head = Head(completion_id, first.created_at, first.gconfig, prompt_tokens, len(choices))
         call = Call(
             head,
             session,
             mark,
             stream=again.stream,
             on_left=self._left,
-            interaction=i,
-            answer=answer,
+            recorded=dict(enumerate(choices)),
+            answers=dict(enumerate(answers)),
         )
         session.calls.add(call)
         return call.listen()
 
-    def _seeded(self, prepared: Prepared, session: Session) -> Prepared:
-        """With the run's own seed for this call, if it has one: no other has the same."""
+    def _seeded(self, prepared: Prepared, session: Session | None) -> Prepared:
+        """With a seed for each choice, if the run has seeds: no two are the same."""
+        if session is None:
+            return prepared
         seed_of, number = self._sessions.names.sampling_seed, len(session.tree)
         seed = seed_of(session.id, number)
-        if seed is not None:
-            taken = {i.gconfig.seed for i in session.tree}
-            taken |= {call.head.gconfig.seed for call in session.calls}
+        if seed is None:
+            return prepared
+        taken = {i.gconfig.seed for i in session.tree}
+        taken |= {seed for call in session.calls for seed in call.head.seeds}
+        choices = []
+        for choice in prepared.choices:
             while seed in taken:
                 number += 1
                 seed = seed_of(session.id, number)
-        return replace(prepared, gconfig=prepared.gconfig.new(seed=seed))
+            taken.add(seed)
+            choices.append(replace(choice, gconfig=choice.gconfig.new(seed=seed)))
+        return replace(prepared, choices=tuple(choices), gconfig=choices[0].gconfig)
 
     def _ended(self, call: Call, timer: CallTimer) -> None:
         self._running.discard(call)
         timer.ended("aborted")
         call.ended()
+        if call.failed and call.vacant:
+            # A client that is there releases it.
+            call.closed = True
+            if call.recorded:
+                self._later(self._let_go(call))
+            else:
+                call.close()
 
     def _left(self, call: Call) -> None:
         """End the call, or let it wait for a retry."""
@@ -141,9 +163,13 @@ class Calls:
             call.closed = True
             call.abort("the client left")
             return
-        call.expiry = asyncio.create_task(self._expire(call))
-        self._waiting.add(call.expiry)
-        call.expiry.add_done_callback(self._waiting.discard)
+        call.expiry = self._later(self._expire(call))
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+        return task
 
     async def _expire(self, call: Call) -> None:
         await asyncio.sleep(self._retry_grace)
@@ -152,7 +178,7 @@ class Calls:
         await self._let_go(call)
 
     async def release(self, listener: Listener) -> None:
-        """The caller is done with a call. An answer that reached nobody is never trained on.
+        """The caller is done with a call. A choice that reached nobody is never trained on.
 
         Until somebody has it the call stays with its session, so that a finalize knows of it.
         """
@@ -165,11 +191,10 @@ class Calls:
     async def _release(self, listener: Listener) -> None:
         call = listener.call
         if listener.delivered:
-            if call.interaction is not None:
-                self._sessions.deliveries.delivered(call.interaction.id)
+            self._note_heard(call)
             call.close()
         elif call.failed:
-            call.close()
+            await self._let_go(call)
         else:
             listener.leave()
             if call.abandoned:
@@ -180,17 +205,28 @@ class Calls:
         call.abort("the client left")
         if call.task is not None:
             await asyncio.wait([call.task])
-        session, interaction = call.session, call.interaction
+        session = call.session
         try:
-            if session is not None and interaction is not None:
-                await self._sessions.mark_undelivered(session, interaction)
-        except AnyAgentError as error:
-            log.error("could not mark %s undelivered yet: %s", call.head.id, error.message)
+            self._note_heard(call)
             if session is not None:
-                # The session's end marks it, unless a retry takes it up.
-                session.unconfirmed[call.head.id] = call.mark or UNMARKED
+                for interaction in call.unheard:
+                    await self._mark_undelivered(call, session, interaction)
         finally:
             call.close()
+
+    async def _mark_undelivered(
+        self, call: Call, session: Session, interaction: Interaction
+    ) -> None:
+        try:
+            await self._sessions.mark_undelivered(session, interaction)
+        except AnyAgentError as error:
+            log.error("could not mark %s undelivered yet: %s", interaction.id, error.message)
+            # The session's end marks it, unless a retry takes it up.
+            session.unconfirmed[interaction.id] = call.mark or UNMARKED
+
+    def _note_heard(self, call: Call) -> None:
+        for index in sorted(call.heard & call.recorded.keys()):
+            self._sessions.deliveries.delivered(call.recorded[index].id)
 
     async def close(self) -> None:
         """Abort every call."""

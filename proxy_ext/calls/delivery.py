@@ -108,4 +108,4 @@ def was_used(session: Session, interaction: Interaction) -> bool:
 
 
 def _unsent(session: Session) -> list[Interaction]:
-    return [c.interaction for c in session.calls if c.interaction is not None and not c.delivered]
+    return [interaction for call in session.calls for interaction in call.unheard]

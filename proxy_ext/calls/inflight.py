@@ -2,12 +2,13 @@
 
 A call holds its place from before its body is read until its answer is sent: also while it is
 rendered, waits for the engine, for a weight update, for the journal, or for an earlier call that it
-repeats. So no more than ``limit`` calls ever wait anywhere behind it.
+repeats. So no more than ``limit`` calls ever wait anywhere behind it. Each choice of a call with
+several is a sample for the engine, so such a call takes as many places.
 """
 
 from __future__ import annotations
 
-from any_agent.errors import TooManyRequests
+from any_agent.errors import InvalidRequest, TooManyRequests
 
 _QUEUED_PER_SLOT = 1
 """Calls that may wait in the engine for each one that it samples. They keep it busy; more would
@@ -17,11 +18,24 @@ only wait longer: the time of an admitted call is bounded by this."""
 class Place:
     """One place, held by whoever waits for a call's answer and by the call itself."""
 
-    __slots__ = ("_holders", "_inflight")
+    __slots__ = ("_holders", "_inflight", "_width")
 
     def __init__(self, inflight: InFlight) -> None:
         self._inflight = inflight
         self._holders = 1
+        self._width = 1
+
+    def widen(self, choices: int) -> None:
+        """The call asks the engine for so many samples at once; TooManyRequests if there is no room
+        for all, InvalidRequest if there never is."""
+        if choices > self._inflight.limit:
+            raise InvalidRequest(
+                f"{choices} choices are more than the {self._inflight.limit} samples that are "
+                "taken here at once; ask for fewer",
+                param="n",
+            )
+        self._inflight.take(choices - self._width)
+        self._width = choices
 
     def hold(self) -> None:
         """Another one needs it, who will leave it, too."""
@@ -31,7 +45,7 @@ class Place:
         """Not needed here any more; it is free when nobody needs it."""
         self._holders -= 1
         if self._holders == 0:
-            self._inflight.taken -= 1
+            self._inflight.taken -= self._width
 
 
 class InFlight:
@@ -45,7 +59,12 @@ class InFlight:
 
     def enter(self) -> Place:
         """Take a place; TooManyRequests if there is none."""
-        if self.taken >= self.limit:
+        self.take(1)
+        return Place(self)
+
+    def take(self, more: int) -> None:
+        """Room for more samples; TooManyRequests if there is none."""
+        if self.taken + more > self.limit:
             self.refused += 1
             raise TooManyRequests(
                 f"{self.limit} model calls are under way here, as many as the engine keeps up "
@@ -53,8 +72,7 @@ class InFlight:
                 code="too_many_calls",
                 retry_after=1,
             )
-        self.taken += 1
-        return Place(self)
+        self.taken += more
 
 
 def most_calls(limit: int, *, slots: int | None, sessions: int) -> int:

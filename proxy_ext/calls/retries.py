@@ -15,7 +15,8 @@ from contextlib import suppress
 
 from starlette.requests import Request
 
-from any_agent.completions import ChatCall
+from any_agent.completions import ChatCall, choice_ids, completion_of
+from any_agent.types import Interaction
 from proxy_ext.calls.call import Call, Listener
 from proxy_ext.calls.calls import Calls
 from proxy_ext.calls.delivery import UNDELIVERED, was_used
@@ -51,7 +52,7 @@ async def take_up(
         for call in earlier:
             if call.vacant:
                 call.mark = mark
-                calls.stats.retries["joined" if call.interaction is None else "replayed"] += 1
+                calls.stats.retries["replayed" if call.answered else "joined"] += 1
                 return call.listen()
         remaining = deadline - time.monotonic()
         if not earlier or remaining <= 0:
@@ -71,16 +72,25 @@ def _is_later(mark: RequestMark, earlier: RequestMark) -> bool:
 def _before_the_restart(
     calls: Calls, session: Session, mark: RequestMark, again: ChatCall
 ) -> Listener | None:
-    """The oldest answer of an earlier process that the retry asks for again."""
+    """The oldest answer of an earlier process that the retry asks for again: all of its choices,
+    or none."""
     for id, earlier in session.unconfirmed.items():
-        interaction = session.tree.get(id)
-        if interaction is None or not _is_later(mark, earlier):
+        if not _is_later(mark, earlier):
             continue
-        if interaction.untrainable_reason != UNDELIVERED and not was_used(session, interaction):
-            taken_up = calls.recorded(interaction, session, mark, again)
-            del session.unconfirmed[id]
+        completion = completion_of(id) or id
+        ids = choice_ids(completion, again.n * max(1, len(again.prompts)))
+        choices = [session.tree[each] for each in ids if each in session.tree]
+        if len(choices) == len(ids) and not any(_is_over(session, choice) for choice in choices):
+            taken_up = calls.recorded(completion, choices, session, mark, again)
+            for each in ids:
+                session.unconfirmed.pop(each, None)
             return taken_up
     return None
+
+
+def _is_over(session: Session, interaction: Interaction) -> bool:
+    """Whether nobody can want it again: it was used, or given up."""
+    return interaction.untrainable_reason == UNDELIVERED or was_used(session, interaction)
 
 
 async def _told(news: asyncio.Event, calls: list[Call], seconds: float) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Literal, TypeAlias
 
 from any_agent.completions import Completion, Prepared
+from any_agent.completions.untrainable import code_of
 from any_agent.metrics import Histogram
 from any_agent.types import Continuation
 
@@ -34,6 +35,8 @@ class CallStats:
         """By mode and by how the prompt continued what was recorded."""
         self.branches: Counter[str] = Counter()
         """Calls that could not continue their parent exactly, by reason."""
+        self.untrainable: Counter[str] = Counter()
+        """Recorded calls that are never trained on, by reason."""
         self.prompt_tokens: Counter[str] = Counter()
         self.output_tokens: Counter[str] = Counter()
         self.overrides: Counter[str] = Counter()
@@ -64,20 +67,27 @@ class CallTimer:
             self._tokens_came = True
             self._stats.first_token_seconds.observe(time.perf_counter() - self._began)
 
-    def completed(self, completion: Completion, *, earlier: int | None) -> None:
-        """It is durable; ``earlier``: calls recorded in its session before, None without one."""
-        stats, mode = self._stats, self._mode
+    def completed(self) -> None:
+        """All of its choices are durable."""
+        stats = self._stats
         self.ended("completed")
         stats.seconds.observe(time.perf_counter() - self._began)
-        stats.prompt_tokens[mode] += len(self._prepared.prompt_ids)
-        stats.output_tokens[mode] += len(completion.interaction.output_ids)
+        stats.prompt_tokens[self._mode] += self._prepared.prompt_tokens
         for parameter in self._prepared.call.overrides:
             stats.overrides[parameter] += 1
+
+    def recorded(self, completion: Completion, *, earlier: int | None) -> None:
+        """A choice is durable; ``earlier``: interactions that its session had before the call, None
+        without a session."""
+        stats, mode, interaction = self._stats, self._mode, completion.interaction
+        stats.output_tokens[mode] += len(interaction.output_ids)
         if earlier is None:
             return
-        how: str = self._prepared.continuation
-        if self._prepared.branch_reason is not None:
-            stats.branches[self._prepared.branch_reason] += 1
+        if interaction.untrainable_reason is not None:
+            stats.untrainable[code_of(interaction.untrainable_reason)] += 1
+        how: str = interaction.continuation
+        if interaction.branch_reason is not None:
+            stats.branches[interaction.branch_reason] += 1
         if how == Continuation.ROOT and earlier == 0:
             how = FIRST
         stats.interactions[mode, how] += 1

@@ -14,8 +14,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeAlias
 
+from any_agent.completions import completion_of
 from any_agent.config import SessionConfig
-from any_agent.errors import NotFound, Unprocessable
+from any_agent.errors import InvalidRequest, NotFound, Unprocessable
 from any_agent.protocol import RewardEntry, RewardSet, SessionDetails
 from any_agent.types import Interaction, SessionState
 from proxy_ext.calls.delivery import last_received
@@ -195,6 +196,8 @@ def _counting(row: SessionRow) -> tuple[SessionRow, list[SetState]]:
 
 def _chosen(session: Session, wanted: str | None) -> Interaction:
     tree = session.tree
+    if wanted is not None and f"{wanted}.0" in tree:
+        raise _choice_needed(wanted)
     if wanted is not None and wanted not in tree:
         raise NotFound(
             f"session {session.id} has no completion {wanted[:80]!r}", code="completion_not_found"
@@ -203,4 +206,17 @@ def _chosen(session: Session, wanted: str | None) -> Interaction:
         raise Unprocessable("the session has no completion to reward yet", code="no_interactions")
     if wanted is not None:
         return tree[wanted]
-    return last_received(session) or tree.last()
+    last = last_received(session) or tree.last()
+    if (completion := completion_of(last.id)) is not None:
+        raise _choice_needed(completion)
+    return last
+
+
+def _choice_needed(completion: str) -> InvalidRequest:
+    """Of several choices each is an interaction of its own, and none is the call's answer."""
+    return InvalidRequest(
+        f"completion {completion} has several choices, each with a reward of its own: name one by "
+        f"its index, as completion_id {completion}.0",
+        param="completion_id",
+        code="choice_needed",
+    )

@@ -64,7 +64,7 @@ class Agent:
         await until(lambda: sum(call.vacant for call in self.calls) == number, "its client is gone")
 
     async def answered(self) -> None:
-        await until(lambda: all(call.interaction is not None for call in self.calls))
+        await until(lambda: all(call.answered for call in self.calls))
 
     async def end(self, reward: float = 1.0) -> list[str | None]:
         """Finalize; why each interaction is not trained on."""

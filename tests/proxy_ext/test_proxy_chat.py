@@ -229,10 +229,11 @@ async def test_train_sessions_sample_as_the_run_says(proxy: Proxy, engine: Scrip
     sampling = engine.requests[0]["sampling_params"]
     assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (1.0, 1.0, -1)
     overrides = orjson.loads(response.headers["x-any-agent-overrides"])
-    assert overrides == {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    assert overrides == {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": None}
     (interaction,) = await proxy.recorded(session["session_id"])
-    assert interaction.request["overridden"] == {"temperature": 0.2, "top_p": 0.9, "top_k": 5}
-    assert interaction.request["recorded"] == {"seed": 3, "user": "me"}
+    asked = {"temperature": 0.2, "top_p": 0.9, "top_k": 5, "seed": 3}
+    assert interaction.request["overridden"] == asked
+    assert interaction.request["recorded"] == {"user": "me"}
     assert interaction.trainable
 
 

@@ -14,7 +14,7 @@ from proxy_ext import service
 from proxy_ext.calls import retries
 from proxy_ext.calls.delivery import Deliveries
 from proxy_ext.journal import PutInteraction
-from proxy_ext.wire import chat as wire
+from proxy_ext.wire import serve as wire
 from proxy_ext.wire.http import Client
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Restart, Start

@@ -1,0 +1,167 @@
+"""The prompt of a legacy completion: a recorded prompt + output continued exactly, or a new root.
+
+An interaction that such a request made keeps two digests, of the text of its prompt + output and of
+their ids. A prompt that begins with one of them continues it: the ids of the past are kept as they
+were sampled, and only what follows is encoded. So the parent is found in one pass over the prompt,
+whatever was recorded, and nothing recorded is encoded again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from any_agent.chat import ChatFormat
+from any_agent.completions.prompt import Prompt
+from any_agent.errors import ContextLengthExceeded, InvalidRequest
+from any_agent.record import InteractionTree, was_received
+from any_agent.types import Continuation, IdArray, Interaction, id_array
+
+TextInput: TypeAlias = str | tuple[int, ...]
+
+RECORD = "text"
+"""Under this name an interaction's ``request`` has the digests."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPast:
+    """What of a prompt is recorded, before anything is encoded."""
+
+    parent: Interaction | None
+    size: int
+    """Bytes of the prompt that the parent has."""
+    new_characters: int
+    """How much text is to be encoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A prompt's ids, and the text that the parent has not (of ids: what they say)."""
+
+    prompt: Prompt
+    added: str
+
+
+def find_text_past(
+    given: TextInput, tree: InteractionTree | None, chat: ChatFormat, context_length: int
+) -> TextPast:
+    """The interaction that the prompt goes on from; costs little.
+
+    Raises:
+        ContextLengthExceeded: it cannot fit, however it is encoded.
+        InvalidRequest: an id that is none of the model's, or an empty prompt.
+    """
+    _require_plausible(given, chat, context_length)
+    data, is_text = _bytes_of(given), isinstance(given, str)
+    found = _longest_past(data, "text" if is_text else "ids", tree) if tree is not None else None
+    parent, size = found if found is not None else (None, 0)
+    return TextPast(parent, size, len(data) - size if is_text else 0)
+
+
+def text_prompt_of(
+    given: TextInput, past: TextPast, tree: InteractionTree | None, chat: ChatFormat
+) -> TextPrompt:
+    """The recorded ids that the prompt begins with and the rest, else all of it as a root.
+
+    InvalidRequest for a text that cannot be encoded.
+    """
+    if past.parent is None or tree is None:
+        if isinstance(given, str):
+            return TextPrompt(Prompt(_encode(chat, given, root=True)), given)
+        return TextPrompt(Prompt(id_array(given)), chat.decode(given))
+    before = tree.path_ids(past.parent.id)
+    if isinstance(given, str):
+        added = _bytes_of(given)[past.size :].decode(errors="surrogatepass")
+        rest = _encode(chat, added, root=False)
+    else:
+        rest = id_array(given[len(before) :])
+        added = chat.decode(rest.tolist())
+    ids = np.concatenate([before, rest], dtype=np.int32)
+    exact = Continuation.EXACT
+    return TextPrompt(Prompt(ids, len(before), past.parent.id, continuation=exact), added)
+
+
+def digests(given: TextInput, ids: IdArray, output: str) -> dict[str, Any]:
+    """What an interaction keeps: ``ids`` are its prompt's and output's, ``output`` is its text."""
+    plain = np.ascontiguousarray(ids, dtype="<i4").tobytes()
+    out: dict[str, Any] = {"ids": [len(plain), _digest(plain)]}
+    if isinstance(given, str):
+        text = _bytes_of(given + output)
+        out["text"] = [len(text), _digest(text)]
+    return out
+
+
+def text_key(kept: dict[str, Any]) -> bytes:
+    """A key of its own: no chat request's chain ever has it."""
+    return hashlib.blake2b(kept["ids"][1].encode(), digest_size=16, key=b"text").digest()
+
+
+def _longest_past(data: bytes, kind: str, tree: InteractionTree) -> tuple[Interaction, int] | None:
+    """The recorded interaction that the prompt begins with, and how many bytes of it that is."""
+    known: dict[tuple[int, str], list[Interaction]] = {}
+    for size, digest, interaction in _recorded(kind, tree):
+        if size <= len(data):
+            known.setdefault((size, digest), []).append(interaction)
+    running, at = hashlib.blake2b(digest_size=16), 0
+    found: tuple[Interaction, int] | None = None
+    for size in sorted({size for size, _ in known}):
+        running.update(data[at:size])
+        at = size
+        same = known.get((size, running.copy().hexdigest()))
+        if same:
+            heard = next((i for i in reversed(same) if was_received(i)), same[-1])
+            found = heard, size
+    return found
+
+
+def _recorded(kind: str, tree: InteractionTree) -> Iterable[tuple[int, str, Interaction]]:
+    for interaction in tree:
+        # What was cut off is not what the agent holds.
+        if interaction.finish_reason != "abort" and RECORD in interaction.request:
+            kept = interaction.request[RECORD].get(kind)
+            if kept is not None:
+                yield kept[0], kept[1], interaction
+
+
+def _require_plausible(given: TextInput, chat: ChatFormat, context_length: int) -> None:
+    most = context_length * (chat.longest_token if isinstance(given, str) else 1)
+    if len(given) > most:
+        what = "characters" if isinstance(given, str) else "tokens"
+        raise ContextLengthExceeded(
+            f"this model's maximum context length is {context_length} tokens, but the prompt is "
+            f"{len(given)} {what} long; shorten it",
+            param="prompt",
+        )
+    if not isinstance(given, str):
+        wrong = next((i for i in given if not 0 <= i < chat.vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequest(
+                f"prompt has the token id {wrong}; this model's are 0 to {chat.vocab_size - 1}",
+                param="prompt",
+            )
+    if len(given) == 0:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+
+
+def _encode(chat: ChatFormat, text: str, *, root: bool) -> IdArray:
+    """``root``: with what the tokenizer puts before a text, such as a beginning-of-text token."""
+    try:
+        return id_array(chat.encode(text, special=root))
+    except Exception as error:
+        raise InvalidRequest(
+            f"the prompt cannot be encoded ({type(error).__name__})", param="prompt"
+        ) from error
+
+
+def _bytes_of(given: TextInput) -> bytes:
+    if isinstance(given, str):
+        return given.encode(errors="surrogatepass")
+    return np.asarray(given, dtype="<i4").tobytes()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,70 @@
+"""Log-probabilities as OpenAI's answers have them: `logprobs` of a chat choice, and the legacy one.
+
+What an entry says of its token is the same each time, so it is written once for every token.
+"""
+
+from __future__ import annotations
+
+from itertools import repeat
+from typing import Any
+
+import orjson
+
+from any_agent.chat import ChatFormat
+from any_agent.completions import TopLogprobs
+
+_LEAST = -9999.0
+"""As OpenAI says "never": JSON has no infinity."""
+
+
+class TokenLogprobs:
+    """Writes the entries of one chat format's tokens."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._heads: dict[int, bytes] = {}
+
+    def chat(self, ids: list[int], logprobs: list[float], top: TopLogprobs | None) -> bytes:
+        """The JSON of a chat choice's `logprobs`."""
+        entries = b",".join(
+            b'%b,"top_logprobs":[%b]}'
+            % (
+                self._entry(token, logprob),
+                b",".join([self._entry(i, p) + b"}" for i, p in likeliest]),
+            )
+            for token, logprob, likeliest in zip(ids, logprobs, top or repeat(()), strict=False)
+        )
+        return b'{"content":[%b],"refusal":null}' % entries
+
+    def legacy(
+        self, ids: list[int], logprobs: list[float], top: TopLogprobs | None, start: int
+    ) -> dict[str, Any]:
+        """A text completion's `logprobs`; ``start``: characters before its first token."""
+        tokens = [self._chat.token_text(i) for i in ids]
+        offsets, at = [], start
+        for token in tokens:
+            offsets.append(at)
+            at += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [max(p, _LEAST) for p in logprobs],
+            "top_logprobs": None if top is None else [self._by_text(row) for row in top],
+            "text_offset": offsets,
+        }
+
+    def _by_text(self, row: list[tuple[int, float]]) -> dict[str, float]:
+        out: dict[str, float] = {}
+        for i, logprob in row:
+            # Several may show as the same text; the likeliest is first.
+            out.setdefault(self._chat.token_text(i), max(logprob, _LEAST))
+        return out
+
+    def _entry(self, token: int, logprob: float) -> bytes:
+        head = self._heads.get(token)
+        if head is None:
+            said = {
+                "token": self._chat.token_text(token),
+                "bytes": list(self._chat.token_bytes(token)),
+            }
+            head = self._heads[token] = orjson.dumps(said)[:-1] + b',"logprob":'
+        return head + orjson.dumps(max(logprob, _LEAST))

@@ -1,0 +1,278 @@
+"""Model calls over HTTP, whatever the shape of their answers: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Protocol, TypeAlias
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from any_agent.chat import ChatFormat
+from any_agent.completions import (
+    ChatCall,
+    Delta,
+    parse_chat,
+    parse_completion,
+    require_supported,
+)
+from any_agent.engine import Capabilities
+from any_agent.errors import AnyAgentError, Unauthenticated, UnsupportedParameter
+from any_agent.types import Interaction, SessionMode
+from proxy_ext.calls.call import Head, Item, Listener
+from proxy_ext.calls.inflight import Place
+from proxy_ext.calls.retries import mark_of, take_up
+from proxy_ext.service import Service
+from proxy_ext.sessions.session import Session
+from proxy_ext.wire.chat import ChatAnswer
+from proxy_ext.wire.http import Client, EventStream, read_json
+from proxy_ext.wire.logprobs import TokenLogprobs
+from proxy_ext.wire.text import TextAnswer
+
+_NOTHING = Capabilities(
+    top_logprobs=False, penalties=False, min_p=False, logit_bias=False, grammar=False
+)
+_LONG_TEXT = 65_536
+"""Characters; rendering a megabyte takes a second."""
+_DONE = b"data: [DONE]\n\n"
+_BATCH = 65_536
+"""Bytes of events that are sent at once, if so many are there."""
+
+
+class Answer(Protocol):
+    """The shape of one call's answer."""
+
+    def whole(self, answers: list[Interaction]) -> bytes:
+        """The body, of all choices."""
+
+    def start(self, index: int) -> bytes:
+        """The first event of a choice, or nothing."""
+
+    def delta(self, item: Delta) -> bytes:
+        """The event of newly certain text, or nothing."""
+
+    def end(self, index: int, interaction: Interaction) -> bytes:
+        """The event that ends a choice."""
+
+    def last(self, answers: list[Interaction]) -> bytes:
+        """What comes when all choices have ended, or nothing."""
+
+
+Parse: TypeAlias = Callable[..., ChatCall]
+
+
+async def chat_completions(service: Service, request: Request) -> Response:
+    """One model call of a session, or, where nothing is trained, of nobody's."""
+    return await _serve(service, request, parse_chat)
+
+
+async def text_completions(service: Service, request: Request) -> Response:
+    """A legacy completion, recorded like a chat call."""
+    return await _serve(service, request, parse_completion)
+
+
+async def _serve(service: Service, request: Request, parse: Parse) -> Response:
+    # First of all: what is refused for want of a place must cost next to nothing.
+    place = service.calls.enter()
+    try:
+        session, tenant = await _whose(service, request)
+        service.quotas.require_tokens(tenant)
+        mode = session.mode if session is not None else SessionMode.EVAL
+        body = await read_json(request)
+        call = parse(body, mode=mode, sampling=service.sampling, model=service.config.model.name)
+        await _require_supported(service, call)
+        listener = await _begin(service, request, call, session, place=place, tenant=tenant)
+    except BaseException:
+        place.leave()
+        raise
+    listener.place = place
+    if call.stream:
+        return await _stream(service, request, call, listener)
+    return await _whole(service, request, call, listener)
+
+
+async def _require_supported(service: Service, call: ChatCall) -> None:
+    """UnsupportedParameter for what the engine cannot do, which is asked only if that matters."""
+    vocabulary = service.completer.chat.vocab_size
+    try:
+        require_supported(call, _NOTHING, vocab_size=vocabulary)
+    except UnsupportedParameter:
+        can = await service.engine.capabilities()
+        require_supported(call, can, vocab_size=vocabulary)
+
+
+async def _whose(service: Service, request: Request) -> tuple[Session | None, str | None]:
+    """The session that a call belongs to, and the tenant that it is charged to."""
+    session = await service.auth.session_or_none(request, request.query_params.get("session_id"))
+    if session is not None:
+        session.require_open()
+        return session, session.row.tenant
+    if service.run.state == "training":
+        raise Unauthenticated(
+            "calls belong to a session while training goes on: POST /rl/v1/start_session "
+            "(mode train or eval) and use its api_key",
+            code="no_session",
+        )
+    return None, service.auth.caller(request).tenant
+
+
+async def _begin(
+    service: Service,
+    request: Request,
+    call: ChatCall,
+    session: Session | None,
+    *,
+    place: Place,
+    tenant: str | None,
+) -> Listener:
+    """The call that the request repeats, or a new one."""
+    completer = service.completer
+    # What a retry or the prompt finds in the tree stays there until the call has begun.
+    with service.sessions.trees.pinned(session) if session is not None else nullcontext():
+        tree, mark = None, None
+        if session is not None:
+            await service.sessions.load(session)
+            tree, mark = session.tree, mark_of(request, await request.body())
+            if mark is not None and mark.retry_count > 0:
+                earlier = await take_up(service.calls, session, mark, call)
+                if earlier is not None:
+                    return earlier
+        past = completer.find(call, tree)
+        if past.new_characters > _LONG_TEXT:
+            prepared = await asyncio.to_thread(completer.prepare, call, tree, past)
+        else:
+            prepared = completer.prepare(call, tree, past)
+        return service.calls.start(
+            prepared, session, stream=call.stream, place=place, tenant=tenant, mark=mark
+        )
+
+
+async def _whole(
+    service: Service, request: Request, call: ChatCall, listener: Listener
+) -> Response:
+    try:
+        answers: dict[int, Interaction] = {}
+        async with Client(request, on_leave=listener.leave) as client:
+            while len(answers) < listener.call.head.choices:
+                item = await listener.next()
+                if not isinstance(item, Delta):
+                    answers[item.index] = item.interaction
+            await client.look()
+        in_order = [answers[k] for k in sorted(answers)]
+        version = _version(service, in_order)
+        response = Response(
+            _answer(service, call, listener.call.head, version).whole(in_order),
+            headers=_headers(listener, call, version),
+            media_type="application/json",
+        )
+        if not client.gone:
+            for index in answers:
+                listener.deliver(index)
+        return response
+    finally:
+        await service.calls.release(listener)
+
+
+async def _stream(
+    service: Service, request: Request, call: ChatCall, listener: Listener
+) -> Response:
+    # What fails before the first token is an HTTP error, so the first item comes first.
+    try:
+        async with Client(request, on_leave=listener.leave):
+            first = await listener.next()
+    except BaseException:
+        await service.calls.release(listener)
+        raise
+
+    async def finish() -> None:
+        await service.calls.release(listener)
+
+    version = _version(service, list(listener.call.recorded.values()))
+    answer = _answer(service, call, listener.call.head, version)
+    return EventStream(
+        _events(request, listener, answer, first),
+        _headers(listener, call, version),
+        finish=finish,
+        send_timeout=service.config.server.client_timeout,
+    )
+
+
+async def _events(
+    request: Request, listener: Listener, answer: Answer, item: Item
+) -> AsyncGenerator[bytes]:
+    """One call's events. A choice is delivered once the event with its finish reason was sent."""
+    begun: set[int] = set()
+    ended: dict[int, Interaction] = {}
+    choices = listener.call.head.choices
+    async with Client(request, on_leave=listener.leave) as client:
+        await client.look()
+        while True:
+            events: list[bytes] = []
+            size = 0
+            # What is there already leaves at once, in one piece.
+            while isinstance(item, Delta):
+                if item.index not in begun:
+                    begun.add(item.index)
+                    events.append(answer.start(item.index))
+                event = answer.delta(item)
+                events.append(event)
+                size += len(event)
+                if not listener.ready or size > _BATCH:
+                    break
+                item = await listener.next()
+            if size or events:
+                yield b"".join(events)
+            if not isinstance(item, Delta):
+                index = item.index
+                ended[index] = item.interaction
+                event = answer.end(index, item.interaction)
+                if index not in begun:
+                    event = answer.start(index) + event
+                if len(ended) == choices:
+                    event += answer.last([ended[k] for k in sorted(ended)]) + _DONE
+                yield event
+                if not client.gone:
+                    listener.deliver(index)
+                if len(ended) == choices:
+                    return
+            try:
+                item = await listener.next()
+            except AnyAgentError as error:
+                # The status is sent already: an error event ends the stream, without [DONE].
+                yield b"data: " + orjson.dumps(error.body()) + b"\n\n"
+                return
+
+
+def _answer(service: Service, call: ChatCall, head: Head, version: int) -> Answer:
+    chat, fingerprint = service.completer.chat, f"v{version}"
+    logprobs = _token_logprobs(chat)
+    if call.prompts:
+        return TextAnswer(call, head, logprobs, fingerprint, chat)
+    return ChatAnswer(call, head, logprobs, fingerprint)
+
+
+@lru_cache(maxsize=4)
+def _token_logprobs(chat: ChatFormat) -> TokenLogprobs:
+    return TokenLogprobs(chat)
+
+
+def _version(service: Service, answers: list[Interaction]) -> int:
+    """Of the last token, or, before there is one, of the next."""
+    sampled = [int(a.output_versions[-1]) for a in answers if len(a.output_versions)]
+    return max(sampled, default=service.run.version)
+
+
+def _headers(listener: Listener, call: ChatCall, version: int) -> dict[str, str]:
+    head, session = listener.call.head, listener.call.session
+    out = {"x-any-agent-interaction": head.id, "x-any-agent-version": str(version)}
+    if session is not None:
+        out["x-any-agent-session"] = session.id
+    if call.overrides:
+        used = {key: getattr(head.gconfig, key, None) for key in sorted(call.overrides)}
+        out["x-any-agent-overrides"] = json.dumps(used)
+    return out

@@ -1,0 +1,119 @@
+"""`/v1/completions`: the shape of its answers, whole and streaming."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from any_agent.chat import ChatFormat
+from any_agent.completions import ChatCall, Delta, unpack_top_logprobs
+from any_agent.types import Interaction
+from proxy_ext.calls.call import Head
+from proxy_ext.wire.logprobs import TokenLogprobs
+from proxy_ext.wire.usage import usage_of
+
+
+class TextAnswer:
+    """Formats one legacy completion's answer."""
+
+    def __init__(
+        self,
+        call: ChatCall,
+        head: Head,
+        logprobs: TokenLogprobs,
+        fingerprint: str,
+        chat: ChatFormat,
+    ) -> None:
+        self._call = call
+        self._head = head
+        self._logprobs = logprobs
+        self._chat = chat
+        self._base = {
+            "id": head.id,
+            "object": "text_completion",
+            "created": int(head.created_at),
+            "model": call.model,
+            "system_fingerprint": fingerprint,
+        }
+        self._sent = [0] * head.choices
+        """Characters of each choice's tokens that were told of, for their offsets."""
+
+    def whole(self, answers: list[Interaction]) -> bytes:
+        choices = [self._choice(k, answer) for k, answer in enumerate(answers)]
+        return orjson.dumps(
+            {**self._base, "choices": choices, "usage": usage_of(self._head, answers)}
+        )
+
+    def start(self, index: int) -> bytes:
+        """The first event of a choice, where the prompt is echoed."""
+        echoed = self._echoed(index)
+        return self._event(index, echoed) if echoed else b""
+
+    def delta(self, item: Delta) -> bytes:
+        text = item.message.content or ""
+        logprobs = None
+        if self._call.logprobs and item.output_ids:
+            logprobs = self._legacy(item.index, item.output_ids, item.logprobs, item.top_logprobs)
+        if not text and logprobs is None:
+            return b""
+        return self._event(item.index, text, logprobs)
+
+    def end(self, index: int, interaction: Interaction) -> bytes:
+        return self._event(index, "", None, interaction.finish_reason)
+
+    def last(self, answers: list[Interaction]) -> bytes:
+        if not self._call.include_usage:
+            return b""
+        return _line({**self._base, "choices": [], "usage": usage_of(self._head, answers)})
+
+    def _event(
+        self,
+        index: int,
+        text: str,
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> bytes:
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        event = {**self._base, "choices": [choice]}
+        if self._call.include_usage:
+            event["usage"] = None
+        return _line(event)
+
+    def _choice(self, index: int, interaction: Interaction) -> dict[str, Any]:
+        logprobs = None
+        if self._call.logprobs:
+            top = interaction.request.get("top_logprobs")
+            logprobs = self._legacy(
+                index,
+                interaction.output_ids.tolist(),
+                interaction.output_logprobs.tolist(),
+                unpack_top_logprobs(top) if top is not None else None,
+            )
+        return {
+            "index": index,
+            "text": self._echoed(index) + interaction.output_message["content"],
+            "logprobs": logprobs,
+            "finish_reason": interaction.finish_reason,
+        }
+
+    def _legacy(self, index: int, ids: list[int], logprobs: list[float], top: Any) -> Any:
+        start = self._sent[index]
+        told = self._logprobs.legacy(ids, logprobs, top, start)
+        self._sent[index] = start + sum(map(len, told["tokens"]))
+        return told
+
+    def _echoed(self, index: int) -> str:
+        if not self._call.echo:
+            return ""
+        given = self._call.prompts[index // self._call.n]
+        return given if isinstance(given, str) else self._chat.decode(given)
+
+
+def _line(data: Any) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"
