@@ -109,6 +109,7 @@ class TemplateBridge:
         pattern = sorted(map(re.escape, template.added), key=len, reverse=True)
         self._token = re.compile("|".join(pattern) or "(?!)")
         self._unclosed = UnclosedBlocks(template, self._stops)
+        self._plain: dict[bool, str] = {}
         self._proofs: dict[_Kinds, Proof] = {}
         self._generation_ids = self._generation_prompt()
 
@@ -128,7 +129,10 @@ class TemplateBridge:
             return None
         prepared, _, mark = self._template.prepared([reply, *new], None)
         try:
-            following = self._following([_USER], prepared[0], prepared[1:], _tools(tools))
+            # A tool in place of the real ones, which may be long: it is proven to be the same.
+            before = self._before(prepared[0], _TOOLS[0] if tools else None)
+            after = self._after([_USER], prepared[0], prepared[1:], _TOOLS[0] if tools else None)
+            following = self._following(before, after, is_call=_calls(reply) > 0)
         except Exception:
             # This answer and these messages do not go together in this template; whether the
             # whole conversation does is for the whole rendering to say.
@@ -173,39 +177,44 @@ class TemplateBridge:
         ids = self._template.encode(self._added[token_id] + text, mark)
         return ids[1:] if ids[:1] == [token_id] else self._template.encode(text, mark)
 
-    def _following(
-        self, past: list[Message], reply: Message, new: list[Message], tools: list[Tool] | None
-    ) -> _Following | None:
-        return self._split(past, reply, new, tools)[1]
+    def _before(self, reply: Message, tools: list[Tool] | None) -> str:
+        """The made-up conversation up to the answer; the same for every answer without calls."""
+        if _calls(reply):
+            return self._template.text([_USER, reply], tools, generation=False)
+        plain = self._plain.get(bool(tools))
+        if plain is None or self._template.is_dated:
+            plain = self._template.text([_USER, reply], tools, generation=False)
+            self._plain[bool(tools)] = plain
+        return plain
 
-    def _split(
+    def _after(
         self, past: list[Message], reply: Message, new: list[Message], tools: list[Tool] | None
-    ) -> tuple[str, _Following | None]:
-        """The whole text, and what in it follows the answer; None if the answer or what stands
-        before it is not the same with and without the new messages."""
-        write = self._template.text
-        before = write([*past, reply], tools, generation=False)
-        after = write([*past, reply, *new], tools, generation=True)
+    ) -> str:
+        return self._template.text([*past, reply, *new], tools, generation=True)
+
+    def _following(self, before: str, after: str, *, is_call: bool) -> _Following | None:
+        """What follows the answer; None if the answer, or what stands before it, is not the same
+        with and without the new messages."""
         head, said, rest = before.partition(_SAID)
         head_after, said_after, rest_after = after.partition(_SAID)
         if not said or not said_after or _bare(head) != _bare(head_after):
-            return after, None
+            return None
         turn, end = self._turn_end(rest)
-        if end is None and turn and not reply.get("tool_calls"):
+        if end is None and turn and not is_call:
             # Something stands between the answer and its end that the model might not write.
-            return after, None
+            return None
         if not rest_after.startswith(turn):
-            return after, None
+            return None
         rest_after = rest_after[len(turn) :]
         found = self._token.match(rest_after)
         if end is None:
-            return after, _Following(None, rest_after)
+            return _Following(None, rest_after)
         if found is None:
             # The turn goes on, as where messages of one role are merged.
-            return after, None
+            return None
         if found[0] == end or _ENDS.search(found[0]):
-            return after, _Following(found[0], rest_after[found.end() :])
-        return after, _Following(None, rest_after)
+            return _Following(found[0], rest_after[found.end() :])
+        return _Following(None, rest_after)
 
     def _turn_end(self, rest: str) -> tuple[str, str | None]:
         """What the last turn has after the answer, and the token that ends it, if one does."""
@@ -238,11 +247,13 @@ class TemplateBridge:
             past, _, _ = self._template.prepared(past, None)
             for tools in _TOOLS if kinds.tools else (None,):
                 try:
-                    whole, following = self._split(past, reply, new, tools)
+                    before = self._template.text([*past, reply], tools, generation=False)
+                    whole = self._after(past, reply, new, tools)
                     prompt = self._template.text(past, tools, generation=True)
                 except Exception as e:
                     refusal = f"the template refuses them: {e}"
                     continue
+                following = self._following(before, whole, is_call=bool(calls))
                 if following is None:
                     return Proof("the template rewrites what stands before them")
                 if not _bare(whole).startswith(_bare(prompt).rstrip()):
@@ -290,11 +301,6 @@ class TemplateBridge:
 def _bare(text: str) -> str:
     """Without thinking, closed or just opened: templates take it out of earlier turns."""
     return _THINKING_OPENED.sub("", _THINKING.sub("", text))
-
-
-def _tools(tools: list[Tool] | None) -> list[Tool] | None:
-    """A tool in place of the real ones, which may be long: the proof says that it is the same."""
-    return _TOOLS[0] if tools else None
 
 
 def _answer(text: str) -> Message:

@@ -47,6 +47,11 @@ class Template:
         return self._spelled is not None
 
     @cached_property
+    def is_dated(self) -> bool:
+        """Whether it may write the time, and so another text from one moment to the next."""
+        return "strftime_now" in str(self._tokenizer.chat_template)
+
+    @cached_property
     def known_settings(self) -> frozenset[str]:
         """Names that the template reads beyond what every template is given."""
         from jinja2 import Environment, meta, nodes
