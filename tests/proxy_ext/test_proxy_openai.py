@@ -76,8 +76,8 @@ async def test_errors_come_as_their_classes_and_are_not_retried(
         await sdk.chat.completions.create(model=MODEL, messages=long)
     assert raised.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError) as raised:
-        await sdk.chat.completions.create(model=MODEL, messages=HELLO, n=2)
-    assert (raised.value.code, raised.value.param) == ("unsupported_parameter", "n")
+        await sdk.chat.completions.create(model=MODEL, messages=HELLO, modalities=["audio"])
+    assert (raised.value.code, raised.value.param) == ("unsupported_parameter", "modalities")
     with pytest.raises(openai.AuthenticationError):
         await sdk.with_options(api_key="sk-v1.0.x").chat.completions.create(
             model=MODEL, messages=HELLO
