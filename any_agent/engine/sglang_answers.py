@@ -30,6 +30,7 @@ class ChunkReader:
         self._limit = request.gconfig.max_new_tokens
         self._top = request.top_logprobs
         self._seen = 0
+        self._told: Any = None
         self._version = -1
 
     def read(self, event: Any) -> GenerationChunk:
@@ -85,23 +86,27 @@ class ChunkReader:
         start = self._seen
         spans = meta.get("weight_versions")
         if not spans:
-            spans = [{"version": meta["weight_version"], "start": start, "end": end}]
+            return [self._advance(meta["weight_version"])] * (end - start)
         out: list[int] = []
         for span in spans:
             first, last = max(int(span["start"]), start), min(int(span["end"]), end)
-            if last <= first:
-                continue
-            version = version_number(span["version"])
+            if first < last:
+                out += [self._advance(span["version"])] * (last - first)
+        if len(out) != end - start:
+            raise EngineMismatch("the engine's weight versions do not cover its tokens")
+        return out
+
+    def _advance(self, told: Any) -> int:
+        """The version as a number; EngineMismatch if it is below one before."""
+        if told != self._told:
+            version = version_number(told)
             if version < self._version:
                 raise EngineMismatch(
                     f"the engine's weight version fell from {self._version} to {version} within "
                     "one request"
                 )
-            self._version = version
-            out += [version] * (last - first)
-        if len(out) != end - start:
-            raise EngineMismatch("the engine's weight versions do not cover its tokens")
-        return out
+            self._told, self._version = told, version
+        return self._version
 
 
 def _matched(finish: dict[str, Any] | None) -> str | int | None:
