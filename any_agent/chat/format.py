@@ -135,8 +135,9 @@ class ChatFormat:
         try:
             return self._variants.get(checked, make)
         except Exception as e:
+            why = str(e)[:500].encode(errors="replace").decode()
             raise InvalidRequest(
-                f"chat_template_kwargs are refused: {e}", param="chat_template_kwargs"
+                f"chat_template_kwargs are refused: {why}", param="chat_template_kwargs"
             ) from e
 
     def effort_kwargs(self, effort: str) -> Mapping[str, Any]:
@@ -221,9 +222,9 @@ class ChatFormat:
         except AnyAgentError:
             raise
         except Exception as e:
+            why = f"{type(e).__name__}: {e}"[:500].encode(errors="replace").decode()
             raise TemplateError(
-                f"the chat template cannot render these messages: {type(e).__name__}: {e}",
-                param="messages",
+                f"the chat template cannot render these messages: {why}", param="messages"
             ) from e
 
 

@@ -1,0 +1,120 @@
+"""Whatever an agent sends as messages: an answer or a 400, from many threads at once."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from any_agent.chat import ChatFormat
+from any_agent.errors import InvalidRequest
+from tests.families import family, names
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+TEXT = st.text(st.characters(), max_size=6)  # Lone surrogates, too.
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXT),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(TEXT, inner, max_size=2)),
+    max_leaves=4,
+)
+CALL = st.fixed_dictionaries(
+    {"function": st.fixed_dictionaries({"name": TEXT, "arguments": st.one_of(TEXT, JSON)})},
+    optional={"id": st.one_of(TEXT, JSON), "type": JSON},
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "x"])},
+    optional={
+        "content": st.one_of(
+            TEXT,
+            st.none(),
+            st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXT}), max_size=2),
+            JSON,
+        ),
+        "tool_calls": st.one_of(st.lists(CALL, max_size=2), JSON),
+        "tool_call_id": st.one_of(TEXT, JSON),
+        "name": st.one_of(TEXT, JSON),
+        "reasoning_content": st.one_of(TEXT, JSON),
+    },
+)
+
+
+@pytest.mark.parametrize("name", names())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(messages=st.lists(MESSAGE, max_size=4), tools=st.booleans(), said=st.none() | MESSAGE)
+def test_any_messages(
+    name: str, messages: list[Any], tools: bool, said: dict[str, Any] | None
+) -> None:
+    chat = formats(name)
+    given_tools = TOOLS if tools else None
+    try:
+        ids = chat.render(messages, given_tools)
+    except InvalidRequest as e:
+        assert e.status == 400
+        e.message.encode()
+    else:
+        assert ids
+    try:
+        following = chat.bridge([20, 21], messages, given_tools, said=said)
+    except InvalidRequest:
+        following = None
+    assert following is None or following
+
+
+_formats: dict[str, ChatFormat] = {}
+
+
+def formats(name: str) -> ChatFormat:
+    if name not in _formats:
+        _formats[name] = family(name).load()
+    return _formats[name]
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_call_that_was_cut_off_is_rendered(name: str) -> None:
+    """An agent sends back what it got: arguments that are no JSON, or no object."""
+    if not family(name).spec.calls:
+        return
+    chat = formats(name)
+    user = {"role": "user", "content": "x"}
+    for arguments in ('{"a": "unfin', "", "[1]", "5", "null", '"text"'):
+        call = {"id": "call00000", "function": {"name": "add", "arguments": arguments}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "call00000", "content": "no"}
+        ids = chat.render([user, said, result], TOOLS)
+        assert "unfin" not in arguments or "unfin" in chat.decode(ids)
+        output = family(name).encode("x") + list(chat.stop_token_ids[:1])
+        assert chat.bridge(output, [result], TOOLS, said=said) is not None
+
+
+def test_deep_arguments_are_a_400() -> None:
+    deep = "[" * 100_000
+    call = {"id": "1", "function": {"name": "add", "arguments": f'{{"a": {deep}'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert formats("qwen3").render([{"role": "user", "content": "x"}, said], TOOLS)
+    nested: Any = "x"
+    for _ in range(5000):
+        nested = [nested]
+    call["function"] = {"name": "add", "arguments": {"a": nested}}
+    with pytest.raises(InvalidRequest):
+        formats("qwen3").render([{"role": "user", "content": "x"}, said], TOOLS)
+
+
+def test_threads_render_as_one(request: pytest.FixtureRequest) -> None:
+    """Tokenizers keep state that their own encode sets, and templates are compiled once."""
+    made = family("qwen3")
+    chat = made.load()
+    talks = [[{"role": "user", "content": f"né <|im_end|> {n} " * (n % 7 + 1)}] for n in range(40)]
+    output = made.say("It is 3.")
+
+    def both(talk: list[Any]) -> Any:
+        variant = chat.variant({"enable_thinking": len(talk[0]["content"]) % 2 == 0})
+        return variant.render(talk, TOOLS), variant.bridge(output, talk, None)
+
+    alone = [both(talk) for talk in talks]
+    fresh = made.load()
+    chat = fresh
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(both, talks * 3, timeout=120)) == alone * 3
