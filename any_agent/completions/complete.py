@@ -24,8 +24,8 @@ from any_agent.completions.prepared import (
     choice_ids,
 )
 from any_agent.completions.prompt import Prompt, parent_of, prompt_of
+from any_agent.completions.request_record import RequestRecord, recorded_of
 from any_agent.completions.text_prompt import (
-    RECORD,
     TextPast,
     digests,
     find_text_past,
@@ -254,12 +254,8 @@ class Completer:
         if not lacks_texts(interaction):
             return interaction
         prompt = tree.prompt_ids(id).tolist()
-        chat = self._format(call)
-        forced: tuple[int, ...] = ()
-        if call.forced_call is not None:
-            opening = tuple(chat.forced_call_ids(prompt, call.forced_call) or ())
-            forced = opening if tuple(prompt[-len(opening) :]) == opening else ()
-        parser = _parser(chat, call, prompt, forced)
+        forced = prompt[len(prompt) - interaction.request.get("forced", 0) :]
+        parser = _parser(self._format(call), call, prompt, tuple(forced))
         parser.feed(interaction.output_ids.tolist())
         parsed = parser.finish(matched_stop=None)[1]
         return replace(interaction, output_message=_message(call, parsed))
@@ -278,16 +274,18 @@ class Completer:
         message = _message(call, parsed)
         finish = "tool_calls" if parsed.tool_calls and stop_reason == "stop" else stop_reason
         output_ids = id_array(sampled.ids)
-        request: dict[str, Any] = {
+        request: RequestRecord = {
             "overridden": call.overrides,
-            "recorded": call.recorded,
+            "recorded": recorded_of(call),
             "mixed_cache": self._keeps_cache and len(set(sampled.versions)) > 1,
         }
+        if choice.forced:
+            request["forced"] = len(choice.forced)
         if sampled.top:
             request["top_logprobs"] = pack_top_logprobs(sampled.top)
         if call.prompts:
             kept = self._digests(prepared, choice, output_ids, parsed)
-            request[RECORD] = kept
+            request["text"] = kept
             key = text_key(kept)
         else:
             (key,) = chain_keys([message], call.tools, start=choice.key)

@@ -8,7 +8,7 @@ from any_agent.completions.params import ChatCall
 
 
 class RequestRecord(TypedDict, total=False):
-    """``Interaction.request``. Where texts are not kept, ``mixed_cache`` and ``text`` alone are."""
+    """``Interaction.request``. Where texts are not kept, numbers and digests alone are."""
 
     overridden: dict[str, Any]
     """What the agent asked for and the run replaced, as ``gconfig`` names it; what was used stands

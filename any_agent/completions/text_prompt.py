@@ -23,7 +23,7 @@ from any_agent.types import Continuation, IdArray, Interaction, id_array
 
 TextInput: TypeAlias = str | tuple[int, ...]
 
-RECORD = "text"
+_RECORD = "text"
 """Under this name an interaction's ``request`` has the digests."""
 
 
@@ -121,8 +121,8 @@ def _longest_past(data: bytes, kind: str, tree: InteractionTree) -> tuple[Intera
 def _recorded(kind: str, tree: InteractionTree) -> Iterable[tuple[int, str, Interaction]]:
     for interaction in tree:
         # What was cut off is not what the agent holds.
-        if interaction.finish_reason != "abort" and RECORD in interaction.request:
-            kept = interaction.request[RECORD].get(kind)
+        if interaction.finish_reason != "abort" and _RECORD in interaction.request:
+            kept = interaction.request[_RECORD].get(kind)
             if kept is not None:
                 yield kept[0], kept[1], interaction
 

@@ -12,6 +12,8 @@ from dataclasses import replace
 from any_agent.types import Interaction, Message
 
 REASONING_DIGEST = "reasoning_digest"
+_WORDLESS = {"mixed_cache", "text", "top_logprobs", "forced"}
+"""What a request's record keeps: numbers and digests."""
 
 
 def without_texts(interaction: Interaction) -> Interaction:
@@ -26,7 +28,7 @@ def without_texts(interaction: Interaction) -> Interaction:
         output_message=kept,
         tools=None,
         gconfig=interaction.gconfig.new(stop=(), grammar=None),
-        request={"mixed_cache": interaction.request.get("mixed_cache", False)},
+        request={key: value for key, value in interaction.request.items() if key in _WORDLESS},
     )
 
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from any_agent.completions import Completion, Prepared
 from any_agent.completions.untrainable import code_of
 from any_agent.metrics import Histogram
-from any_agent.types import Continuation
+from any_agent.types import Continuation, SessionMode
 
 Outcome: TypeAlias = Literal["completed", "aborted", "failed"]
 Retried: TypeAlias = Literal["joined", "replayed", "recovered", "new"]
@@ -36,7 +36,7 @@ class CallStats:
         self.branches: Counter[str] = Counter()
         """Calls that could not continue their parent exactly, by reason."""
         self.untrainable: Counter[str] = Counter()
-        """Recorded calls that are never trained on, by reason."""
+        """Interactions of train sessions that are never trained on, by reason."""
         self.prompt_tokens: Counter[str] = Counter()
         self.output_tokens: Counter[str] = Counter()
         self.overrides: Counter[str] = Counter()
@@ -83,7 +83,7 @@ class CallTimer:
         stats.output_tokens[mode] += len(interaction.output_ids)
         if earlier is None:
             return
-        if interaction.untrainable_reason is not None:
+        if interaction.untrainable_reason is not None and mode == SessionMode.TRAIN:
             stats.untrainable[code_of(interaction.untrainable_reason)] += 1
         how: str = interaction.continuation
         if interaction.branch_reason is not None:
