@@ -62,8 +62,8 @@ class Family:
 
     @cached_property
     def chat(self) -> ChatFormat:
-        """With the family's renderer named."""
-        return self.load(renderer=self.spec.renderer)
+        """As the service loads it by default."""
+        return self.load()
 
     @cached_property
     def end_ids(self) -> frozenset[int]:

@@ -109,6 +109,7 @@ GPT_OSS = Spec(
         "<|call|>",
     ),
     ends=("<|return|>", "<|call|>", "<|endoftext|>"),
+    past_end="<|end|>",
     template=_TEMPLATE,
     write=_write,
     thinks=True,

@@ -44,6 +44,8 @@ class Spec:
     template: str
     write: Callable[[Answer, bool], str]
     """An answer (and whether thinking is on) as sampled, with its end token."""
+    past_end: str | None = None
+    """How its template ends an earlier answer, where no answer ends so."""
     stop_ids: tuple[str, ...] = ()
     """Of generation_config.json, where it lists more than the ends."""
     thinks: bool = False

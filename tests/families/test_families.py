@@ -40,9 +40,11 @@ def template(fam: Family, talk: list[dict[str, Any]], tools: Any, *, prompt: boo
 @pytest.mark.parametrize("name", names())
 def test_the_renderer_and_the_template_agree_on_a_prompt(name: str) -> None:
     fam = family(name)
-    assert fam.chat.name == fam.spec.renderer
+    named = fam.load(renderer=fam.spec.renderer)
+    assert named.name == fam.spec.renderer
     tools = TOOLS if fam.spec.calls else None
-    assert fam.chat.render(ASK, tools) == template(fam, ASK, tools, prompt=True)
+    for chat in (named, fam.chat):
+        assert chat.render(ASK, tools) == template(fam, ASK, tools, prompt=True)
     assert 500 < fam.chat.vocab_size < 650
     assert set(fam.chat.stop_token_ids) <= fam.end_ids
 

@@ -79,7 +79,7 @@ def check_continuation(
     assert prompt[: len(before)] == before
     suffix = prompt[len(before) :]
     said = fam.chat.decode(suffix)
-    ends = sorted((fam.chat.decode([i]) for i in fam.end_ids), key=len, reverse=True)
+    ends = [*fam.spec.ends, *([fam.spec.past_end] if fam.spec.past_end else [])]
     ended = bool(len(parent.output_ids)) and parent.output_ids[-1] in fam.end_ids
     whole = template_text(fam, messages, tools)
     if ended and fam.name == "glm":
@@ -95,6 +95,35 @@ def check_continuation(
             whole.endswith(said[at + len(end) :]) for end in ends if said[at:].startswith(end)
         ), (whole[-200:], said)
     assert fam.encode(said) == suffix, said
+
+
+def check_conversation(
+    tree: InteractionTree, node: Interaction, messages: list[Message], tools: list[Tool] | None
+) -> None:
+    """What is continued is what the request says has been said, under the same tools."""
+    assert node.parent_id is not None
+    parent = tree[node.parent_id]
+    before = [*tree.messages(parent.id), parent.output_message]
+    covered = messages[: len(messages) - len(node.message_delta)]
+    assert [_meant(m) for m in covered] == [_meant(m) for m in before]
+    assert (tree.path(parent.id)[0].tools or None) == (tools or None)
+
+
+def _meant(message: Message) -> dict[str, Any]:
+    """A message as everyone reads it, whatever its form."""
+    plain = _plain(message)
+    calls = [
+        (c["function"]["name"], _value(c["function"]["arguments"]))
+        for c in message.get("tool_calls") or []
+    ]
+    return {"role": plain["role"], "content": plain["content"].strip(), "calls": calls}
+
+
+def _value(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return ("broken", arguments)
 
 
 def template_text(fam: Family, messages: list[Message], tools: list[Tool] | None) -> str:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from any_agent.types import Message
+from any_agent.types import Message, Tool
 
 Client: TypeAlias = Callable[[Message, random.Random], Message]
 
@@ -38,18 +38,15 @@ def empty_for_null(message: Message, _rng: random.Random) -> Message:
     return message | {"content": message.get("content") or ""}
 
 
-def null_for_empty(message: Message, _rng: random.Random) -> Message:
+def null_for_empty(message: Message, rng: random.Random) -> Message:
+    """Or no such field."""
     out = {k: v for k, v in message.items() if k != "content" or v}
-    return out if rng_even(message) else out | {"content": message.get("content") or None}
+    return out if rng.random() < 0.5 else {"content": None} | out
 
 
 def parts(message: Message, _rng: random.Random) -> Message:
     text = message.get("content")
     return message | {"content": [{"type": "text", "text": text}] if text else text}
-
-
-def rng_even(message: Message) -> bool:
-    return len(str(message.get("content") or "")) % 2 == 0
 
 
 def _rewritten(call: dict[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -63,6 +60,32 @@ def _rewritten(call: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         style: dict[str, Any] = rng.choice(({"separators": (",", ":")}, {"indent": 1}, {}))
         function["arguments"] = json.dumps({k: value[k] for k in keys}, **style)
     return {"id": "own_" + call["id"][-4:], "type": "function", "function": function}
+
+
+def meddle(
+    messages: list[Message], tools: list[Tool] | None, rng: random.Random
+) -> tuple[list[Message], list[Tool] | None]:
+    """A request that says something else than what was answered before."""
+    changed = [dict(message) for message in messages]
+    kind = rng.choice(("answer", "history", "calls", "tools", "drop", "system"))
+    answers = [m for m in changed if m["role"] == "assistant"]
+    asked = [m for m in changed[:-1] if m["role"] == "user"]
+    called = [m for m in answers if m.get("tool_calls")]
+    if kind == "answer" and answers:
+        answer = rng.choice(answers)
+        answer["content"] = (answer.get("content") or "") + " or so"
+    elif kind == "history" and asked:
+        rng.choice(asked)["content"] += "!"
+    elif kind == "calls" and called:
+        call = rng.choice(called)["tool_calls"][0]
+        call["function"] = call["function"] | {"arguments": '{"a": 1000}'}
+    elif kind == "tools":
+        tools = [tool | {"function": tool["function"] | {"name": "sub"}} for tool in tools or []]
+    elif kind == "drop" and len(answers) > 1 and not answers[0].get("tool_calls"):
+        changed = [m for m in changed if m is not answers[0]]
+    elif changed[0]["role"] == "system":
+        changed[0]["content"] += " Always."
+    return changed, tools or None
 
 
 CLIENTS: dict[str, Client] = {

@@ -14,11 +14,12 @@ from any_agent.types import Continuation, GenerationHyperparameters, Message, Se
 from tests.families import Family
 from tests.laws.checks import (
     check_continuation,
+    check_conversation,
     check_message,
     check_parsing,
     merged,
 )
-from tests.laws.clients import Client
+from tests.laws.clients import Client, meddle
 from tests.laws.outputs import random_output, words
 from tests.laws.voices import Voice
 
@@ -70,7 +71,10 @@ class Tally:
 class Session:
     """One session's agents over one interaction tree."""
 
-    def __init__(self, fam: Family, client: Client, seed: str, tally: Tally) -> None:
+    def __init__(
+        self, fam: Family, client: Client, seed: str, tally: Tally, *, meddles: bool = False
+    ) -> None:
+        """``meddles``: every other call that goes on says something else about the past."""
         self.fam = fam
         self.rng = random.Random(seed)
         self.tree = InteractionTree()
@@ -78,6 +82,7 @@ class Session:
         self.completer = Completer(self.voice, fam.chat, context_length=4096)
         self._client = client
         self._tally = tally
+        self._meddles = meddles
         self._threads: list[Thread] = []
 
     async def run(self, calls: int) -> None:
@@ -132,6 +137,8 @@ class Session:
 
     async def _call(self, thread: Thread) -> None:
         rng = self.rng
+        if self._meddles and thread.answers and rng.random() < 0.5:
+            thread.messages, thread.tools = meddle(thread.messages, thread.tools, rng)
         output = random_output(self.fam, rng, tools=thread.tools is not None)
         self.voice.answer = lambda _: output.ids
         stop = [rng.choice(("the", "4", "🙂", "\n"))] if rng.random() < 0.08 else []
@@ -160,6 +167,7 @@ class Session:
             tally.expected += 1
         if node.continuation is Continuation.EXACT:
             tally.exact += 1
+            check_conversation(self.tree, node, thread.messages, thread.tools)
             check_continuation(self.fam, self.tree, node, thread.messages, thread.tools)
         elif thread.answers:
             tally.reasons[node.branch_reason or "found no parent"] += 1

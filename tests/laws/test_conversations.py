@@ -12,44 +12,35 @@ import pytest
 
 from tests.conftest import FIGURE
 from tests.families import family
-from tests.laws.clients import CLIENTS
+from tests.laws.cases import FAMILIES, label
+from tests.laws.clients import CLIENTS, echo
 from tests.laws.talk import Session, Tally
 
-FAMILIES = [
-    ("qwen3", False),
-    ("qwen3", True),
-    ("qwen3_5", True),
-    ("llama3", False),
-    ("glm", False),
-    ("glm", True),
-    ("deepseek", False),
-    ("deepseek_r1", False),
-    ("gpt_oss", False),
-    ("unknown", False),
-    ("unknown_plain", False),
-]
 CALLS = 8
-SHORT, LONG = 98, 910
+SHORT, LONG = 96, 912
 """Sessions of each family."""
+MEDDLER = "meddler"
+"""It echoes, and says something else about the past now and then: its share is no promise."""
 CLAIMED = {"qwen3": 0.95, "llama3": 0.95}
 """The least share of exact continuations when clients send back what they got."""
 
 
-@pytest.mark.parametrize(("name", "thinking"), FAMILIES)
+@pytest.mark.parametrize("case", FAMILIES, ids=label)
 async def test_continuation_never_drifts(
-    name: str,
-    thinking: bool,
+    case: tuple[str, bool],
     request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
 ) -> None:
+    name, thinking = case
     fam = family(name, thinking=thinking)
     sessions = LONG if request.config.getoption("--long") else SHORT
-    tallies = {client: Tally() for client in CLIENTS}
+    tallies = {client: Tally() for client in (*CLIENTS, MEDDLER)}
     for number in range(sessions):
-        client = list(CLIENTS)[number % len(CLIENTS)]
+        client = list(tallies)[number % len(tallies)]
+        how = CLIENTS.get(client, echo)
         seed = f"{name} {thinking} {number}"
-        await Session(fam, CLIENTS[client], seed, tallies[client]).run(CALLS)
-    label = f"{name}{' thinking' if thinking else ''}"
+        session = Session(fam, how, seed, tallies[client], meddles=client == MEDDLER)
+        await session.run(CALLS)
     for client, tally in tallies.items():
         assert tally.expected > 20
         least = CLAIMED.get(name, 0.0) if client == "echo" else 0.0
@@ -57,5 +48,5 @@ async def test_continuation_never_drifts(
     shares = ", ".join(f"{client} {tally.share:.1%}" for client, tally in tallies.items())
     calls = sum(tally.calls for tally in tallies.values())
     reasons = sum((tally.reasons for tally in tallies.values()), Counter[str]())
-    record_property(FIGURE, f"{label}: {sessions} sessions, {calls} calls, 0 drift; {shares}")
-    record_property(FIGURE, f"{label}: not continued: {dict(reasons)}")
+    record_property(FIGURE, f"{label(case)}: {sessions} sessions, {calls} calls, 0 drift; {shares}")
+    record_property(FIGURE, f"{label(case)}: not continued: {dict(reasons)}")
