@@ -89,6 +89,9 @@ def _as_the_template(
     answer = {**case.answer, "content": said.strip()} if case.cut else case.answer
     whole = template.text([*first, answer, *case.new], case.tools)
     added = chat.decode(suffix)
+    if case.cut and suffix[0] in chat.stop_token_ids and not whole.endswith(added):
+        # No template writes an end that is missing; what comes behind it is the template's.
+        added = chat.decode(suffix[1:])
     if not whole.endswith(added):
         theirs = whole[-len(added) :]
         seen = f"then {added[:60]!r} is written, by the template {theirs[:60]!r}"

@@ -45,8 +45,10 @@ async def _checked(
     then = probes.result(1, "3") if tools else probes.NEXT
     try:
         turn = template.turn([probes.USER], tools, answer, then)
-        if tools and "add" not in turn.output:
-            raise Refused("the template writes no calls")
+        calls = answer.get("tool_calls", [])
+        if turn.output.count("add") < len(calls):
+            few = "no calls" if "add" not in turn.output else "one call at a time"
+            raise Refused(f"the template writes {few}")
         for field in ("reasoning_content", "content"):
             if answer.get(field, "") not in turn.output:
                 raise Refused(f"the template leaves {field} out of such an answer")
@@ -67,6 +69,9 @@ async def _whole(name: str, turn: Turn, chat: ChatFormat) -> Verdict:
         return LAW.passed(name, "read back as it was written, whole and streamed")
     if turn.tools and not heard.get("tool_calls") and "add" in str(heard["content"]):
         return LAW.declined(name, "how this template writes calls is not known: they stay text")
+    plain, answer = _plain(heard), _plain(turn.answer)
+    if plain["calls"] == answer["calls"] and plain["reasoning"] == answer["content"] != "":
+        return LAW.declined(name, "the template writes text beside a call as reasoning")
     seen = f"{turn.output[:60]!r} is read as {json.dumps(_plain(heard))[:120]}"
     return LAW.failed(name, seen, _DO)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from any_agent.chat import ChatFormat, probes
 from any_agent.doctor.template import Refused, Template, without_thinking
 from any_agent.doctor.verdict import Law, Verdict
-from any_agent.errors import AnyAgentError
+from any_agent.errors import AnyAgentError, InvalidRequest
 from any_agent.types import Message, Tool
 
 LAW = Law("rendering")
@@ -44,6 +44,14 @@ def rendering(chat: ChatFormat, template: Template) -> Iterator[Verdict]:
     for case, messages, tools in cases:
         verdict = _compare(case, chat, template, messages, tools)
         yield _forged(chat, template, messages, verdict) if messages == [forged] else verdict
+    for case, on in (("thinking on", True), ("thinking off", False)):
+        settings = {"enable_thinking": on}
+        try:
+            variant = chat.variant(settings)
+        except InvalidRequest:
+            yield LAW.unchecked(case, "the template has no such switch (enable_thinking)")
+            continue
+        yield _compare(case, variant, Template(variant, settings), [p.SYSTEM, p.USER], None)
 
 
 def _compare(

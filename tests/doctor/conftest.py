@@ -11,8 +11,8 @@ from any_agent.chat import ChatFormat, load_chat_format
 
 @pytest.fixture
 def chat(tiny_model_dir: Path) -> ChatFormat:
-    """A new one for each test, which may break it."""
-    return load_chat_format(str(tiny_model_dir), enable_thinking=False)
+    """A new one for each test, which may change its template: the renderer writes by itself."""
+    return load_chat_format(str(tiny_model_dir), renderer="qwen3", enable_thinking=False)
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""A proxy in front of a real engine that changes what is asked of it, or what it answers."""
+"""A proxy in front of a real engine, or service, that changes what is asked or answered.
+
+Headers of answers do not get through.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,20 @@ def nothing(_: dict[str, Any]) -> None: ...
 async def between(
     engine: str, *, asked: Change = nothing, answered: Change = nothing
 ) -> AsyncIterator[str]:
-    """Its URL; ``asked`` changes bodies of `/generate`, ``answered`` every answer in JSON."""
+    """Its URL; ``asked`` changes bodies of model calls, ``answered`` every answer in JSON."""
     http = aiohttp.ClientSession()
 
     async def forward(request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         stream = False
-        if request.path == "/generate":
+        if request.path in ("/generate", "/v1/chat/completions"):
             body = orjson.loads(raw)
             asked(body)
             raw, stream = orjson.dumps(body), body.get("stream") is True
         url = f"{engine}{request.path}"
-        async with http.request(request.method, url, data=raw or None) as response:
+        kept = ("Authorization", "Content-Type", "Idempotency-Key")
+        headers = {name: request.headers[name] for name in kept if name in request.headers}
+        async with http.request(request.method, url, data=raw, headers=headers) as response:
             if stream:
                 out = web.StreamResponse(status=response.status)
                 await out.prepare(request)

@@ -17,7 +17,7 @@ from any_agent.errors import ConfigError
 NO_THINKING = {"enable_thinking": False}
 
 
-@pytest.mark.parametrize("renderer", ["qwen3", "default"])
+@pytest.mark.parametrize("renderer", ["auto", "qwen3", "default"])
 @pytest.mark.parametrize("thinking", [None, True, False])
 async def test_the_demos_format_is_sound(
     tiny_model_dir: Path, renderer: str, thinking: bool | None
@@ -25,7 +25,7 @@ async def test_the_demos_format_is_sound(
     chat = load_chat_format(str(tiny_model_dir), renderer=renderer, enable_thinking=thinking)
     verdicts = await chat_laws(chat, {} if thinking is None else {"enable_thinking": thinking})
     assert not broken(verdicts)
-    assert len(verdicts) == 9 + 5 + 7
+    assert len(verdicts) == 11 + 5 + 7
     unchecked = {(v.law, v.case) for v in verdicts if v.outcome is not Outcome.PASSED}
     off = {("continuation", "after reasoning")}
     off |= {("parsing", "reasoning"), ("parsing", "unclosed reasoning")}

@@ -1,0 +1,104 @@
+"""A running service under examination: a real engine, a real proxy, and faults in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from any_agent.cli import main
+from any_agent.doctor.service import service_laws
+from any_agent.doctor.verdict import Outcome, Verdict, broken
+from any_agent.ports import free_port
+from tests.doctor.middleman import between
+from tests.proxy_ext.real_parts import embedded_engine, proxy_process, write_config
+
+
+@pytest.fixture(scope="module")
+def parts(
+    tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, str]]:
+    """A service that trains, and its engine."""
+    folder = tmp_path_factory.mktemp("service")
+    config = write_config(folder, tiny_model_dir)
+    host = "127.0.0.1"
+    with (
+        embedded_engine(tiny_model_dir, free_port(host), folder) as engine,
+        proxy_process(config, engine, free_port(host)) as (_, url),
+    ):
+        yield url, engine
+
+
+@pytest.fixture(scope="module")
+def service(parts: tuple[str, str]) -> str:
+    return parts[0]
+
+
+def sessions(service: str) -> list[dict[str, Any]]:
+    return list(httpx.get(f"{service}/rl/v1/sessions").json())
+
+
+async def test_a_real_service_is_sound_and_undisturbed(service: str) -> None:
+    run, verdicts = await service_laws(service, None)
+    assert run is not None and run.state == "training"
+    found = {v.case: v for v in verdicts}
+    assert not broken(verdicts), broken(verdicts)
+    cases = {"answers", "whole answer", "stream", "next turn", "tools", "refusals", "record"}
+    assert {c for c, v in found.items() if v.outcome is Outcome.PASSED} >= cases
+    assert "versions 0 to 0" in found["record"].seen
+    listed = await asyncio.to_thread(sessions, service)
+    assert {(s["mode"], s["state"]) for s in listed} == {("eval", "aborted")}
+
+
+def failed(verdicts: list[Verdict]) -> dict[str, str]:
+    return {v.case: v.seen for v in broken(verdicts)}
+
+
+async def test_a_service_that_tells_too_little(service: str) -> None:
+    def uncounted(answer: dict[str, Any]) -> None:
+        if "usage" in answer:
+            answer["usage"]["total_tokens"] += 1
+
+    async with between(service, answered=uncounted) as url:
+        _, verdicts = await service_laws(url, None)
+    found = failed(verdicts)
+    assert "x-any-agent-interaction" in found["whole answer"]
+    assert "x-any-agent-interaction" in found["stream"]
+    assert "refusals" not in found and "record" not in found
+
+
+async def test_a_service_that_takes_anything(service: str) -> None:
+    def tamed(body: dict[str, Any]) -> None:
+        body.pop("no_such_parameter", None)
+
+    async with between(service, asked=tamed) as url:
+        _, verdicts = await service_laws(url, None)
+    assert "unsupported_parameter is answered with 200" in failed(verdicts)["refusals"]
+
+
+async def test_a_session_is_ended_whatever_happens(
+    service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def explode(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr("any_agent.doctor.service._verdict", explode)
+    with pytest.raises(RuntimeError, match="boom"):
+        await service_laws(service, None)
+    listed = await asyncio.to_thread(sessions, service)
+    assert {s["state"] for s in listed} == {"aborted"}
+
+
+def test_the_command(parts: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    url, engine = parts
+    assert main(["doctor", "--url", url, "--engine", engine]) == 0
+    out = capsys.readouterr().out
+    assert f"service    {url}" in out
+    assert "0, as the run's newest" in out
+    assert main(["doctor", "--url", f"http://127.0.0.1:{free_port('127.0.0.1')}"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED service, answers: " in out and "is the service running" in out
