@@ -169,6 +169,9 @@ class _CallWriter:
             return arguments
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(arguments)
+            if "\\u" in arguments:
+                # Half a surrogate pair has no text: such arguments stay as they were written.
+                json.dumps(value, ensure_ascii=False).encode()
             if isinstance(value, dict) or self._takes_broken:
                 return value
         return arguments if self._takes_broken else {"arguments": arguments}
