@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage
+from any_agent.chat import ChatFormat, ParsedMessage
 from any_agent.chat.output.detokenise import (
     _ByteDetokeniser,
     _WindowDetokeniser,
@@ -19,6 +19,7 @@ from any_agent.chat.output.detokenise import (
 )
 from any_agent.chat.output.reader import OutputReader
 from any_agent.chat.output.stream import Markers
+from tests.chat.output.stream_lab import chunked, joined
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": "é"}}\n</tool_call>'
@@ -41,26 +42,6 @@ FRAGMENTS = (
 VOCAB = 380
 
 
-def joined(deltas: list[MessageDelta]) -> ParsedMessage:
-    calls: list[dict[str, Any]] = []
-    for d in deltas:
-        fields = (d.content, d.reasoning_content, d.tool_calls)
-        assert sum(f is not None for f in fields) == 1
-        for call in d.tool_calls or []:
-            if "id" in call:
-                assert call["index"] == len(calls)
-                assert call["function"]["arguments"] == ""
-                calls.append(copy.deepcopy({k: v for k, v in call.items() if k != "index"}))
-            else:
-                assert call["index"] == len(calls) - 1
-                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-    return ParsedMessage(
-        "".join(d.content or "" for d in deltas),
-        "".join(d.reasoning_content or "" for d in deltas) or None,
-        calls,
-    )
-
-
 @st.composite
 def outputs(draw: st.DrawFn) -> list[Any]:
     """Random ids (broken UTF-8, special tokens, ids outside the vocabulary) among fragments."""
@@ -73,14 +54,6 @@ def encoded(chat: ChatFormat, parts: list[Any]) -> list[int]:
     for p in parts:
         out += chat.tokenizer.encode(p, add_special_tokens=False) if isinstance(p, str) else p
     return out
-
-
-def chunked(ids: list[int], sizes: list[int]) -> list[list[int]]:
-    out, at = [], 0
-    for size in sizes:
-        out.append(ids[at : at + size])
-        at += size
-    return [*out, ids[at:]]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "default", "buffered", "window", "text_marks"])

@@ -38,7 +38,8 @@ class CallReader(Protocol):
 
     @property
     def wanted(self) -> frozenset[str]:
-        """The kinds of markers that mean something to it; the others come as text."""
+        """The kinds of markers that mean something to it, or to what may follow in one text with
+        it; the others come as text."""
 
     @property
     def opened(self) -> bool:
@@ -59,7 +60,7 @@ class Machine(Protocol):
 
     @property
     def wanted(self) -> frozenset[str]:
-        """The kinds of markers that mean something now."""
+        """The kinds of markers that mean something now, or after some more text."""
 
     def push(self, text: str, kind: str) -> None: ...
 
@@ -128,7 +129,7 @@ class OutputMachine:
             case _State.REASONING:
                 self._in_reasoning(text, seen)
             case _State.CALL:
-                self._in_call(text, kind, seen)
+                self._in_call(text, kind)
             case _State.START:
                 self._at_start(text, seen)
             case _State.BARE:
@@ -162,9 +163,10 @@ class OutputMachine:
             case _State.DOUBT:
                 self.wanted = ALL_KINDS
             case _State.SECTION:
-                self.wanted = frozenset({TOOL_OPEN, CALLS_CLOSE})
+                self.wanted = self._openings | {CALLS_CLOSE}
             case _State.CALL if self._reader is not None:
-                self.wanted = self._reader.wanted
+                # Until a tool is named, text can turn this into content.
+                self.wanted = self._reader.wanted | self._openings
             case _:
                 self.wanted = self._openings
 
@@ -243,10 +245,10 @@ class OutputMachine:
         self._reader = self._new_reader()
         self._enter(_State.CALL)
 
-    def _in_call(self, text: str, kind: str, seen: str) -> None:
+    def _in_call(self, text: str, kind: str) -> None:
         reader = self._reader
         assert reader is not None
-        status = reader.push(text, seen)
+        status = reader.push(text, kind if kind in reader.wanted else TEXT)
         if status is Status.REFUSED:
             self._release()
             self.push(text, kind)
@@ -254,6 +256,7 @@ class OutputMachine:
         if reader.opened:
             self._held = []
             self._had_call = True
+            self.wanted = reader.wanted
         else:
             self._held.append(text)
         if status is Status.DONE:

@@ -19,7 +19,7 @@ from any_agent.types import Tool
 
 
 class LlamaReader:
-    wanted: frozenset[str] = frozenset()
+    wanted = frozenset({TOOL_OPEN})
 
     def __init__(self, builder: MessageBuilder, tools: Sequence[Tool]) -> None:
         self.rest = ""

@@ -1,0 +1,45 @@
+"""What the tests of parsers share: streams put together again, ids cut into chunks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from any_agent.chat import MessageDelta, ParsedMessage, StreamParser
+
+
+def joined(deltas: list[MessageDelta]) -> ParsedMessage:
+    """What a client makes of a stream."""
+    calls: list[dict[str, Any]] = []
+    for d in deltas:
+        fields = (d.content, d.reasoning_content, d.tool_calls)
+        assert sum(f is not None for f in fields) == 1
+        for call in d.tool_calls or []:
+            if "id" in call:
+                assert call["index"] == len(calls)
+                assert call["function"]["arguments"] == ""
+                calls.append(copy.deepcopy({k: v for k, v in call.items() if k != "index"}))
+            else:
+                assert call["index"] == len(calls) - 1
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    return ParsedMessage(
+        "".join(d.content or "" for d in deltas),
+        "".join(d.reasoning_content or "" for d in deltas) or None,
+        calls,
+    )
+
+
+def chunked(ids: list[int], sizes: list[int]) -> list[list[int]]:
+    out, at = [], 0
+    for size in sizes:
+        out.append(ids[at : at + size])
+        at += size
+    return [*out, ids[at:]]
+
+
+def streamed(parser: StreamParser, chunks: list[list[int]]) -> ParsedMessage:
+    """The message of a stream whose deltas are proven to make it up."""
+    deltas = [d for chunk in chunks for d in parser.feed(chunk)]
+    rest, message = parser.finish(matched_stop=None)
+    assert joined(deltas + rest) == message
+    return message
