@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeVar, get_args
 
+from any_agent.completions.untrainable import REASONS
 from any_agent.loop_lag import LOOP_LAG
 from any_agent.metrics import Exposition, Metric, Reading, Values
 from any_agent.registry import rank_name
@@ -107,6 +108,13 @@ OVERRIDES = Metric(
     "counter",
     "Completed calls in which the run's sampling replaced what the agent asked for.",
     ("parameter",),
+)
+UNTRAINABLE = Metric(
+    "any_agent_untrainable_interactions_total",
+    "counter",
+    "Interactions of train sessions that are never trained on, by reason (see docs/parameters.md); "
+    "undelivered: as any_agent_undelivered_answers_total, eval sessions' too.",
+    ("reason",),
 )
 UNDELIVERED = Metric(
     "any_agent_undelivered_answers_total",
@@ -282,6 +290,8 @@ def _calls(service: Service) -> Iterable[Reading]:
     yield INTERACTIONS, _by_two(stats.interactions, tuple(SessionMode), CONTINUATIONS)
     yield BRANCHES, _by_one(stats.branches)
     yield OVERRIDES, _by_one(stats.overrides)
+    lost = Counter(undelivered=service.sessions.undelivered)
+    yield UNTRAINABLE, _by_one(stats.untrainable + lost, REASONS)
     yield RETRIES, {(got,): stats.retries[got] for got in get_args(Retried)}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from any_agent.completions.untrainable import REASONS
 from any_agent.types import SessionState
 from proxy_ext.metrics import METRICS
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -147,6 +148,33 @@ async def test_calls_tokens_and_continuations(proxy: Proxy, engine: ScriptedEngi
     assert now("any_agent_first_token_seconds_count") == 2
     assert now("any_agent_journal_writes_total") >= 6
     assert now("any_agent_journal_commit_seconds_count") >= 6
+
+
+async def test_why_interactions_are_never_trained_on(proxy: Proxy) -> None:
+    train, graded = await proxy.open(), await proxy.open(mode="eval")
+    for asked in (
+        {},
+        {"temperature": 0},
+        {"presence_penalty": 1},
+        {"logit_bias": {"5": 1}, "n": 3},
+        {"response_format": {"type": "json_object"}},
+    ):
+        await proxy.complete(train["api_key"], **asked)
+        # Nothing is lost where nothing is trained on.
+        await proxy.complete(graded["api_key"], **asked)
+    reasons = [i.untrainable_reason for i in await proxy.recorded(train["session_id"])]
+    assert reasons == [None, None, "penalty", *["logit_bias"] * 3, "grammar"]
+    now = await scrape(proxy)
+    shown = {
+        reason: now("any_agent_untrainable_interactions_total", reason=reason)
+        for reason in now.labels("any_agent_untrainable_interactions_total", "reason")
+    }
+    assert shown.keys() == set(REASONS)
+    assert {reason: n for reason, n in shown.items() if n} == {
+        "penalty": 1,
+        "logit_bias": 3,
+        "grammar": 1,
+    }
 
 
 async def test_calls_that_end_otherwise(proxy: Proxy, engine: ScriptedEngine) -> None:
