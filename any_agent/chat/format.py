@@ -17,7 +17,7 @@ from any_agent.chat.settings import check_settings, effort_settings
 from any_agent.chat.variants import Variants, render_key
 from any_agent.chat.writers import Writer
 from any_agent.errors import AnyAgentError, InvalidRequest, TemplateError
-from any_agent.types import Message, Tool
+from any_agent.types import BranchReason, Message, Tool
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class ChatFormat:
             log.debug("no bridge: %s: %s", type(e).__name__, e)
             return None
 
-    def decline_reason(self, new_messages: list[Message]) -> str:
+    def decline_reason(self, new_messages: list[Message]) -> BranchReason:
         """Why :meth:`bridge` gave None: "thinking_stripped" or "template_declines"."""
         if self.keeps_thinking or not any(m.get("role") == "user" for m in new_messages):
             return "template_declines"

@@ -79,7 +79,7 @@ def test_a_call_that_was_cut_off_is_rendered(name: str) -> None:
         return
     chat = formats(name)
     user = {"role": "user", "content": "x"}
-    for arguments in ('{"a": "unfin', "", "[1]", "5", "null", '"text"'):
+    for arguments in ('{"a": "unfin', "", "[1]", "5", "null", '"text"', '{"a": "\\ud83d"}'):
         call = {"id": "call00000", "function": {"name": "add", "arguments": arguments}}
         said = {"role": "assistant", "content": None, "tool_calls": [call]}
         result = {"role": "tool", "tool_call_id": "call00000", "content": "no"}
