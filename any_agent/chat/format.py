@@ -17,9 +17,12 @@ from any_agent.chat.settings import check_settings, effort_settings
 from any_agent.chat.variants import Variants, render_key
 from any_agent.chat.writers import Writer
 from any_agent.errors import AnyAgentError, InvalidRequest, TemplateError
-from any_agent.types import BranchReason, Message, Tool
+from any_agent.types import BranchReason, IdArray, Message, Tool
 
 log = logging.getLogger(__name__)
+
+_TAIL = 64
+"""A generation prompt is shorter."""
 
 
 class ChatFormat:
@@ -74,12 +77,12 @@ class ChatFormat:
 
     def bridge(
         self,
-        output_ids: Sequence[int],
+        output_ids: Sequence[int] | IdArray,
         new_messages: list[Message],
         tools: list[Tool] | None,
         *,
         said: Message | None = None,
-        prompt_tail: Sequence[int] = (),
+        prompt_tail: Sequence[int] | IdArray = (),
     ) -> list[int] | None:
         """The ids that follow a prompt and its output when these messages come next.
 
@@ -101,7 +104,7 @@ class ChatFormat:
         try:
             (said,) = validate_messages([said]) if said is not None else (None,)
             return self.writer.following_ids(
-                output_ids, new, checked_tools, said=said, prompt_tail=prompt_tail
+                _ints(output_ids), new, checked_tools, said=said, prompt_tail=_ints(prompt_tail)
             )
         except Exception as e:
             # Whether the conversation can be rendered at all is for the whole to say.
@@ -148,7 +151,7 @@ class ChatFormat:
         """
         return effort_settings(effort, self.writer.known_settings, self.writer.settings)
 
-    def forced_call_ids(self, prompt_ids: Sequence[int], name: str) -> list[int] | None:
+    def forced_call_ids(self, prompt_ids: Sequence[int] | IdArray, name: str) -> list[int] | None:
         """The ids that, put after this prompt, make the model call that tool ("": any one).
 
         An open reasoning block is closed first. None where no such text is known for the family,
@@ -156,7 +159,7 @@ class ChatFormat:
         """
         if not self._added.isdisjoint(self.encode(name, special=False)):
             return None
-        text = self._reader.open_call(prompt_ids, name or None)
+        text = self._reader.open_call(_ints(prompt_ids[-_TAIL:]), name or None)
         return None if text is None else self.encode(text, special=False)
 
     def one_call_stop_ids(self) -> tuple[int, ...] | None:
@@ -164,7 +167,11 @@ class ChatFormat:
         return self._reader.one_call_stop_ids
 
     def parse(
-        self, output_ids: Sequence[int], *, prompt_ids: Sequence[int], tools: list[Tool] | None
+        self,
+        output_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int],
+        tools: list[Tool] | None,
     ) -> ParsedMessage:
         """Text, reasoning and tool calls of one output; calls only if the request had tools.
 
@@ -200,7 +207,7 @@ class ChatFormat:
         """One token's bytes, also where they are a part of a character."""
         return self._token_bytes(token_id)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | IdArray) -> str:
         """The text of token ids, special tokens spelled out."""
         return str(
             self.tokenizer.decode(
@@ -228,7 +235,7 @@ class ChatFormat:
             ) from e
 
 
-def _ints(ids: Sequence[int]) -> list[int]:
+def _ints(ids: Sequence[int] | IdArray) -> list[int]:
     """Plain Python ints: tokenizers refuse numpy's."""
     tolist = getattr(ids, "tolist", None)
     return list(tolist()) if tolist is not None else list(ids)
