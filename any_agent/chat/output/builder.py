@@ -95,7 +95,9 @@ class MessageBuilder:
 
     def take(self) -> list[MessageDelta]:
         self._end_run()
-        out, self._out = self._out, []
+        out = self._out
+        if out:
+            self._out = []
         return out
 
     def message(self) -> ParsedMessage:

@@ -16,8 +16,9 @@ from any_agent.chat.output.marks import Piece
 from any_agent.chat.output.stream import IncrementalParser, Markers, StreamParser
 from any_agent.types import Tool
 
+_TAIL = 64
+"""So many of a prompt's last tokens tell how its output begins."""
 _REASONING_TAIL = 16
-_HEADER_TAIL = 64
 
 
 class OutputReader:
@@ -66,7 +67,6 @@ class OutputReader:
         ``forced``: the prompt's last tokens, which begin a call: they are read as output.
         """
         call_ids = CallIds(prompt_ids)
-        prompt = prompt_ids[: len(prompt_ids) - len(forced)]
         grammar = self.grammar
         if grammar is None:
             whole = WholeParser(
@@ -74,10 +74,12 @@ class OutputReader:
             )
             return BufferedParser(whole, self.detokenisers(), self._stop_ids, stop, call_ids)
         builder = MessageBuilder(call_ids)
-        in_reasoning = grammar.turn_start is None and self._ends_in_think(prompt)
+        end = len(prompt_ids) - len(forced)
+        tail = prompt_ids[max(0, end - _TAIL) : end]
+        in_reasoning = grammar.turn_start is None and self._ends_in_think(tail)
         machine = grammar.new_machine(builder, tools or (), in_reasoning)
         if isinstance(machine, HarmonyMachine):
-            machine.prompt(self._header(prompt))
+            machine.prompt(self._header(tail))
         return IncrementalParser(
             self.detokenisers(), self._markers, machine, builder, stop, _ints(forced)
         )
@@ -111,7 +113,7 @@ class OutputReader:
         """The pieces of the output's own header that stand at the prompt's end."""
         assert self.grammar is not None
         start = self._vocab.get(self.grammar.turn_start or "")
-        tail = _ints(prompt_ids[-_HEADER_TAIL:])
+        tail = _ints(prompt_ids[-_TAIL:])
         if start not in tail:
             return []
         tail = tail[len(tail) - 1 - tail[::-1].index(start) :]

@@ -57,6 +57,7 @@ class IncrementalParser:
         self._detokeniser = detokeniser
         self._by_id = markers.by_id
         self._stop_ids = markers.stop_ids
+        self._special = markers.stop_ids | markers.by_id.keys()
         self._machine = machine
         self._builder = builder
         self._stops = StopFilter(stop)
@@ -87,11 +88,14 @@ class IncrementalParser:
         return self._builder.take(), self._builder.message()
 
     def _pieces(self, ids: Sequence[int]) -> list[Piece]:
+        if self._special.isdisjoint(ids):
+            text = self._detokeniser.push(ids)
+            return [(text, TEXT)] if text else []
         by_id, stop_ids = self._by_id, self._stop_ids
         out: list[Piece] = []
         start = 0
         for at, i in enumerate(ids):
-            if i not in by_id and i not in stop_ids:
+            if i not in self._special:
                 continue
             text = self._detokeniser.push(ids[start:at]) + self._detokeniser.flush()
             if text:
