@@ -78,6 +78,8 @@ def _subject(arguments: argparse.Namespace) -> Subject:
             "nothing to examine: give a model's folder, --engine URL, --url URL, or the "
             "--experiment and --trial of a run"
         )
+    if arguments.quick and not config.model.path:
+        raise ConfigError("--quick examines a model's chat format: give its folder")
     key = arguments.key or next(filter(None, map(os.environ.get, _KEYS)), None)
     run = run_dir_of(config) if of_trial else None
     run = run if run is not None and run.path.is_dir() else None

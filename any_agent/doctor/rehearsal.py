@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from any_agent.chat import ChatFormat, MessageDelta
+from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, merge_deltas
 from any_agent.completions import Completer, Completion, Delta, parse_chat
 from any_agent.engine import Capabilities
 from any_agent.record import InteractionTree
@@ -93,18 +93,9 @@ class _Reciting:
 
 def merged(deltas: Sequence[MessageDelta]) -> Message:
     """The message that a client puts together from a stream."""
-    content = "".join(d.content or "" for d in deltas)
-    reasoning = "".join(d.reasoning_content or "" for d in deltas)
-    calls: dict[int, dict[str, Any]] = {}
-    for part in (call for delta in deltas for call in delta.tool_calls or []):
-        known = calls.setdefault(part["index"], {"function": {"name": "", "arguments": ""}})
-        known |= {key: part[key] for key in ("id", "type") if key in part}
-        for key, text in part.get("function", {}).items():
-            known["function"][key] += text
-    message: Message = {"role": "assistant", "content": content}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["content"] = content or None
-        message["tool_calls"] = [calls[index] for index in sorted(calls)]
-    return message
+    whole = merge_deltas(deltas)
+    calls = [
+        {key: value for key, value in call.items() if key != "index"}
+        for call in whole.tool_calls or []
+    ]
+    return ParsedMessage(whole.content or "", whole.reasoning_content, calls).to_message()

@@ -62,11 +62,19 @@ class Template:
         Some templates end a turn with what begins the next one, so it may take ``then`` to see it.
         """
         prompt = self.text(messages, tools)
+        thought = ""
+        if prompt.rstrip().endswith("<think>"):
+            # It opens reasoning for the model, and never writes any itself.
+            answer = {"reasoning_content": "Well.", **answer}
+            thought = f"{answer['reasoning_content']}\n</think>\n\n"
         for more in ([], [then]):
             whole = self.text([*messages, answer, *more], tools, prompt=False)
-            if not whole.startswith(prompt):
+            if whole.startswith(prompt):
+                said = whole[len(prompt) :]
+            elif thought and whole.startswith(head := prompt[: prompt.rindex("<think>")]):
+                said = thought + whole[len(head) :]
+            else:
                 continue
-            said = whole[len(prompt) :]
             ends = [(at, end) for end in self._ends.values() if (at := said.find(end)) >= 0]
             if ends:
                 at, end = min(ends)
