@@ -60,13 +60,19 @@ def check_row(tree: InteractionTree, node: Interaction, row: dict[str, Any]) -> 
     prompt = tree.prompt_ids(node.id).tolist()
     before, said = len(prompt), len(node.output_ids)
     assert row["input_ids"] == prompt + node.output_ids.tolist()
-    on_output = row["loss_mask"][before:]
-    assert not any(row["loss_mask"][:before])
-    assert on_output == [1] * said if node.trainable else not any(on_output)
+    trained = node.trainable and not passed_over(tree, node)
+    assert row["loss_mask"] == [0] * before + [int(trained)] * said
     assert not any(row["logprobs"][:before]) and set(row["versions"][:before]) <= {-1}
     assert row["logprobs"][before:] == node.output_logprobs.tolist()
     assert row["versions"][before:] == node.output_versions.tolist()
     assert all(row["attention_mask"])
+
+
+def passed_over(tree: InteractionTree, node: Interaction) -> bool:
+    """A choice that nobody went on from, while another of its call was gone on from."""
+    call, _, choice = node.id.rpartition(".")
+    siblings = [n for n in tree if choice and n.id.rpartition(".")[0] == call]
+    return not tree.children(node.id) and any(tree.children(n.id) for n in siblings)
 
 
 def check_logprobs(lab: Lab, tree: InteractionTree, node: Interaction) -> None:
