@@ -201,9 +201,10 @@ async def test_numbers_that_are_none(target: Target, part: Part) -> None:
 
 async def test_numbers_of_a_call_that_are_none(target: Target, part: Part) -> None:
     _, key = target.open()
-    for field in ("seed", "temperature", "max_tokens", "top_p", "n", "top_k"):
+    fields = ("seed", "temperature", "max_tokens", "top_p", "n", "top_k", "min_p", "top_logprobs")
+    for field in (*fields, "presence_penalty", "logit_bias"):
         for number in NUMBERS:
-            if number == b"-0.0" or (field, number) == ("n", b"true"):
+            if number == b"-0.0":
                 continue
             messages = b'"messages":[{"role":"user","content":"x"}]'
             body = b'{%s, "%s": %s}' % (messages, field.encode(), number)
