@@ -168,9 +168,9 @@ class ChatFormat:
 
     def parse(
         self,
-        output_ids: Sequence[int],
+        output_ids: Sequence[int] | IdArray,
         *,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | IdArray,
         tools: list[Tool] | None,
     ) -> ParsedMessage:
         """Text, reasoning and tool calls of one output; calls only if the request had tools.
@@ -184,7 +184,7 @@ class ChatFormat:
     def stream_parser(
         self,
         *,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | IdArray,
         tools: list[Tool] | None,
         stop: tuple[str, ...],
         forced: Sequence[int] = (),

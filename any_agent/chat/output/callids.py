@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from any_agent.types import IdArray
+
 
 class CallIds:
     """``call_<hex>``, the same for the same prompt and the same output so far.
@@ -14,7 +16,7 @@ class CallIds:
     Each text is hashed once, however many calls an output has; without a call nothing is.
     """
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_ids: Sequence[int] | IdArray) -> None:
         self._prompt_ids = prompt_ids
         self._hash: hashlib.blake2b | None = None
 

@@ -14,7 +14,7 @@ from any_agent.chat.output.grammars import grammar_of
 from any_agent.chat.output.grammars.harmony import HarmonyMachine
 from any_agent.chat.output.marks import Piece
 from any_agent.chat.output.stream import IncrementalParser, Markers, StreamParser
-from any_agent.types import Tool
+from any_agent.types import IdArray, Tool
 
 _TAIL = 64
 """So many of a prompt's last tokens tell how its output begins."""
@@ -57,7 +57,7 @@ class OutputReader:
 
     def parser(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: Sequence[int] | IdArray,
         tools: list[Tool] | None,
         stop: tuple[str, ...],
         forced: Sequence[int] = (),
@@ -75,7 +75,7 @@ class OutputReader:
             return BufferedParser(whole, self.detokenisers(), self._stop_ids, stop, call_ids)
         builder = MessageBuilder(call_ids)
         end = len(prompt_ids) - len(forced)
-        tail = prompt_ids[max(0, end - _TAIL) : end]
+        tail = _ints(prompt_ids[max(0, end - _TAIL) : end])
         in_reasoning = grammar.turn_start is None and self._ends_in_think(tail)
         machine = grammar.new_machine(builder, tools or (), in_reasoning)
         if isinstance(machine, HarmonyMachine):
@@ -84,13 +84,14 @@ class OutputReader:
             self.detokenisers(), self._markers, machine, builder, stop, _ints(forced)
         )
 
-    def ends_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+    def ends_in_reasoning(self, prompt_ids: Sequence[int] | IdArray) -> bool:
         """Whether the prompt has opened the output's reasoning, or a message that may be it."""
+        tail = _ints(prompt_ids[-_TAIL:])
         if self.grammar is not None and self.grammar.turn_start is not None:
-            return any(mark == "<|message|>" for mark, _ in self._header(prompt_ids))
-        return self._ends_in_think(prompt_ids)
+            return any(mark == "<|message|>" for mark, _ in self._header(tail))
+        return self._ends_in_think(tail)
 
-    def open_call(self, prompt_ids: Sequence[int], name: str | None) -> str | None:
+    def open_call(self, prompt_ids: Sequence[int] | IdArray, name: str | None) -> str | None:
         """The text that, after this prompt, makes the model call a tool (any one, if None).
 
         Special tokens are spelled out. None if no such text is known for this model.
@@ -104,16 +105,14 @@ class OutputReader:
         stop = self.grammar.one_call_stop if self.grammar else None
         return (self._vocab[stop],) if stop in self._vocab else None
 
-    def _ends_in_think(self, prompt_ids: Sequence[int]) -> bool:
+    def _ends_in_think(self, tail: list[int]) -> bool:
         """Whether the prompt's end opens reasoning (``<think>`` and white space)."""
-        tail = self._decode(prompt_ids[-_REASONING_TAIL:])
-        return tail.rstrip().endswith("<think>")
+        return self._decode(tail[-_REASONING_TAIL:]).rstrip().endswith("<think>")
 
-    def _header(self, prompt_ids: Sequence[int]) -> list[Piece]:
+    def _header(self, tail: list[int]) -> list[Piece]:
         """The pieces of the output's own header that stand at the prompt's end."""
         assert self.grammar is not None
         start = self._vocab.get(self.grammar.turn_start or "")
-        tail = _ints(prompt_ids[-_TAIL:])
         if start not in tail:
             return []
         tail = tail[len(tail) - 1 - tail[::-1].index(start) :]
@@ -126,7 +125,7 @@ class OutputReader:
         return pieces
 
 
-def _ints(ids: Sequence[int]) -> list[int]:
+def _ints(ids: Sequence[int] | IdArray) -> list[int]:
     """Plain Python ints: tokenizers refuse numpy's."""
     tolist = getattr(ids, "tolist", None)
     return list(tolist()) if tolist is not None else list(ids)
