@@ -21,7 +21,7 @@ DEV := $(VENV)/.dev-$(KEY)
 # Whoever has [dev] has [train].
 TRAIN := $(or $(wildcard $(DEV)),$(VENV)/.train-$(KEY))
 
-.PHONY: help demo test test-clients lint bench learn chaos clean
+.PHONY: help demo test test-clients test-engines lint bench learn chaos clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -34,6 +34,9 @@ test: $(DEV) ## run the tests
 
 test-clients: $(DEV) ## try agents' SDKs, each in an environment of its own, against a live service
 	@$(RUN) -m pytest tests/clients/*/*_live.py $(ARGS)
+
+test-engines: $(DEV) ## try the engines' client against a real SGLang on the CPU (installs 3.5 GB)
+	@$(RUN) -m pytest --timeout 900 tests/engine/sglang/sglang_live.py $(ARGS)
 
 lint: $(DEV) ## check style and types
 	@echo "ruff check"; $(VENV)/bin/ruff check .
@@ -57,7 +60,7 @@ chaos: $(DEV) ## kill every kind of process under load, then run every proof at 
 	@$(RUN) -m pytest tests/chaos --long --timeout 3600 $(PROOFS)
 
 clean: ## remove .venv, caches and build outputs; runs/ stays
-	rm -rf $(VENV) .venv-clients build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-sglang build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)

@@ -1,0 +1,92 @@
+"""A real SGLang on the CPU, in an environment of its own: its pins collide with ours."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from tests.proxy_ext.real_parts import environment
+
+HERE = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parents[3] / ".venv-sglang"
+# Without their dependencies: what they need on a CPU is in the requirements.
+_BARE = ("sglang==0.5.23", "torchvision==0.28.0")
+_OPTIONS = (
+    *("--device", "cpu", "--attention-backend", "torch_native"),
+    *("--mem-fraction-static", "0.1", "--max-total-tokens", "32768"),
+    "--sleep-on-idle",
+    "--incremental-streaming-output",
+)
+_START, _STOP = 480.0, 10.0
+"""Seconds; it starts in a minute where nothing else runs."""
+
+
+def python() -> Path:
+    """Its interpreter; installed if need be, 3.5 GB in some minutes."""
+    if told := os.environ.get("SGLANG_PYTHON"):
+        return Path(told)
+    requirements, pins = HERE / "requirements.txt", HERE / "constraints.txt"
+    wanted = requirements.read_bytes() + pins.read_bytes() + " ".join(_BARE).encode()
+    stamp = FOLDER / f".made-{hashlib.blake2b(wanted, digest_size=6).hexdigest()}"
+    found = FOLDER / "bin" / "python"
+    if not stamp.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER], check=True, timeout=120)
+        pip = [found, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+        subprocess.run([*pip, "-r", requirements, "-c", pins], check=True, timeout=1800)
+        subprocess.run([*pip, "--no-deps", *_BARE], check=True, timeout=600)
+        stamp.touch()
+    return found
+
+
+@contextlib.contextmanager
+def sglang(model: Path, port: int, folder: Path, *options: str) -> Iterator[str]:
+    """Its URL, once it serves."""
+    log = folder / "sglang.log"
+    more = {
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # More threads than one hinder each other, and it binds them to cores otherwise.
+        "OMP_NUM_THREADS": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0",
+        "PYTHONPATH": str(HERE / "cpu"),
+    }
+    command = [str(python()), "-m", "sglang.launch_server", "--model-path", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *_OPTIONS, *options]
+    url = f"http://127.0.0.1:{port}"
+    with open(log, "wb") as out:
+        # It starts processes of its own, which must not outlive it.
+        child = subprocess.Popen(
+            command, stdout=out, stderr=out, env=environment(**more), start_new_session=True
+        )
+    try:
+        _await(f"{url}/health_generate", child, log)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_STOP)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def _await(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _START
+    while True:
+        said = log.read_text(errors="replace")[-3000:]
+        assert child.poll() is None, said
+        assert time.monotonic() < deadline, said
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(url, timeout=30).status_code == 200:
+                return
+        time.sleep(0.5)
