@@ -114,7 +114,8 @@ _HONOURED = (
         "honoured",
         {**_OBJECTS, "maxItems": MAX_TOOLS},
         "Functions that the model may call, of different names; together at most "
-        f"{MAX_TOOLS_BYTES >> 20} MiB of JSON. Custom tools are refused.",
+        f"{MAX_TOOLS_BYTES >> 20} MiB of JSON. `strict` is not enforced: a call's arguments are "
+        "what the model writes. Custom tools are refused.",
         CHAT,
         checked=False,
     ),
