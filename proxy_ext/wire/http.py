@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+import numpy as np
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from any_agent.errors import InvalidRequest
+from any_agent.errors import InvalidRequest, PayloadTooLarge
 
 T = TypeVar("T")
 
 MAX_DEPTH = 64
+MAX_VALUES = 500_000
+"""Of a body; a fifth of a second, for as long as nothing else runs."""
 _LONG = 1 << 20
 _PARSERS_DEPTH = "depth limit exceeded"
 """What orjson says of more than 1024 levels."""
@@ -32,10 +37,15 @@ class JSONResponse(Response):
 
 
 async def read_json(request: Request) -> Any:
-    """The body as JSON; InvalidRequest when it is none (NaN and Infinity are none)."""
+    """The body as JSON; InvalidRequest when it is none (NaN and Infinity are none).
+
+    PayloadTooLarge for more values than can be read without stopping every stream meanwhile.
+    """
     try:
         body = await request.body()
-        data = orjson.loads(body)
+        if len(body) > MAX_VALUES:
+            await asyncio.to_thread(_require_few_values, body)
+        data = _loaded(body)
     except orjson.JSONDecodeError as error:
         if error.msg == _PARSERS_DEPTH:
             raise _too_deep(MAX_DEPTH) from None
@@ -50,16 +60,37 @@ async def read_json(request: Request) -> Any:
     return data
 
 
+def _loaded(body: bytes) -> Any:
+    if len(body) <= _LONG or not gc.isenabled():
+        return orjson.loads(body)
+    # The collector would walk the values that are there again and again: three times as long.
+    gc.disable()
+    try:
+        return orjson.loads(body)
+    finally:
+        gc.enable()
+
+
+def _require_few_values(body: bytes) -> None:
+    """PayloadTooLarge if there may be too many; a comma in a text counts, too."""
+    data = np.frombuffer(body, np.uint8)
+    if sum(int(np.count_nonzero(data == sign)) for sign in b",[{") > MAX_VALUES:
+        raise PayloadTooLarge(
+            f"the body has more than {MAX_VALUES} values (commas and brackets are counted); "
+            "send less at once",
+            code="too_many_values",
+        )
+
+
 def require_shallow(data: Any, limit: int = MAX_DEPTH) -> None:
     """InvalidRequest for JSON that is nested deeper than everything behind us can carry."""
     level = [data]
     for _ in range(limit):
-        level = [
-            below
-            for item in level
-            if isinstance(item, dict | list)
-            for below in (item.values() if isinstance(item, dict) else item)
-        ]
+        below: list[Any] = []
+        for item in level:
+            below += item.values() if type(item) is dict else item if type(item) is list else ()
+        # orjson makes no others; each call's whole conversation comes through here.
+        level = [item for item in below if type(item) is dict or type(item) is list]
         if not level:
             return
     raise _too_deep(limit)
@@ -114,6 +145,40 @@ async def while_present(request: Request, work: Coroutine[Any, Any, T]) -> T:
             raise InvalidRequest("the client left") from None
 
 
+class _Patience:
+    """Ends a stream whose client takes too long to read an event: one timer for all of them."""
+
+    def __init__(self, seconds: float) -> None:
+        self.began: float | None = None
+        """When the event was sent that is not read yet."""
+        self._seconds = seconds
+        self._task: asyncio.Task[Any] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._over = False
+
+    async def __aenter__(self) -> _Patience:
+        self._task = asyncio.current_task()
+        self._look()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._over and kind is asyncio.CancelledError and self._task is not None:
+            self._task.uncancel()
+            raise TimeoutError("the client does not read its stream")
+
+    def _look(self) -> None:
+        waited = time.monotonic() - self.began if self.began is not None else 0.0
+        if waited >= self._seconds:
+            self._over = True
+            assert self._task is not None
+            self._task.cancel()
+            return
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._seconds - waited, self._look)
+
+
 class EventStream(Response):
     """Server-sent events. ``finish`` is awaited whatever happens to the stream."""
 
@@ -136,10 +201,11 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async with aclosing(self._events) as events:
+            async with aclosing(self._events) as events, _Patience(self._send_timeout) as patience:
                 async for event in events:
-                    async with asyncio.timeout(self._send_timeout):
-                        await send({"type": "http.response.body", "body": event, "more_body": True})
+                    patience.began = time.monotonic()
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    patience.began = None
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await self._finish()
