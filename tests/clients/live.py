@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from any_agent.chat import ChatFormat, load_chat_format
 from tests.chaos.killable import engine_in_thread
@@ -35,11 +37,16 @@ class Live:
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
-    def details(self, session_id: str) -> dict[str, Any]:
-        """What was recorded of a session."""
-        answer = httpx.get(f"{self.url}/rl/v1/sessions/{session_id}", timeout=_LIMIT)
+    def continued(self) -> Counter[str]:
+        """Interactions recorded so far, by how their prompts came about."""
+        answer = httpx.get(f"{self.url}/metrics", timeout=_LIMIT)
         assert answer.status_code == 200, answer.text
-        return dict(answer.json())
+        found: Counter[str] = Counter()
+        for family in text_string_to_metric_families(answer.text):
+            if family.name == "any_agent_interactions":
+                for sample in family.samples:
+                    found[sample.labels["continuation"]] += int(sample.value)
+        return found
 
     def says(self, text: str, *, end: bool = True) -> None:
         """What the engine samples next, special tokens spelled out."""
