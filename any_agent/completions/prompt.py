@@ -52,7 +52,7 @@ def parent_of(
         tree,
         context_length=context_length,
         longest_token=chat.longest_token,
-        template=getattr(chat, "render_key", b""),
+        template=chat.render_key,
     )
 
 
@@ -85,7 +85,7 @@ def _continued(
     before = tree.path_ids(parent.id)
     prompt_end = len(before) - len(parent.output_ids)
     said = call.messages[found.covered - 1] if found.covered else None
-    tail = before[max(0, prompt_end - 64) : prompt_end]
+    tail = before[max(0, prompt_end - _TAIL) : prompt_end]
     added = chat.bridge(parent.output_ids, new, call.tools, said=said, prompt_tail=tail)
     if added is None:
         return None
@@ -101,4 +101,4 @@ def _why_not(call: ChatCall, found: Found, parent: Interaction, chat: ChatFormat
         return "no_new_message"
     if any(m.get("role") == "assistant" for m in new):
         return "assistant_rewritten"
-    return "template_declines"
+    return chat.decline_reason(new)
