@@ -123,15 +123,13 @@ class Template:
         return self.decode(ids) == said and not set(ids) & set(self.added.values())
 
     def _find_dialect(self) -> Callable[[Message], Message]:
-        """How this template wants calls: arguments as an object or as JSON text, and whether
-        a call without text has an empty content or none. The first that writes a call whole."""
+        """How this template wants a call's arguments: as an object, or as JSON text."""
         for objects in (True, False):
-            for empty in ("", None):
-                writes = _CallWriter(objects, objects, empty)
-                if self._writes('{"key0": "value0"}', writes):
-                    broken = objects and self._writes('{"key0": "value0', writes)
-                    return _CallWriter(objects, broken or not objects, empty)
-        return _CallWriter(True, True, "")
+            writes = _CallWriter(objects, objects)
+            if self._writes('{"key0": "value0"}', writes):
+                broken = objects and self._writes('{"key0": "value0', writes)
+                return _CallWriter(objects, broken or not objects)
+        return _CallWriter(True, True)
 
     def _writes(self, arguments: str, writes: Callable[[Message], Message]) -> bool:
         call = {"name": "name0", "arguments": arguments}
@@ -149,10 +147,11 @@ class Template:
 
 
 class _CallWriter:
-    def __init__(self, objects: bool, takes_broken: bool, empty: str | None) -> None:
+    """Calls in the form that a template reads; ``takes_broken``: also what is no JSON, as text."""
+
+    def __init__(self, objects: bool, takes_broken: bool) -> None:
         self._objects = objects
         self._takes_broken = takes_broken
-        self._empty = empty
 
     def __call__(self, message: Message) -> Message:
         calls = [
@@ -160,7 +159,7 @@ class _CallWriter:
             for call in message["tool_calls"]
             for f in (call["function"],)
         ]
-        return {**message, "content": message["content"] or self._empty, "tool_calls": calls}
+        return {**message, "tool_calls": calls}
 
     def _arguments(self, arguments: Any) -> Any:
         if not self._objects:
