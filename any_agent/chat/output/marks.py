@@ -52,14 +52,14 @@ class MarkFinder:
         self._first = re.compile(f"[{re.escape(firsts)}]")
         self._longest = max(map(len, self._marks))
 
-    def find(self, text: str) -> tuple[int, str] | None:
-        """Place and text of the first mark."""
-        match = self._whole.search(text)
+    def find(self, text: str, start: int = 0) -> tuple[int, str] | None:
+        """Place and text of the first mark from ``start`` on."""
+        match = self._whole.search(text, start)
         return (match.start(), match[0]) if match else None
 
-    def doubtful(self, text: str) -> int:
-        """How many last characters may begin a mark; fewer than the longest mark has."""
-        for match in self._first.finditer(text, max(0, len(text) - self._longest + 1)):
+    def doubtful(self, text: str, start: int = 0) -> int:
+        """How many last characters, from ``start`` on, may begin a mark; fewer than it has."""
+        for match in self._first.finditer(text, max(start, len(text) - self._longest + 1)):
             tail = text[match.start() :]
             if any(m.startswith(tail) for m in self._marks):
                 return len(tail)
@@ -74,30 +74,34 @@ class TextMarks:
         self._marks = marks
         self._finders: dict[frozenset[str], MarkFinder | None] = {}
         self._text = ""
+        self._at = 0
+        """Up to where the text has been passed on."""
 
     def add(self, text: str) -> None:
-        self._text += text
+        self._text = self._text[self._at :] + text
+        self._at = 0
 
     def next(self, wanted: frozenset[str]) -> Piece | None:
         """The next certain piece; markers of kinds that are not ``wanted`` now are text."""
-        if not self._text:
+        text, start = self._text, self._at
+        if start == len(text):
             return None
         finder = self._finder(wanted)
         if finder is None:
             return self.flush(), TEXT
-        found = finder.find(self._text)
+        found = finder.find(text, start)
         if found is None:
-            at = len(self._text) - finder.doubtful(self._text)
-        elif found[0] == 0:
-            self._text = self._text[len(found[1]) :]
+            self._at = len(text) - finder.doubtful(text, start)
+        elif found[0] == start:
+            self._at = start + len(found[1])
             return found[1], self._marks[found[1]]
         else:
-            at = found[0]
-        out, self._text = self._text[:at], self._text[at:]
-        return (out, TEXT) if out else None
+            self._at = found[0]
+        return (text[start : self._at], TEXT) if self._at > start else None
 
     def flush(self) -> str:
-        out, self._text = self._text, ""
+        out = self._text[self._at :]
+        self._text, self._at = "", 0
         return out
 
     def _finder(self, wanted: frozenset[str]) -> MarkFinder | None:

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from any_agent.chat.output.builder import MessageBuilder, Trimmed
+from any_agent.chat.output.callids import CallIds
+from any_agent.chat.output.message import MessageDelta
+
+
+@given(st.lists(st.text(alphabet="a \n", max_size=4), max_size=12))
+def test_trimmed_text_leaves_as_soon_as_it_is_inside(parts: list[str]) -> None:
+    made, out, text = Trimmed(), "", ""
+    for part in parts:
+        out += made.push(part)
+        text += part
+        assert out == text.strip()
+    assert made.text() == out
+
+
+def test_neighbours_of_one_kind_are_one_step() -> None:
+    made = MessageBuilder(CallIds([1]))
+    made.content("a")
+    made.content("b")
+    made.reasoning("c")
+    assert made.take() == [MessageDelta(content="ab"), MessageDelta(reasoning_content="c")]
+    assert made.take() == []
+
+
+def test_a_call_is_told_before_its_arguments() -> None:
+    made = MessageBuilder(CallIds([1]))
+    made.open_call("add")
+    made.arguments('{"a"')
+    made.arguments(": 1}")
+    made.close_call()
+    made.open_call("now")
+    made.close_call()
+    first, second, third, fourth = made.take()
+    assert first.tool_calls is not None and third.tool_calls is not None
+    assert first.tool_calls[0]["function"] == {"name": "add", "arguments": ""}
+    assert second.tool_calls == [{"index": 0, "function": {"arguments": '{"a": 1}'}}]
+    assert third.tool_calls[0]["index"] == 1
+    assert fourth.tool_calls == [{"index": 1, "function": {"arguments": "{}"}}]
+    calls = made.message().tool_calls
+    assert [c["function"] for c in calls] == [
+        {"name": "add", "arguments": '{"a": 1}'},
+        {"name": "now", "arguments": "{}"},
+    ]
+    assert [c["id"] for c in calls] == [first.tool_calls[0]["id"], third.tool_calls[0]["id"]]
