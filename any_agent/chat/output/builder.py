@@ -95,9 +95,8 @@ class MessageBuilder:
 
     def take(self) -> list[MessageDelta]:
         self._end_run()
-        out = self._out
-        if out:
-            self._out = []
+        # Never the same list twice: its taker may add to it.
+        out, self._out = self._out, []
         return out
 
     def message(self) -> ParsedMessage:
