@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from params_lab import RUN, parse
 
-from any_agent.errors import InvalidRequest, UnsupportedParameter
+from any_agent.completions.params.table import MAX_PROMPT_IDS
+from any_agent.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 
 
 def text(mode: str = "train", **fields: Any) -> Any:
@@ -69,6 +70,12 @@ def test_prompts_that_are_none(prompt: Any) -> None:
     with pytest.raises(InvalidRequest, match="prompt") as raised:
         text(prompt=prompt)
     assert raised.value.param == "prompt"
+
+
+def test_a_prompt_that_no_context_holds() -> None:
+    assert len(text(prompt=[5] * 100_000).prompts[0]) == 100_000
+    with pytest.raises(ContextLengthExceeded):
+        text(prompt=[5] * (MAX_PROMPT_IDS + 1))
 
 
 def test_log_probabilities() -> None:

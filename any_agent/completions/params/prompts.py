@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from any_agent.completions.params.table import MAX_CHOICES
-from any_agent.errors import InvalidRequest
+from any_agent.completions.params.table import MAX_CHOICES, MAX_PROMPT_IDS
+from any_agent.errors import ContextLengthExceeded, InvalidRequest
 
 Prompt = str | tuple[int, ...]
 
@@ -41,8 +41,12 @@ def _text(text: str) -> str:
 def _ids(ids: Any) -> tuple[int, ...]:
     if not isinstance(ids, list) or not ids:
         raise _wrong()
-    # bool is an int to isinstance.
-    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+    if len(ids) > MAX_PROMPT_IDS:
+        raise ContextLengthExceeded(
+            f"a prompt has {len(ids)} token ids: no context is so long", param="prompt"
+        )
+    # Quick, because there may be a million; and bool is another type.
+    if {*map(type, ids)} != {int} or min(ids) < 0 or max(ids) >= 2**31:
         raise InvalidRequest("prompt has an id that is no token's", param="prompt")
     return tuple(ids)
 

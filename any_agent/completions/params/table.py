@@ -32,6 +32,7 @@ MAX_TOOLS_BYTES = 1 << 20
 MAX_SCHEMA_BYTES = 1 << 17
 MAX_NOTE_BYTES = 1 << 14
 """Of what is recorded without effect, and of template arguments."""
+MAX_PROMPT_IDS = 1 << 21
 MAX_INTEGER = 2**63 - 1
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` at `/v1/completions`."""
