@@ -67,13 +67,15 @@ def load_chat_format(
     if own.template is not None and (renderer == "auto" or name == "default"):
         writer = TemplateWriter(own.template, tuple(dict.fromkeys(stops)), retention=own.retention)
     else:
-        writer = RendererWriter(tokenizer, made)
+        writer = RendererWriter(tokenizer, made, stops)
     chat = ChatFormat(
         tokenizer, made, stops, writer, name=name, keeps_thinking=thinking_retention == "all"
     )
-    for what, roles in example_roles().items():
+    for n, (what, roles) in enumerate(example_roles().items()):
         if refused := writer.prove(**roles).refused:
-            log.info("%s: no exact continuation for %s: %s", model_path, what, refused)
+            # Without the first no conversation is continued; the others not every template has.
+            level = logging.INFO if n else logging.WARNING
+            log.log(level, "%s: no exact continuation for %s: %s", model_path, what, refused)
     return chat
 
 

@@ -107,7 +107,11 @@ class RendererWriter:
     keeps_spellings = False
 
     def __init__(
-        self, tokenizer: Any, renderer: Any, settings: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        renderer: Any,
+        stop_ids: Sequence[int],
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         from renderers import template_field_names
 
@@ -115,7 +119,7 @@ class RendererWriter:
         self.known_settings = frozenset(template_field_names(renderer.config))
         self._tokenizer = tokenizer
         self._renderer = renderer
-        self._stops = frozenset(renderer.get_stop_token_ids())
+        self._stops = frozenset(stop_ids)
 
     @cached_property
     def _opening(self) -> list[int]:
@@ -127,7 +131,8 @@ class RendererWriter:
 
         config = merge_chat_template_kwargs(self._renderer.config, settings)
         renderer = create_renderer(self._tokenizer, config)
-        return RendererWriter(self._tokenizer, renderer, {**self.settings, **settings})
+        merged = {**self.settings, **settings}
+        return RendererWriter(self._tokenizer, renderer, tuple(self._stops), merged)
 
     def prompt_ids(
         self, messages: list[Message], tools: list[Tool] | None, *, generation: bool = True
