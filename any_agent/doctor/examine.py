@@ -8,18 +8,22 @@ import logging
 import os
 import re
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from any_agent.access import run_dir_of
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.config import LOOPBACK, Config, load_config
+from any_agent.doctor.asking import asking
 from any_agent.doctor.engine import engine_laws
 from any_agent.doctor.quick import chat_laws, template_kwargs
 from any_agent.doctor.report import as_json, as_text
 from any_agent.doctor.service import service_laws
 from any_agent.doctor.verdict import Law, Verdict, broken
-from any_agent.errors import ConfigError
+from any_agent.errors import AnyAgentError, ConfigError
+from any_agent.registry import SILENT_AFTER, Registry
 from any_agent.rundir import RunDir
 
 _SETTING = re.compile(r"-*[a-z_]+(\.[a-z_]+)*=")
@@ -69,7 +73,9 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     of_trial = not models or any(name is not None for name in named)
     config = _config(arguments, settings, of_trial=of_trial)
     _check_model(config.model.path)
-    engines = list(arguments.engine or config.engine.urls)
+    run = run_dir_of(config) if of_trial else None
+    run = run if run is not None and run.path.is_dir() else None
+    engines = list(arguments.engine or config.engine.urls or (_serving(run) if run else ()))
     for url in (*engines, *filter(None, [arguments.url])):
         if not re.match(r"https?://[^/]", url):
             raise ConfigError(f"{url!r} is no URL: it begins with http:// or https://")
@@ -81,8 +87,6 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     if arguments.quick and not config.model.path:
         raise ConfigError("--quick examines a model's chat format: give its folder")
     key = arguments.key or next(filter(None, map(os.environ.get, _KEYS)), None)
-    run = run_dir_of(config) if of_trial else None
-    run = run if run is not None and run.path.is_dir() else None
     return Subject(config, run, engines, arguments.url, key, arguments.quick)
 
 
@@ -97,13 +101,19 @@ def _config(arguments: argparse.Namespace, settings: list[str], *, of_trial: boo
 
 
 def _check_model(path: str) -> None:
-    if path and not Path(path).is_dir() and not _HUB_NAME.fullmatch(path):
+    if path and not _is_folder(path) and not _HUB_NAME.fullmatch(path):
         raise ConfigError(f"model path {path!r} is neither a folder nor a name on the hub")
+
+
+def _is_folder(path: str) -> bool:
+    return Path(path).is_dir()
 
 
 async def _examine(subject: Subject) -> tuple[dict[str, str], list[Verdict]]:
     told: dict[str, str] = {}
     verdicts: list[Verdict] = []
+    if not subject.config.model.path and subject.engines:
+        subject.config = await _with_engines_model(subject.config, subject.engines[0])
     model = subject.config.model
     known: ChatFormat | None = None
     if model.path:
@@ -129,6 +139,30 @@ async def _examine(subject: Subject) -> tuple[dict[str, str], list[Verdict]]:
             )
             verdicts += _named(found, url if len(subject.engines) > 1 else None)
     return told, verdicts
+
+
+async def _with_engines_model(config: Config, url: str) -> Config:
+    """The model that the engine says it serves, if its folder is here."""
+    async with asking(url, lambda _: "") as asker:
+        with suppress(AnyAgentError):
+            path = (await asker.model_info()).get("model_path")
+            if isinstance(path, str) and _is_folder(path):
+                model = config.model.model_copy(update={"path": path})
+                return config.model_copy(update={"model": model})
+    return config
+
+
+def _serving(run: RunDir) -> list[str]:
+    """The engines of a trial's ranks that are alive."""
+    registry = Registry(run.registry)
+    registry.refresh()
+    urls = []
+    for entry in registry.entries():
+        with suppress(OSError):
+            written = (run.registry / f"{entry.name}.json").stat().st_mtime
+            if entry.engine_url is not None and time.time() - written < SILENT_AFTER:
+                urls.append(entry.engine_url)
+    return sorted(urls)
 
 
 def _named(verdicts: list[Verdict], url: str | None) -> list[Verdict]:

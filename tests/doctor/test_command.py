@@ -12,6 +12,7 @@ import yaml
 from any_agent.cli import main
 from any_agent.config import Config
 from any_agent.ports import free_port
+from any_agent.registry import Entry, publish
 from any_agent.rundir import RunDir
 from tests.other_weights import publish_other
 from tests.proxy_ext.real_parts import embedded_engine
@@ -84,6 +85,11 @@ def test_a_trials_engine_with_stale_weights(
     run, url = trial
     root = str(run.path.parents[2])
     named = ["doctor", "--experiment", "e", "--trial", "t", f"root={root}"]
+    # Which engines a run started itself, its ranks tell.
+    text = (run.path / "config.yaml").read_text()
+    (run.path / "config.yaml").write_text(text.replace(f"- {url}", "").replace("urls:", "urls: []"))
+    entry = Entry(name="rank-0", boot_id="b", url="http://x", pid=1, engine_url=url)
+    publish(run.registry, entry)
     assert main(named) == 1
     out = capsys.readouterr().out
     assert "FAILED versions, published: the engine serves version 0, the run's newest is 3" in out
@@ -95,6 +101,7 @@ def test_a_trials_engine_with_stale_weights(
 
     model = json.loads(httpx.get(f"{url}/get_model_info").content)["model_path"]
     load(model)
+    named += ["--engine", url]
     assert main(named) == 1
     out = capsys.readouterr().out
     assert "FAILED logprobs, forward pass, T=1: " in out and "other weights" in out

@@ -179,3 +179,11 @@ def test_the_command_on_the_demos_model(
     else:
         assert "forward pass, T=0.7" in out and " 0 off" not in out
         assert "failed" not in out
+
+
+def test_an_engine_says_what_it_serves(
+    engine: str, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--engine", engine]) == 0
+    out = capsys.readouterr().out
+    assert f"model      {tiny_model_dir}" in out and "continuation" in out
