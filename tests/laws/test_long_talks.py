@@ -1,0 +1,41 @@
+"""Two hundred turns of one session, for each family: nothing drifts, nothing is rendered anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.types import Continuation, Message
+from tests.families import Call, family
+from tests.laws.cases import FAMILIES, label
+from tests.laws.record import check_session
+from tests.laws.service import lab_of
+from tests.laws.talk import TOOLS
+
+TURNS = 200
+ASK: Message = {"role": "user", "content": "What is 1 + 2?"}
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=label)
+async def test_two_hundred_turns(tmp_path: Path, case: tuple[str, bool]) -> None:
+    name, thinking = case
+    fam = family(name, thinking=thinking)
+    fields: dict[str, Any] = {"tools": TOOLS} if fam.spec.calls else {}
+    # A model's pass over each of the contexts would take minutes.
+    async with lab_of(fam, tmp_path, true=False, context=1 << 16) as lab:
+        talk, messages = await lab.open(), [ASK]
+        for turn in range(TURNS):
+            calls = (Call("add", {"a": turn}),) if fam.spec.calls and turn % 3 == 1 else ()
+            said = fam.say("" if calls else f"turn {turn}", calls=calls)
+            (answer,) = await talk.ask(messages, said, stream=turn % 2 == 0, **fields)
+            results: list[Message] = [
+                {"role": "tool", "tool_call_id": call["id"], "content": str(turn)}
+                for call in answer.get("tool_calls") or []
+            ]
+            messages += [answer, *(results or [ASK])]
+        await talk.end()
+        tree = await check_session(lab, talk, each=20)
+    assert len(tree) == TURNS and len(tree.leaves()) == 1
+    assert sum(n.continuation is Continuation.EXACT for n in tree) == TURNS - 1
