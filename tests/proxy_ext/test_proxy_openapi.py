@@ -17,6 +17,7 @@ from tests.proxy_ext.proxy_lab import Proxy
 UNDESCRIBED = {
     # The same as those under /v1.
     ("POST", "/chat/completions"),
+    ("POST", "/completions"),
     ("GET", "/models"),
     ("GET", "/openapi.json"),
     ("HEAD", "/openapi.json"),
@@ -67,7 +68,7 @@ def test_a_route_says_what_it_answers(route: tuple[str, str]) -> None:
     if route[0] != "GET":
         # Whatever changes something is written, and a disk may be full.
         expected |= {"409", "507"}
-    if "start_session" in route[1] or "chat" in route[1]:
+    if "start_session" in route[1] or "completions" in route[1]:
         expected |= {"429"}
     missing = expected - responses.keys() - ({"409"} if route[1] == "/grant_capacity" else set())
     assert not missing
@@ -104,6 +105,7 @@ def test_repeatable_routes_take_a_key() -> None:
     }
     assert without == {
         ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
         ("POST", "/rl/v1/lease"),
         ("POST", "/rl/v1/export_trajectories"),
         ("POST", "/export_trajectories"),
