@@ -6,7 +6,8 @@ that one client drives both. In one process,
 
 Life of a request: ``contract`` checks the body -> ``engine`` admits it (duplicate ids, bounded
 queue) -> ``loop`` prefills it into a row of ``cache`` and steps all rows together, ``bend`` bends
-the rows that ask for it, ``sampling`` draws, ``stops`` decides -> one hand-over per step to asyncio -> ``server`` writes JSON or events.
+the rows that ask for it, ``sampling`` draws, ``stops`` decides -> one hand-over per step to asyncio
+-> ``server`` writes JSON or events.
 
 Design points:
 

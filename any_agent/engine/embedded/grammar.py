@@ -50,7 +50,7 @@ class Grammars:
             raise InvalidRequest(f"not a grammar: {error}", param="grammar") from None
         matcher = LLMatcher(self._of_model(), source, log_level=0)
         if matcher.is_error():
-            raise InvalidRequest(f"not a grammar: {matcher.get_error()[:500]}", param="grammar")
+            raise InvalidRequest(f"not a grammar: {_said(matcher)}", param="grammar")
         return GrammarState(matcher, self._loaded.eos_ids)
 
     def _of_model(self) -> Any:
@@ -76,8 +76,8 @@ class GrammarState:
 
     @property
     def error(self) -> str | None:
-        """Why no further token can be told; the output cannot go on."""
-        return self._matcher.get_error() if self._matcher.is_error() else None
+        """Why it has lost its way: a grammar can be too complex to follow."""
+        return _said(self._matcher) if self._matcher.is_error() else None
 
     def push(self, token: int) -> None:
         if token in self._eos_ids:
@@ -88,8 +88,14 @@ class GrammarState:
     def forbidden(self) -> npt.NDArray[np.bool_]:
         """Per id of the vocabulary, rounded up to 32, whether it may not come next.
 
-        Where the output is complete, only the model's ends of text may.
+        Where the output is complete, only the model's ends of text may; so too after an error,
+        which must be looked at before such an end is believed.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         forbidden: npt.NDArray[np.bool_] = np.unpackbits(bits, bitorder="little") == 0
         return forbidden
+
+
+def _said(matcher: Any) -> str:
+    """The error without the dump of the matcher's state."""
+    return str(matcher.get_error()).partition("\n<state>")[0][:500]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from any_agent.engine.embedded.bend import Bend
-from any_agent.engine.embedded.grammar import GrammarState
 from any_agent.engine.embedded.stops import StopMatcher
 from any_agent.types import GenerationHyperparameters, StopReason
 
@@ -86,6 +85,10 @@ class Request:
         if not math.isfinite(logprob):
             self.finish = Finish("abort", message="the model's logits are not finite", failed=True)
             return
+        grammar = self.bend.grammar if self.bend is not None else None
+        if grammar is not None and (error := grammar.error) is not None:
+            self.finish = Finish("abort", message=f"the grammar: {error}", failed=True)
+            return
         self.logprobs.append(logprob)
         if self.top:
             self.tops.append(top)
@@ -98,18 +101,10 @@ class Request:
             self.finish = Finish("stop", token)
         elif self.matcher is not None and (matched := self.matcher.push(token)) is not None:
             self.finish = Finish("stop", matched)
-        elif self.bend is not None and self._left_grammar(self.bend.grammar, token):
-            pass
+        elif grammar is not None and grammar.ended:
+            self.finish = Finish("stop", token)
         elif len(self.output_ids) >= self.config.max_new_tokens:
             self.finish = Finish("length")
-
-    def _left_grammar(self, grammar: GrammarState | None, token: int) -> bool:
-        """Whether the grammar ends the output: complete, or at its wits' end."""
-        if grammar is not None and grammar.ended:
-            self.finish = Finish("stop", token)
-        elif grammar is not None and (error := grammar.error) is not None:
-            self.finish = Finish("abort", message=f"the grammar: {error[:300]}", failed=True)
-        return self.finish is not None
 
 
 Event: TypeAlias = tuple[Request, int, Finish | None]

@@ -17,7 +17,7 @@ from any_agent.engine.embedded.bend import Bend, bend_of
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.embedded.grammar import Grammars
 from any_agent.engine.embedded.model import LoadedModel
-from any_agent.errors import InvalidRequest
+from any_agent.errors import EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationHyperparameters, ModelResponse
 
 PENALTIES = {"frequency_penalty": 0.9, "presence_penalty": -0.6, "repetition_penalty": 1.4}
@@ -143,6 +143,21 @@ async def test_the_end_ends_also_if_ends_of_text_are_ignored(engine: EmbeddedEng
 async def test_what_is_no_grammar(engine: EmbeddedEngine, grammar: str) -> None:
     with pytest.raises(InvalidRequest, match="grammar"):
         await agenerate(engine, request("r", prompt(5), grammar=grammar))
+
+
+async def test_a_grammar_that_loses_its_way_is_an_error_and_no_end(
+    engine: EmbeddedEngine, loaded: LoadedModel
+) -> None:
+    """It allows an end of text then; what was written so far must not pass for the whole."""
+    asked = request("r", prompt(5), grammar='{"regex": "[ab]{50}"}', ignore_eos=False)
+    bend = await engine.bend(asked)
+    assert bend is not None and bend.grammar is not None
+    bend.grammar.push(200)
+    assert not bend.grammar.forbidden()[sorted(loaded.eos_ids)].any()
+    generation = engine.submit(asked, bend=bend)
+    with pytest.raises(EngineUnavailable, match="the grammar: Parser Error"):
+        await generation.finished()
+    assert generation.request.output_ids == []
 
 
 async def test_likeliest_tokens(loaded: LoadedModel) -> None:

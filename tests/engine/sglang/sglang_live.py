@@ -165,8 +165,8 @@ async def test_a_client_that_leaves_frees_it(client: SGLangEngine, url: str) -> 
     await chunks.aclose()
 
     async def running() -> int:
-        _, info = await call(url, "/get_load", method="GET")
-        return sum(state["num_reqs"] for state in info)
+        _, told = await call(url, "/v1/loads", method="GET")
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in told["loads"])
 
     for _ in range(200):
         if not await running():
