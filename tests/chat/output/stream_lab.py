@@ -39,7 +39,12 @@ def chunked(ids: list[int], sizes: list[int]) -> list[list[int]]:
 
 def streamed(parser: StreamParser, chunks: list[list[int]]) -> ParsedMessage:
     """The message of a stream whose deltas are proven to make it up."""
-    deltas = [d for chunk in chunks for d in parser.feed(chunk)]
+    deltas: list[MessageDelta] = []
+    step: list[MessageDelta] = []
+    for chunk in chunks:
+        step = parser.feed(chunk)
+        deltas += step
     rest, message = parser.finish(matched_stop=None)
+    step += rest  # as a caller may: what it was given is its own
     assert joined(deltas + rest) == message
     return message

@@ -27,6 +27,15 @@ def test_neighbours_of_one_kind_are_one_step() -> None:
     assert made.take() == []
 
 
+def test_steps_that_were_taken_are_the_caller_s() -> None:
+    made = MessageBuilder(CallIds([1]))
+    taken = made.take()
+    made.content("a")
+    taken += made.take()
+    assert taken == [MessageDelta(content="a")]
+    assert made.take() == []
+
+
 def test_a_call_is_told_before_its_arguments() -> None:
     made = MessageBuilder(CallIds([1]))
     made.open_call("add")
