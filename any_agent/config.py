@@ -54,7 +54,8 @@ class ModelConfig(_Section):
     name: str = "policy"
     """What `/v1/models` calls it."""
     renderer: str = "auto"
-    """The family of `renderers` that turns messages into ids; auto reads the model's type."""
+    """What turns messages into ids. auto: the tokenizer's own chat template; or one of PyPI's
+    `renderers`, by name."""
     enable_thinking: bool | None = None
     """Whether the template opens a thinking block; None: the family's default."""
     thinking_retention: Literal["all", "tool_cycle", "template"] = "all"

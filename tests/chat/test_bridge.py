@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,6 +29,11 @@ USER: Message = {"role": "user", "content": "And 3? "}
 THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 FAMILIES = [(name, on) for name in names() for on in (False, True)]
 WITH_TOOLS = [(name, on) for name, on in FAMILIES if family(name).spec.calls]
+
+
+@cache
+def loaded(name: str, thinking: bool = False) -> ChatFormat:
+    return family(name, thinking=thinking).load()
 
 
 def bare(text: str) -> str:
@@ -74,7 +80,7 @@ def assert_as_the_template(
 def test_a_user_after_an_answer(name: str, thinking: bool) -> None:
     made = family(name, thinking=thinking)
     said = {"role": "assistant", "content": "It is 3."}
-    chat = made.load()
+    chat = loaded(name, thinking)
     following = assert_as_the_template(chat, made.say("It is 3."), said, [USER], None)
     reasoned = made.say("It is 3.", reasoning="One and two.") if made.reasons else None
     if reasoned is not None:
@@ -89,14 +95,16 @@ def test_results_after_calls(name: str, thinking: bool) -> None:
             continue
         results = [result(n, f'{{"is": "{n}"}}') for n in range(len(calls))]
         for new in (results, [*results, USER]):
-            assert_as_the_template(made.load(), made.say(calls=calls), called(calls), new, TOOLS)
+            assert_as_the_template(
+                loaded(name, thinking), made.say(calls=calls), called(calls), new, TOOLS
+            )
 
 
 @pytest.mark.parametrize(("name", "thinking"), FAMILIES)
 def test_a_truncated_answer_is_ended(name: str, thinking: bool) -> None:
     """The template's own end, then what follows an answer that ended by itself."""
     made = family(name, thinking=thinking)
-    chat, output = made.load(), made.say("It is 3.")
+    chat, output = loaded(name, thinking), made.say("It is 3.")
     ended = chat.bridge(output, [USER], None)
     cut = chat.bridge(output[:-1], [USER], None)
     assert ended is not None and cut is not None
@@ -118,7 +126,7 @@ def test_a_truncated_answer_is_ended(name: str, thinking: bool) -> None:
 )
 def test_cut_off_reasoning_is_closed(name: str, reasoning: bool, closing: str) -> None:
     made = family(name, thinking=True)
-    chat = made.load()
+    chat = loaded(name, True)
     prompt = chat.render(START, None)
     text = made.chat.decode(made.say("x", reasoning="Because of this."))
     output = made.encode(text[: text.index("of this")])
@@ -142,7 +150,7 @@ def test_a_cut_off_call_is_closed(name: str, closing: str) -> None:
     calls = (Call("add", {"a": 123456}),)
     text = made.chat.decode(made.say(calls=calls))
     output = made.encode(text[: text.index("456")])
-    following = made.load().bridge(output, [result(0, "5")], TOOLS, said=called(calls))
+    following = loaded(name).bridge(output, [result(0, "5")], TOOLS, said=called(calls))
     assert following is not None
     assert made.chat.decode(following).startswith(closing)
 
@@ -162,7 +170,7 @@ def test_an_end_that_the_template_would_not_have_written() -> None:
 
 def test_what_ended_inside_its_reasoning_goes_on_as_any_other() -> None:
     made = family("qwen3_5", thinking=True)
-    chat = made.load()
+    chat = loaded(name)
     end = chat.stop_token_ids[:1]
     tail = chat.render(START, None)[-64:]
     assert chat.bridge(end, [USER], None, prompt_tail=tail) == chat.bridge([20, *end], [USER], None)
@@ -174,7 +182,7 @@ def test_answers_among_the_new_messages(name: str) -> None:
     made = family(name)
     said = {"role": "assistant", "content": "It is 3."}
     new = [USER, {"role": "assistant", "content": "No."}, {"role": "user", "content": "Hm"}]
-    following = assert_as_the_template(made.load(), made.say("It is 3."), said, new, None)
+    following = assert_as_the_template(loaded(name), made.say("It is 3."), said, new, None)
     assert "No." in made.chat.decode(following)
 
 
