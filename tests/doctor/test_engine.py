@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from any_agent.ports import free_port
 from tests.doctor.middleman import between
 from tests.proxy_ext.real_parts import embedded_engine
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "doctor.md"
 Laws = dict[tuple[str, str], Verdict]
 
 
@@ -165,6 +167,11 @@ async def test_outputs_that_do_not_end(engine: str, examined: Any) -> None:
         assert ("stops", "stop string") in failed(await examined(url))
 
 
+def rows(printed: str) -> list[tuple[str, ...]]:
+    """Law and case of each."""
+    return re.findall(r"^(\w+) +(\S.*?)  +(?:passed|failed|declined|not checked)", printed, re.M)
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_command_on_the_demos_model(
     engine: str, tiny_model_dir: Path, as_json: bool, capsys: pytest.CaptureFixture[str]
@@ -177,8 +184,9 @@ def test_the_command_on_the_demos_model(
         assert found["sound"] is True and found["subject"]["engine"] == engine
         assert {"rendering", "logprobs", "aborts"} <= {v["law"] for v in found["verdicts"]}
     else:
-        assert "forward pass, T=0.7" in out and " 0 off" not in out
         assert "failed" not in out
+        documented = (DOCUMENT.read_text()).partition("## What it prints")[2].split("```")[1]
+        assert rows(out) == rows(documented)
 
 
 def test_an_engine_says_what_it_serves(
