@@ -8,6 +8,7 @@ from pathlib import Path
 POSTS = (
     "/v1/chat/completions",
     "/chat/completions",
+    "/v1/completions",
     "/rl/v1/start_session",
     "/rl/v1/set_reward",
     "/rl/v1/finalize",

@@ -201,6 +201,8 @@ def body_of(method: str, template: str, session: dict[str, Any]) -> dict[str, An
     bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": {"messages": HELLO, "max_tokens": 2},
         "/chat/completions": {"messages": HELLO, "max_tokens": 2},
+        "/v1/completions": {"prompt": "a", "max_tokens": 2},
+        "/completions": {"prompt": "a", "max_tokens": 2},
         "/rl/v1/set_reward": {"final_reward": 1.0},
         "/rl/set_reward": {"reward": 1.0},
         "/rl/start_session": {"task_id": "task"},

@@ -6,12 +6,13 @@ import asyncio
 import threading
 from typing import Any
 
-import orjson
 import pytest
 
 from any_agent.completions import Prepared
+from proxy_ext.wire import http, serve
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
+from tests.proxy_ext.test_proxy_refusals import refusal
 
 CHAT = "/v1/chat/completions"
 
@@ -90,7 +91,8 @@ async def test_a_long_body_does_not_stop_the_others(
         return prepare(*args)
 
     monkeypatch.setattr(completer, "prepare", slow)
-    body = orjson.dumps({"messages": HELLO, "max_tokens": 2}) + b" " * 70_000
+    monkeypatch.setattr(serve, "_LONG_TEXT", 5)
+    body = {"messages": HELLO, "max_tokens": 2}
     call = asyncio.create_task(proxy.post(CHAT, body, session["api_key"]))
     await until(begun.is_set)
     assert (await proxy.http.get("/healthz")).status_code == 200
@@ -98,3 +100,16 @@ async def test_a_long_body_does_not_stop_the_others(
     assert (await call).status_code == 200
     assert told == [True]
     assert len(await proxy.recorded(session["session_id"])) == 1
+
+
+async def test_more_values_than_can_be_read_at_once_are_refused(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "MAX_VALUES", 2000)
+    key = (await proxy.open())["api_key"]
+    ids = b'{"prompt": [' + b"20," * 1000 + b"20]}"
+    assert (await proxy.post("/v1/completions", ids, key)).status_code == 200
+    response = await proxy.post("/v1/completions", b"[" + b"[]," * 1500 + b"[]]", key)
+    refusal(response, 413, "too_many_values", "2000 values")
+    padded = b'{"prompt": "' + b"a" * 5000 + b'", "max_tokens": 2}'
+    assert (await proxy.post("/v1/completions", padded, key)).status_code == 200
