@@ -54,6 +54,9 @@ class SGLangEngine:
     weight update, or the engine's death, and end after it. Calls wait at most ``update_wait``
     seconds for an update, and as long for an engine that is away. Open it inside a running event
     loop; ``close`` it.
+
+    With ``in_place``, SGLang's stream tells the version of the moment: a token that was in flight
+    when it was paused carries the one after it. Whole answers, and ``resume``, are exact.
     """
 
     def __init__(
@@ -135,7 +138,14 @@ class SGLangEngine:
     async def capabilities(self) -> Capabilities:
         """What the engine can do; asked once, and again after its death."""
         if self._capabilities is None:
-            self._capabilities = capabilities_of(await self._control("GET", "/get_server_info"))
+            told = await self._control("GET", "/get_server_info")
+            if told.get("incremental_streaming_output") is False:
+                log.warning(
+                    "the engine at %s repeats the whole output at every token; start it with "
+                    "--incremental-streaming-output",
+                    self.url,
+                )
+            self._capabilities = capabilities_of(told)
         return self._capabilities
 
     async def pause(self) -> None:

@@ -146,6 +146,20 @@ async def test_capabilities_are_asked_once_and_after_a_death(
     assert not (await client.capabilities()).grammar
 
 
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_a_cumulative_stream_is_warned_of(
+    client: SGLangEngine,
+    scripted: ScriptedEngine,
+    caplog: pytest.LogCaptureFixture,
+    incremental: bool,
+) -> None:
+    scripted.told = {"incremental_streaming_output": incremental}
+    await client.capabilities()
+    await client.capabilities()
+    warned = [r for r in caplog.records if "--incremental-streaming-output" in r.getMessage()]
+    assert len(warned) == (0 if incremental else 1)
+
+
 async def test_capabilities_of_an_engine_that_is_away(
     client: SGLangEngine, scripted: ScriptedEngine
 ) -> None:
