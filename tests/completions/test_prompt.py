@@ -1,0 +1,151 @@
+"""A prompt's ids begin with all of its parent's, whatever the agent says next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from any_agent.chat import ChatFormat, chain_keys, load_chat_format
+from any_agent.completions import ChatCall
+from any_agent.completions.prompt import Prompt, find_prompt
+from any_agent.record import InteractionTree, interaction_row
+from any_agent.types import (
+    Continuation,
+    GenerationHyperparameters,
+    Interaction,
+    Message,
+    id_array,
+    logprob_array,
+)
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model_dir: Path) -> ChatFormat:
+    return load_chat_format(str(tiny_model_dir), enable_thinking=False)
+
+
+def find(messages: list[Message], tree: InteractionTree, chat: ChatFormat) -> Prompt:
+    call = ChatCall(
+        model="m",
+        messages=messages,
+        tools=None,
+        gconfig=GenerationHyperparameters(),
+        stream=False,
+        include_usage=False,
+        logprobs=False,
+    )
+    return find_prompt(call, tree, chat, context_length=100_000)
+
+
+def record(
+    tree: InteractionTree, messages: list[Message], prompt: Prompt, output: list[int], text: str
+) -> Interaction:
+    answer = {"role": "assistant", "content": text}
+    interaction = Interaction(
+        id=str(len(tree)),
+        session_id="s",
+        parent_id=prompt.parent_id,
+        prompt_delta_ids=prompt.ids[prompt.inherited :].copy(),
+        output_ids=id_array(output),
+        output_logprobs=logprob_array([-1.0] * len(output)),
+        output_versions=id_array([0] * len(output)),
+        message_delta=messages[prompt.covered :],
+        output_message=answer,
+        finish_reason="stop",
+        gconfig=GenerationHyperparameters(),
+        continuation=prompt.continuation,
+        branch_reason=prompt.branch_reason,
+    )
+    (key,) = chain_keys([answer], None, start=prompt.key)
+    tree.add(interaction, key)
+    return interaction
+
+
+TURN = st.tuples(st.integers(0, 20), st.text("ab .\n", max_size=8), st.sampled_from("earu"))
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@given(turns=st.lists(TURN, min_size=1, max_size=8))
+def test_a_prompt_begins_with_what_its_parent_was(
+    chat: ChatFormat, turns: list[tuple[int, str, str]]
+) -> None:
+    """Echoes, rewritten answers, answers put in between, and users who go on at once."""
+    tree = InteractionTree()
+    sent: dict[str, list[int]] = {}
+    talks: list[list[Message]] = [[{"role": "user", "content": "go"}]]
+    for which, text, kind in turns:
+        messages = talks[which % len(talks)]
+        prompt = find(messages, tree, chat)
+        if prompt.parent_id is None:
+            assert prompt.ids.tolist() == chat.render(messages, None)
+            assert (prompt.branch_reason is None) == (len(tree) == 0)
+        else:
+            assert prompt.continuation is Continuation.EXACT
+            before = sent[prompt.parent_id]
+            assert prompt.ids[: prompt.inherited].tolist() == before
+            assert prompt.inherited == len(before) < len(prompt.ids)
+        output = [*chat.tokenizer.encode(text), chat.stop_token_ids[0]]
+        interaction = record(tree, messages, prompt, output, text)
+        sent[interaction.id] = [*prompt.ids.tolist(), *output]
+        row = interaction_row(tree, interaction.id, 0.0)
+        assert row["input_ids"].tolist() == sent[interaction.id]
+        echo: list[Message] = [{"role": "assistant", "content": text}]
+        if kind == "r":
+            echo = [{"role": "assistant", "content": text + "!"}]
+        elif kind == "a":
+            echo = [*echo, {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        elif kind == "u":
+            echo = []
+        talks.append([*messages, *echo, {"role": "user", "content": text}])
+
+
+def test_only_what_is_new_is_rendered(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[list[Message]] = []
+    bridge = chat.bridge
+
+    def counted(output_ids: Any, new_messages: list[Message], *args: Any, **fields: Any) -> Any:
+        rendered.append(new_messages)
+        return bridge(output_ids, new_messages, *args, **fields)
+
+    monkeypatch.setattr(chat, "bridge", counted)
+    tree = InteractionTree()
+    messages: list[Message] = [{"role": "user", "content": "go"}]
+    for turn in range(12):
+        prompt = find(messages, tree, chat)
+        interaction = record(tree, messages, prompt, [30, chat.stop_token_ids[0]], f"n {turn}")
+        # Nothing keeps the prompt of every turn.
+        assert interaction.prompt_delta_ids.base is None
+        if turn:
+            monkeypatch.setattr(chat, "render", None)
+        messages = [*messages, interaction.output_message, {"role": "user", "content": f"{turn}"}]
+    assert [len(new) for new in rendered] == [1] * 11
+    assert len(tree.path("11")) == 12
+
+
+@pytest.mark.parametrize(
+    ("after", "reason"),
+    [
+        ([], "no_new_message"),
+        ([{"role": "user", "content": "x"}], "template_declines"),
+        (
+            [{"role": "assistant", "content": "y"}, {"role": "user", "content": "x"}],
+            "assistant_rewritten",
+        ),
+    ],
+)
+def test_why_a_prompt_is_rendered_anew(
+    chat: ChatFormat, monkeypatch: pytest.MonkeyPatch, after: list[Message], reason: str
+) -> None:
+    tree = InteractionTree()
+    messages: list[Message] = [{"role": "user", "content": "go"}]
+    root = find(messages, tree, chat)
+    assert (root.continuation, root.branch_reason) == (Continuation.ROOT, None)
+    parent = record(tree, messages, root, [30, chat.stop_token_ids[0]], "n")
+    monkeypatch.setattr(chat, "bridge", lambda *_, **__: None)
+    prompt = find([*messages, parent.output_message, *after], tree, chat)
+    assert (prompt.continuation, prompt.branch_reason) == (Continuation.BRANCH, reason)
+    assert (prompt.parent_id, prompt.inherited, prompt.covered) == (None, 0, 0)
