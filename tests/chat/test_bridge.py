@@ -169,8 +169,7 @@ def test_an_end_that_the_template_would_not_have_written() -> None:
 
 
 def test_what_ended_inside_its_reasoning_goes_on_as_any_other() -> None:
-    made = family("qwen3_5", thinking=True)
-    chat = loaded(name)
+    chat = loaded("qwen3_5", True)
     end = chat.stop_token_ids[:1]
     tail = chat.render(START, None)[-64:]
     assert chat.bridge(end, [USER], None, prompt_tail=tail) == chat.bridge([20, *end], [USER], None)
