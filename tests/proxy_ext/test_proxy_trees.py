@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
+from any_agent.chat import chain_keys
 from any_agent.errors import StoreUnavailable
+from any_agent.record import InteractionTree, without_texts
 from any_agent.types import Interaction, Trajectory
-from proxy_ext.sessions.session import Session
+from proxy_ext.journal import StoredInteraction
+from proxy_ext.sessions.session import Session, add_to_tree
 from proxy_ext.sessions.trees import Trees
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
+from tests.record.record_lab import make_interaction
 
 COLD = "sessions.hot_bytes=0"
 """Whatever is not in use is let go."""
@@ -267,3 +271,29 @@ async def test_a_tree_that_was_not_loaded_is_not_an_empty_one(cold: Proxy) -> No
     session, _ = await one(cold)
     with pytest.raises(RuntimeError, match="was not loaded"):
         len(session.tree)
+
+
+# -- keys of earlier versions ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 16])
+@pytest.mark.parametrize("texts", [True, False])
+def test_keys_of_earlier_journals_are_reckoned_anew(key: bytes | None, texts: bool) -> None:
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    said: list[dict[str, Any]] = [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": n, "function": {"name": "f", "arguments": "{}"}} for n in "ab"],
+        },
+        {"role": "assistant", "content": "done"},
+    ]
+    results = [{"role": "tool", "content": n, "tool_call_id": n} for n in "ba"]
+    root = make_interaction("r", message_delta=asked, output_message=said[0])
+    child = make_interaction("c", "r", message_delta=results, output_message=said[1])
+    tree = InteractionTree()
+    for interaction in (root, child):
+        kept = interaction if texts else without_texts(interaction)
+        add_to_tree(tree, StoredInteraction(kept, key))
+    expected = chain_keys([*asked, said[0], *results, said[1]], None)
+    assert (tree.key("r"), tree.key("c")) == ((expected[2], expected[5]) if texts else (key, key))
