@@ -74,8 +74,8 @@ def check_row(tree: InteractionTree, node: Interaction, row: dict[str, Any]) -> 
 
 def passed_over(tree: InteractionTree, node: Interaction) -> bool:
     """A choice that nobody went on from, while another of its call was gone on from."""
-    call, _, choice = node.id.rpartition(".")
-    siblings = [n for n in tree if choice and n.id.rpartition(".")[0] == call]
+    call, _, _ = node.id.rpartition(".")
+    siblings = [n for n in tree if call and n.id.rpartition(".")[0] == call]
     return not tree.children(node.id) and any(tree.children(n.id) for n in siblings)
 
 
