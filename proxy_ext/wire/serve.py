@@ -225,8 +225,8 @@ async def _events(
                 if not listener.ready or size > _BATCH:
                     break
                 item = await listener.next()
-            if size or events:
-                yield b"".join(events)
+            if data := b"".join(events):
+                yield data
             if not isinstance(item, Delta):
                 index = item.index
                 ended[index] = item.interaction

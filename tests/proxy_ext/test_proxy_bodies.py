@@ -111,5 +111,5 @@ async def test_more_values_than_can_be_read_at_once_are_refused(
     assert (await proxy.post("/v1/completions", ids, key)).status_code == 200
     response = await proxy.post("/v1/completions", b"[" + b"[]," * 1500 + b"[]]", key)
     refusal(response, 413, "too_many_values", "2000 values")
-    padded = b'{"prompt": "' + b"a" * 5000 + b'", "max_tokens": 2}'
+    padded = b'{"prompt": "a", "max_tokens": 2' + b" " * 5000 + b"}"
     assert (await proxy.post("/v1/completions", padded, key)).status_code == 200

@@ -31,6 +31,7 @@ from proxy_ext.presence import entry_of
 from router.affinity import home_of
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, config_for, running_proxy, until
+from tests.proxy_ext.test_proxy_streams import ARGUMENTS, CALL, TOOLS, argument_of
 from tests.router.router_lab import serving
 
 T = TypeVar("T")
@@ -286,6 +287,34 @@ async def test_the_first_chunk_arrives_with_the_first_token(
                     second.set()
                 texts.append(text)
         assert len(texts) == 500
+
+
+async def test_a_calls_arguments_arrive_as_they_are_sampled(
+    pair: Pair, chat: ChatFormat, http: httpx.AsyncClient
+) -> None:
+    """The engine writes the end of the arguments only after the client has seen their middle."""
+    session = await opened(http)
+    engine = pair.engines[rank_of_session(session.session_id) or 0]
+    ids = [*chat.tokenizer.encode(CALL), chat.stop_token_ids[0]]
+    engine.say(ids)
+    rest = engine.hold(len(ids) - 25)
+    arguments = ""
+    async with (
+        asyncio.timeout(60),
+        http.stream(
+            "POST",
+            "/v1/chat/completions",
+            json=body(stream=True, max_tokens=200, tools=TOOLS),
+            headers={"Authorization": f"Bearer {session.api_key}"},
+        ) as response,
+    ):
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                arguments += argument_of(json.loads(line[6:]))
+            if "long" in arguments and not rest.is_set():
+                assert len(engine.running) == 1
+                rest.set()
+    assert json.loads(arguments) == json.loads(ARGUMENTS)
 
 
 @pytest.mark.parametrize("stream", [False, True])
