@@ -100,7 +100,7 @@ INTERACTIONS = Metric(
 BRANCHES = Metric(
     "any_agent_branches_total",
     "counter",
-    "Recorded calls that could not continue their parent exactly, by reason.",
+    "Recorded calls that continue none exactly and are not their session's first, by reason.",
     ("reason",),
 )
 OVERRIDES = Metric(
