@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from jinja2 import UndefinedError
 
 from any_agent.chat import MessageDelta
 from any_agent.record import InteractionTree
@@ -81,19 +84,8 @@ def check_continuation(
     said = fam.chat.decode(suffix)
     ends = [*fam.spec.ends, *([fam.spec.past_end] if fam.spec.past_end else [])]
     ended = bool(len(parent.output_ids)) and parent.output_ids[-1] in fam.end_ids
-    whole = template_text(fam, messages, tools)
-    if ended and fam.name == "glm":
-        # The end is the next turn's first token, and need not be the one that was sampled.
-        assert whole.endswith(said), (whole[-200:], said)
-    elif ended:
-        assert whole.endswith(said), (whole[-200:], said)
-        assert whole.removesuffix(said).endswith(tuple(ends)), (whole[-300:], said)
-    else:
-        # The missing end is bridged, perhaps with what closes an open block before it.
-        at = min(at for end in ends if (at := said.find(end)) >= 0)
-        assert whole.endswith(said[at:]) or any(
-            whole.endswith(said[at + len(end) :]) for end in ends if said[at:].startswith(end)
-        ), (whole[-200:], said)
+    wholes = list(_template_texts(fam, messages, tools))
+    assert any(_goes_on(fam, whole, said, ends, ended=ended) for whole in wholes), (wholes, said)
     assert fam.encode(said) == suffix, said
 
 
@@ -126,22 +118,40 @@ def _value(arguments: str) -> Any:
         return ("broken", arguments)
 
 
-def template_text(fam: Family, messages: list[Message], tools: list[Tool] | None) -> str:
-    """The whole conversation as the model's own template writes it."""
+def _goes_on(fam: Family, whole: str, said: str, ends: list[str], *, ended: bool) -> bool:
+    """Whether a conversation ends with what was added, and an answer stands before that."""
+    if not ended:
+        # The missing end is bridged, perhaps with what closes an open block before it.
+        at = min(at for end in ends if (at := said.find(end)) >= 0)
+        rests = (said[at + len(end) :] for end in ends if said[at:].startswith(end))
+        return whole.endswith(said[at:]) or any(whole.endswith(rest) for rest in rests)
+    # GLM's end is the next turn's first token, and need not be the one that was sampled.
+    before = whole.removesuffix(said)
+    return whole.endswith(said) and (fam.name == "glm" or before.endswith(tuple(ends)))
+
+
+def _template_texts(
+    fam: Family, messages: list[Message], tools: list[Tool] | None
+) -> Iterator[str]:
+    """The whole conversation as the model's own template writes it, for each way in which it may
+    take arguments that are no object: as they are, or in an object."""
     kwargs = {"enable_thinking": fam.thinking} if fam.spec.enable_thinking else {}
-    return str(
-        fam.chat.tokenizer.apply_chat_template(
-            [_plain(m) for m in messages],
-            tools=tools,
-            add_generation_prompt=True,
-            tokenize=False,
-            **kwargs,
-        )
-    )
+    for wrapped in (False, True):
+        # Not every template takes text for arguments.
+        with contextlib.suppress(TypeError, UndefinedError):
+            yield str(
+                fam.chat.tokenizer.apply_chat_template(
+                    [_plain(m, wrapped=wrapped) for m in messages],
+                    tools=tools,
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    **kwargs,
+                )
+            )
 
 
-def _plain(message: Message) -> Message:
-    """As templates take it: text contents, arguments as values where they are JSON objects."""
+def _plain(message: Message, *, wrapped: bool = False) -> Message:
+    """As templates take it: text contents, arguments as values."""
     out = {k: v for k, v in message.items() if v is not None}
     content = out.get("content", "")
     if isinstance(content, list):
@@ -149,14 +159,18 @@ def _plain(message: Message) -> Message:
     out["content"] = content
     if out.get("tool_calls"):
         out["tool_calls"] = [
-            {"function": _function(call["function"])} for call in out["tool_calls"]
+            {"function": _function(call["function"], wrapped=wrapped)} for call in out["tool_calls"]
         ]
     return out
 
 
-def _function(function: dict[str, Any]) -> dict[str, Any]:
+def _function(function: dict[str, Any], *, wrapped: bool) -> dict[str, Any]:
+    text = function["arguments"]
     try:
-        value = json.loads(function["arguments"])
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
     except ValueError:
-        value = {}
-    return {"name": function["name"], "arguments": value if isinstance(value, dict) else {}}
+        value = text
+    if wrapped and not isinstance(value, dict):
+        value = {"arguments": text}
+    return {"name": function["name"], "arguments": value}
