@@ -6,7 +6,7 @@ Nothing here imports torch or LiteLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Self, TypeAlias
@@ -56,6 +56,11 @@ BranchReason: TypeAlias = Literal[
 def id_array(values: Any) -> IdArray:
     """Pack token ids or versions as int32."""
     return np.asarray(values, dtype=np.int32)
+
+
+def plain_ids(ids: Sequence[int] | IdArray) -> list[int]:
+    """As Python's own ints: tokenizers refuse numpy's."""
+    return list(ids.tolist()) if isinstance(ids, np.ndarray) else list(ids)
 
 
 def logprob_array(values: Any) -> LogprobArray:

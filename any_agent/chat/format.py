@@ -17,7 +17,7 @@ from any_agent.chat.settings import check_settings, effort_settings
 from any_agent.chat.variants import Variants, render_key
 from any_agent.chat.writers import Writer
 from any_agent.errors import AnyAgentError, InvalidRequest, TemplateError
-from any_agent.types import BranchReason, IdArray, Message, Tool
+from any_agent.types import BranchReason, IdArray, Message, Tool, plain_ids
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class ChatFormat:
             TemplateError: the template refuses it, or no tokenizer can encode it.
         """
         checked, checked_tools = validate_messages(messages), validate_tools(tools)
-        return _ints(self._template(lambda: self.writer.prompt_ids(checked, checked_tools)))
+        return plain_ids(self._template(lambda: self.writer.prompt_ids(checked, checked_tools)))
 
     def bridge(
         self,
@@ -104,7 +104,11 @@ class ChatFormat:
         try:
             (said,) = validate_messages([said]) if said is not None else (None,)
             return self.writer.following_ids(
-                _ints(output_ids), new, checked_tools, said=said, prompt_tail=_ints(prompt_tail)
+                plain_ids(output_ids),
+                new,
+                checked_tools,
+                said=said,
+                prompt_tail=plain_ids(prompt_tail),
             )
         except Exception as e:
             # Whether the conversation can be rendered at all is for the whole to say.
@@ -159,7 +163,7 @@ class ChatFormat:
         """
         if not self._added.isdisjoint(self.encode(name, special=False)):
             return None
-        text = self._reader.open_call(_ints(prompt_ids[-_TAIL:]), name or None)
+        text = self._reader.open_call(plain_ids(prompt_ids[-_TAIL:]), name or None)
         return None if text is None else self.encode(text, special=False)
 
     def one_call_stop_ids(self) -> tuple[int, ...] | None:
@@ -178,7 +182,7 @@ class ChatFormat:
         Text ends at the first stop token. A call is what named a tool, truncated or not.
         """
         parser = self.stream_parser(prompt_ids=prompt_ids, tools=tools, stop=())
-        parser.feed(_ints(output_ids))
+        parser.feed(plain_ids(output_ids))
         return parser.finish(matched_stop=None)[1]
 
     def stream_parser(
@@ -201,7 +205,7 @@ class ChatFormat:
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """The ids of a text; ``special``: with those that the tokenizer puts around one."""
-        return _ints(self.tokenizer.encode(text, add_special_tokens=special))
+        return plain_ids(self.tokenizer.encode(text, add_special_tokens=special))
 
     def token_bytes(self, token_id: int) -> bytes:
         """One token's bytes, also where they are a part of a character."""
@@ -211,7 +215,7 @@ class ChatFormat:
         """The text of token ids, special tokens spelled out."""
         return str(
             self.tokenizer.decode(
-                _ints(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+                plain_ids(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
 
@@ -233,9 +237,3 @@ class ChatFormat:
             raise TemplateError(
                 f"the chat template cannot render these messages: {why}", param="messages"
             ) from e
-
-
-def _ints(ids: Sequence[int] | IdArray) -> list[int]:
-    """Plain Python ints: tokenizers refuse numpy's."""
-    tolist = getattr(ids, "tolist", None)
-    return list(tolist()) if tolist is not None else list(ids)

@@ -11,10 +11,13 @@ from any_agent.errors import InvalidRequest, UnsupportedParameter
 Settings = tuple[tuple[str, Any], ...]
 """Sorted by name, so that equal ones are one key."""
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""What agents may ask for as ``reasoning_effort``."""
+
 _PARAM = "chat_template_kwargs"
 _MOST = 16
 _LONGEST = 256
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+"""Characters of a value."""
 _SWITCHES = ("enable_thinking", "thinking")
 
 
@@ -58,12 +61,12 @@ def effort_settings(
     Raises:
         InvalidRequest: there is no such effort.
     """
-    if effort not in _EFFORTS:
+    if effort not in EFFORTS:
         raise InvalidRequest(
-            f"reasoning_effort must be one of {', '.join(_EFFORTS)}", param="reasoning_effort"
+            f"reasoning_effort must be one of {', '.join(EFFORTS)}", param="reasoning_effort"
         )
     if "reasoning_effort" in known:
-        nearest = {"none": "low", "minimal": "low", "xhigh": "high"}
+        nearest = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
         return {"reasoning_effort": nearest.get(effort, effort)}
     for switch in _SWITCHES:
         if switch in known:

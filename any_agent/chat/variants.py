@@ -8,32 +8,21 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from any_agent.chat import probes
 from any_agent.chat.settings import Settings
 from any_agent.chat.writers import Writer
 from any_agent.types import Message, Tool
 
 T = TypeVar("T")
 _MOST = 32
-_TOOL: Tool = {
-    "type": "function",
-    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
-}
-_CALLED: Message = {
-    "role": "assistant",
-    "content": "",
-    "reasoning_content": "why",
-    "tool_calls": [
-        {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    ],
-}
 _TALK: list[Message] = [
-    {"role": "system", "content": "be"},
-    {"role": "user", "content": "ask"},
-    {"role": "assistant", "content": "say", "reasoning_content": "why"},
-    {"role": "user", "content": "ask"},
-    _CALLED,
-    {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "3"},
-    {"role": "assistant", "content": "say"},
+    probes.SYSTEM,
+    probes.USER,
+    probes.REASONED,
+    probes.NEXT,
+    {**probes.REASONED, **probes.CALLED},
+    probes.result(1, "3"),
+    probes.TEXT,
 ]
 _TALKS = (_TALK, _TALK[1:], _TALK[:2], _TALK[1:2], _TALK[1:3])
 
@@ -66,7 +55,7 @@ def render_key(own: Writer, other: Writer, settings: Settings) -> bytes:
     if all(
         _written(own, talk, tools) == _written(other, talk, tools)
         for talk in _TALKS
-        for tools in (None, [_TOOL])
+        for tools in (None, probes.TOOLS)
     ):
         return b""
     return hashlib.blake2b(repr(settings).encode(), digest_size=16).digest()

@@ -104,6 +104,7 @@ def test_a_renderer_has_variants_too() -> None:
         ("low", {"reasoning_effort", "enable_thinking"}, {}, {"reasoning_effort": "low"}),
         ("minimal", {"reasoning_effort"}, {}, {"reasoning_effort": "low"}),
         ("xhigh", {"reasoning_effort"}, {}, {"reasoning_effort": "high"}),
+        ("max", {"reasoning_effort"}, {}, {"reasoning_effort": "high"}),
         ("none", {"enable_thinking"}, {}, {"enable_thinking": False}),
         ("high", {"enable_thinking"}, {}, {"enable_thinking": True}),
         ("high", {"enable_thinking"}, {"enable_thinking": False}, {}),

@@ -8,13 +8,13 @@ from typing import Any
 from any_agent.chat.output.buffered import BufferedParser, WholeParser
 from any_agent.chat.output.builder import MessageBuilder
 from any_agent.chat.output.callids import CallIds
-from any_agent.chat.output.detokenise import Detokeniser, detokeniser_factory
+from any_agent.chat.output.detokenise import detokeniser_factory
 from any_agent.chat.output.grammar import OutputGrammar
 from any_agent.chat.output.grammars import grammar_of
 from any_agent.chat.output.grammars.harmony import HarmonyMachine
 from any_agent.chat.output.marks import Piece
 from any_agent.chat.output.stream import IncrementalParser, Markers, StreamParser
-from any_agent.types import IdArray, Tool
+from any_agent.types import IdArray, Tool, plain_ids
 
 _TAIL = 64
 """So many of a prompt's last tokens tell how its output begins."""
@@ -32,16 +32,15 @@ class OutputReader:
         stop_ids: Sequence[int],
         *,
         family: str,
-        detokenisers: Callable[[], Detokeniser] | None = None,
     ) -> None:
         """``family``: the renderer's name; ``default`` is read off the chat template.
 
-        ``decode``: ids to text, special tokens spelled out. ``detokenisers``: those of another
-        reader with the same tokenizer, which then need not be proven again."""
+        ``decode``: ids to text, special tokens spelled out.
+        """
         self._renderer = renderer
         self._decode = decode
         self._stop_ids = frozenset(stop_ids)
-        self.detokenisers = detokenisers or detokeniser_factory(tokenizer, decode)
+        self.detokenisers = detokeniser_factory(tokenizer, decode)
         template = str(getattr(tokenizer, "chat_template", None) or "")
         self.grammar: OutputGrammar | None = grammar_of(family, template)
         """None: outputs are parsed whole, at the end, by the renderer itself."""
@@ -70,23 +69,23 @@ class OutputReader:
         grammar = self.grammar
         if grammar is None:
             whole = WholeParser(
-                self._renderer, self._decode, self._stop_ids, _ints(prompt_ids), tools
+                self._renderer, self._decode, self._stop_ids, plain_ids(prompt_ids), tools
             )
             return BufferedParser(whole, self.detokenisers(), self._stop_ids, stop, call_ids)
         builder = MessageBuilder(call_ids)
         end = len(prompt_ids) - len(forced)
-        tail = _ints(prompt_ids[max(0, end - _TAIL) : end])
+        tail = plain_ids(prompt_ids[max(0, end - _TAIL) : end])
         in_reasoning = grammar.turn_start is None and self._ends_in_think(tail)
         machine = grammar.new_machine(builder, tools or (), in_reasoning)
         if isinstance(machine, HarmonyMachine):
             machine.prompt(self._header(tail))
         return IncrementalParser(
-            self.detokenisers(), self._markers, machine, builder, stop, _ints(forced)
+            self.detokenisers(), self._markers, machine, builder, stop, plain_ids(forced)
         )
 
     def ends_in_reasoning(self, prompt_ids: Sequence[int] | IdArray) -> bool:
         """Whether the prompt has opened the output's reasoning, or a message that may be it."""
-        tail = _ints(prompt_ids[-_TAIL:])
+        tail = plain_ids(prompt_ids[-_TAIL:])
         if self.grammar is not None and self.grammar.turn_start is not None:
             return any(mark == "<|message|>" for mark, _ in self._header(tail))
         return self._ends_in_think(tail)
@@ -123,9 +122,3 @@ class OutputReader:
             if piece is not None and piece[0] == "<|message|>":
                 break
         return pieces
-
-
-def _ints(ids: Sequence[int] | IdArray) -> list[int]:
-    """Plain Python ints: tokenizers refuse numpy's."""
-    tolist = getattr(ids, "tolist", None)
-    return list(tolist()) if tolist is not None else list(ids)

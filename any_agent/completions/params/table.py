@@ -10,9 +10,10 @@ docs/parameters.md, the request bodies of `/openapi.json` and the checks are mad
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from any_agent.chat.settings import EFFORTS
 from any_agent.completions.params.values import Schema
 from any_agent.completions.untrainable import UntrainableReason
 
@@ -53,7 +54,7 @@ class Parameter:
     """What else holds in train sessions."""
     untrainable: UntrainableReason | None = None
     """What it makes an interaction whose answer it bends."""
-    checked: bool = field(default=True)
+    checked: bool = True
     """By the schema alone; if not, where it is read, because it has parts to be named."""
 
 
@@ -297,7 +298,7 @@ _HONOURED = (
     Parameter(
         "reasoning_effort",
         "honoured",
-        {"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max"]},
+        {"enum": list(EFFORTS)},
         "As the model's template takes it; recorded only, where it has nothing of the kind.",
         CHAT,
     ),
