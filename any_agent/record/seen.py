@@ -45,6 +45,8 @@ class SeenRequests:
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, Beginning] = OrderedDict()
+        self._forgotten = 0
+        """How often; in the digests, so that what is noted late is never found again."""
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -59,7 +61,7 @@ class SeenRequests:
             counts = {b.messages for b in self._known.values() if b.messages <= len(messages)}
         found: Beginning | None = None
         try:
-            digest = hashlib.sha256(orjson.dumps(head, option=_PLAIN))
+            digest = hashlib.sha256(orjson.dumps([self._forgotten, head], option=_PLAIN))
             at = 0
             for count in sorted(counts | {len(messages)}):
                 while at < count:
@@ -81,3 +83,9 @@ class SeenRequests:
             self._known.move_to_end(digest)
             if len(self._known) > _MOST:
                 self._known.popitem(last=False)
+
+    def forget(self) -> None:
+        """Something was recorded that may be the better one to continue."""
+        with self._lock:
+            self._forgotten += 1
+            self._known.clear()

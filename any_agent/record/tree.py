@@ -69,7 +69,11 @@ class InteractionTree:
         self._children.setdefault(parent, []).append(interaction.id)
         self._keys[interaction.id] = key
         if key is not None:
-            self._by_key.setdefault(key[:_MESSAGES], []).append(interaction)
+            same = self._by_key.setdefault(key[:_MESSAGES], [])
+            if same:
+                # A request seen before may mean another one of them: their reasoning tells.
+                self.seen.forget()
+            same.append(interaction)
             self._heads.add(key[_MESSAGES:])
 
     def that_said(self, key: bytes) -> Sequence[Interaction]:

@@ -184,6 +184,19 @@ def test_reasoning_counts_in_all_of_the_past(talks: Talks) -> None:
     assert talks.parent([*past("second"), said("y"), user("3"), said("z"), user("4")]) == ("1", 2)
 
 
+def test_an_equal_answer_that_comes_later(talks: Talks) -> None:
+    """A request that was seen before the other answer was there."""
+    talks.answer([user("1")], said("x", reasoning_content="so"))
+    again = [user("1"), said("x", reasoning_content="so"), user("2")]
+    assert talks.parent(again) == ("0", 2)
+    late = talks.find(again).noted
+    talks.answer([user("1")], said("x", reasoning_content="thus"))
+    assert talks.parent(again) == ("0", 2)
+    assert late is not None
+    talks.tree.seen.note(*late)
+    assert talks.parent(again) == ("0", 2)
+
+
 def test_why_there_is_no_parent(talks: Talks) -> None:
     first = [SYSTEM, user("1")]
     assert talks.find(first, TOOLS).reason is None
