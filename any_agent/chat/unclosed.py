@@ -47,13 +47,21 @@ class UnclosedBlocks:
             elif i in self._closing and i in due:
                 while due.pop() != i:
                     pass
-        return due[::-1] + ([] if self._has_thinking else self._closed_in_text(ids))
+        if self._has_thinking:
+            return due[::-1]
+        return due[::-1] + self._closed_in_text(prompt_tail, [int(i) for i in output_ids])
 
-    def _closed_in_text(self, ids: list[int]) -> list[int]:
-        """For a vocabulary without such tokens, whose models may spell out their thinking."""
-        text = self._template.decode(ids)
-        is_open = text.rfind("<think>") > text.rfind("</think>")
-        return self._template.encode("</think>") if is_open else []
+    def _closed_in_text(self, prompt_tail: Sequence[int], output: list[int]) -> list[int]:
+        """For a vocabulary without such tokens, whose models may spell out their thinking.
+
+        It is what an answer begins with; anywhere else the word is only talked about.
+        """
+        said = self._template.decode(output)
+        begun = said.lstrip().startswith("<think>")
+        if not begun:
+            prompt = self._template.decode([int(i) for i in prompt_tail])
+            begun = prompt.rstrip().endswith("<think>")
+        return self._template.encode("</think>") if begun and "</think>" not in said else []
 
 
 def _closer(token: str, added: Mapping[str, int]) -> str | None:

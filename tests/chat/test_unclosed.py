@@ -38,6 +38,11 @@ def closing(name: str, prompt: str, output: str) -> str:
         ("gpt_oss", "<|start|>assistant", "", "<|message|>"),
         ("gpt_oss", "<|start|>assistant", "<|channel|>final<|message|>It", ""),
         ("unknown", "", "anything", ""),
+        ("unknown", "model\n<think>\n", "Becau", "</think>"),
+        ("unknown", "", "\n<think>Becau", "</think>"),
+        ("unknown", "", "<think>a</think>b", ""),
+        ("unknown", "what is <think> for?<|done|><|turn|>model\n", "It is", ""),
+        ("unknown", "", "The <think> tag", ""),
     ],
 )
 def test_closing(name: str, prompt: str, output: str, closers: str) -> None:
