@@ -23,6 +23,8 @@ from any_agent.types import Continuation, IdArray, Interaction, id_array
 
 TextInput: TypeAlias = str | tuple[int, ...]
 
+_TAIL = 8
+"""Ids on both sides of where a text goes on, by which it is seen what they say together."""
 _RECORD = "text"
 """Under this name an interaction's ``request`` has the digests."""
 
@@ -35,7 +37,7 @@ class TextPast:
     size: int
     """Bytes of the prompt that the parent has."""
     new_characters: int
-    """How much text is to be encoded."""
+    """How much text is to be encoded, or decoded, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def find_text_past(
     data, is_text = _bytes_of(given), isinstance(given, str)
     found = _longest_past(data, "text" if is_text else "ids", tree) if tree is not None else None
     parent, size = found if found is not None else (None, 0)
-    return TextPast(parent, size, len(data) - size if is_text else 0)
+    return TextPast(parent, size, len(data) - size)
 
 
 def text_prompt_of(
@@ -76,13 +78,33 @@ def text_prompt_of(
     before = tree.path_ids(past.parent.id)
     if isinstance(given, str):
         added = _bytes_of(given)[past.size :].decode(errors="surrogatepass")
-        rest = _encode(chat, added, root=False)
+        following = _following_ids(before, added, chat)
+        if following is None:
+            ids, how = _encode(chat, given, root=True), Continuation.BRANCH
+            return TextPrompt(
+                Prompt(ids, continuation=how, branch_reason="template_declines"), given
+            )
+        rest = following
     else:
         rest = id_array(given[len(before) :])
         added = chat.decode(rest.tolist())
     ids = np.concatenate([before, rest], dtype=np.int32)
     exact = Continuation.EXACT
     return TextPrompt(Prompt(ids, len(before), past.parent.id, continuation=exact), added)
+
+
+def _following_ids(before: IdArray, added: str, chat: ChatFormat) -> IdArray | None:
+    """The ids of the text that was added; None if behind these ids they would say another one."""
+    end = int(before[-1])
+    if end in chat.stop_token_ids:
+        # No text shows it, so an agent that writes its own turns ends this one once more.
+        added = added.removeprefix(chat.token_text(end))
+    ids = _encode(chat, added, root=False)
+    tail, first = before[-_TAIL:].tolist(), ids[:_TAIL].tolist()
+    says = chat.decode(tail + first).removeprefix(chat.decode(tail))
+    # Some tokenizers begin every text with a space.
+    spaced = says == f" {chat.decode(first)}" and not added.startswith(" ")
+    return None if spaced else ids
 
 
 def digests(given: TextInput, ids: IdArray, output: str) -> dict[str, Any]:
