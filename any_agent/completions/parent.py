@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from any_agent.chat import chain_keys, key_parts, reasoning_of, text_of
+from any_agent.chat.keys import canonical_bytes
 from any_agent.completions.params import ChatCall
 from any_agent.errors import ContextLengthExceeded
 from any_agent.record import Beginning, InteractionTree, has_reasoning, lacks_texts, was_received
 from any_agent.types import BranchReason, Interaction, Message
+
+_MOST_JSON = 1 << 20
+"""What a context that is smaller than this may be sent: templates leave reasoning out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,9 @@ class Found:
     reason: BranchReason | None = None
     """Why nothing, or nothing longer, is continued; None if it is the session's first."""
     new_characters: int = 0
-    """How much text is to be rendered."""
+    """How much is to be rendered, as JSON: calls, names and reasoning are written, too."""
+    characters: int = 0
+    """The same of the whole request, for when its new messages alone will not do."""
     noted: tuple[bytes, Beginning] | None = None
     """What the next request is to know of this one, once it is rendered."""
 
@@ -67,8 +73,16 @@ def find_parent(
             f"messages are {characters} characters long; shorten them",
             param="messages",
         )
+    tools = len(canonical_bytes(call.tools)) if call.tools else 0
+    whole = _json_size(new) + (begun.json_size if begun is not None else 0)
+    if whole + tools > max(context_length * longest_token, _MOST_JSON):
+        raise ContextLengthExceeded(
+            f"this model's maximum context length is {context_length} tokens, but the "
+            f"messages and tools are {whole + tools} bytes long; shorten them",
+            param="messages",
+        )
     if tree is None:
-        return Found(b"", new_characters=characters)
+        return Found(b"", new_characters=whole + tools, characters=whole + tools)
     keys = chain_keys(
         new,
         call.tools,
@@ -87,8 +101,9 @@ def find_parent(
         # Leading system messages alone are one with whatever system message follows.
         at = (tree.key(parent.id) or b"", covered) if parent is not None else None
         unlike = frozenset(search.unlike)
-        noted = digest, Beginning(len(messages), key, characters, at, unlike)
-    return Found(key, parent, covered, reason, _characters(messages[covered:]), noted)
+        noted = digest, Beginning(len(messages), key, characters, whole, at, unlike)
+    added = _json_size(messages[covered:]) if parent is not None else whole + tools
+    return Found(key, parent, covered, reason, added, whole + tools, noted)
 
 
 class _Search:
@@ -173,3 +188,7 @@ def _characters(messages: Sequence[Any]) -> int:
         for message in messages
         if isinstance(message, dict)
     )
+
+
+def _json_size(messages: Sequence[Any]) -> int:
+    return sum(len(canonical_bytes(message)) for message in messages)

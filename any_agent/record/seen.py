@@ -34,6 +34,9 @@ class Beginning:
     key: bytes
     """Its chain key."""
     characters: int
+    """Of its texts."""
+    json_size: int
+    """Bytes of its messages, all that is in them."""
     parent: tuple[bytes, int] | None
     """The key of the longest recorded prefix, and how many messages that covers."""
     unlike: frozenset[str]

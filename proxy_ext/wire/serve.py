@@ -39,6 +39,8 @@ _NOTHING = Capabilities(
 )
 _LONG_TEXT = 65_536
 """Characters; rendering a megabyte takes a second."""
+_LONG_WHOLE = 4 * _LONG_TEXT
+"""Of a whole conversation, which is rendered where its new messages alone cannot be."""
 _DONE = b"data: [DONE]\n\n"
 _BATCH = 65_536
 """Bytes of events that are sent at once, if so many are there."""
@@ -143,7 +145,8 @@ async def _begin(
                 if earlier is not None:
                     return earlier
         past = completer.find(call, tree)
-        if past.new_characters > _LONG_TEXT:
+        whole = past.found.characters if past.found is not None else 0
+        if past.new_characters > _LONG_TEXT or whole > _LONG_WHOLE:
             prepared = await asyncio.to_thread(completer.prepare, call, tree, past)
         else:
             prepared = completer.prepare(call, tree, past)

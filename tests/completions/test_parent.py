@@ -229,7 +229,46 @@ def test_what_cannot_fit() -> None:
     with pytest.raises(ContextLengthExceeded, match="3 messages"):
         talks.find(long, context=2)
     found = talks.find(long, context=10)
-    assert found.new_characters == 20
+    assert 20 <= found.new_characters < 60
+    assert 100 <= found.characters < 250
+
+
+BIG = "x" * 100_000
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tool_calls": [{**CALL, "function": {"name": "f", "arguments": {"a": BIG}}}]},
+        {"tool_calls": [{**CALL, "function": {"name": "f", "arguments": BIG}}]},
+        {"tool_calls": [{**CALL, "function": {"name": BIG, "arguments": "{}"}}]},
+        {"tool_calls": [{**CALL, "id": BIG}]},
+        {"tool_calls": [CALL] * 2000},
+        {"reasoning_content": BIG},
+        {"name": BIG},
+        {"content": [{"type": "text", "text": ""}] * 4000},
+    ],
+)
+def test_whatever_is_rendered_counts(more: dict[str, Any]) -> None:
+    """A rendering that takes long is known as such, wherever in the messages its text stands."""
+    messages = [user("1"), {**said("2"), **more}, user("3")]
+    found = Talks().find(messages)
+    assert found.new_characters > 65_536
+    assert found.characters == found.new_characters
+    talks = Talks()
+    talks.answer(messages, said("4"))
+    continued = talks.find([*messages, said("4"), user("5")])
+    assert continued.parent is not None
+    assert continued.new_characters < 100
+    assert continued.characters > 65_536, "it is rendered anew if it cannot be continued"
+    with pytest.raises(ContextLengthExceeded, match="bytes"):
+        Talks().find(messages * 40, context=200)
+
+
+def test_tools_are_rendered_too() -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": BIG}}
+    assert Talks().find([user("1")], [tool]).new_characters > 65_536
 
 
 @settings(deadline=None)
