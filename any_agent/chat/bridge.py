@@ -17,13 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from any_agent.chat import made_up
 from any_agent.chat.template import Template
 from any_agent.chat.unclosed import UnclosedBlocks
 from any_agent.types import Message, Tool
 
-_SAID = "any0agent0said"
-"""The made-up answer; a word that no template writes itself."""
-_THOUGHT = "any0agent0thought"
 _THINKING = re.compile(r"<think>(?:(?!<think>).)*?</think>\s*", re.DOTALL)
 _THINKING_OPENED = re.compile(r"<think>\s*$")
 _ENDS = re.compile(r"end|eot|eom|eos|</s>|return|call", re.IGNORECASE)
@@ -31,42 +29,6 @@ _ENDS = re.compile(r"end|eot|eom|eos|</s>|return|call", re.IGNORECASE)
 after the last one; what begins the next message instead has no such name."""
 _MOST_PROOFS = 256
 _MOST_ROLES = 24
-
-
-def _tool(name: str) -> Tool:
-    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": f"To {name}.", "parameters": schema},
-    }
-
-
-def _called(*calls: tuple[str, str], said: str = "x") -> Message:
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"id": id, "type": "function", "function": {"name": name, "arguments": {"a": said}}}
-            for id, name in calls
-        ],
-    }
-
-
-_USER: Message = {"role": "user", "content": "ok"}
-_TOOLS: tuple[list[Tool], ...] = ([_tool("ok0")], [_tool("ok0"), _tool("other0")])
-_PASTS: tuple[list[Message], ...] = (
-    [_USER],
-    [{"role": "system", "content": "be"}, _USER],
-    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, _USER],
-    [
-        {"role": "user", "content": "a"},
-        _called(("call00000", "ok0")),
-        {"role": "tool", "tool_call_id": "call00000", "name": "ok0", "content": "r"},
-        {"role": "assistant", "content": "b"},
-        _USER,
-    ],
-)
-"""Conversations before the made-up answer: what follows it must be the same after each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +85,17 @@ class TemplateBridge:
         prompt_tail: Sequence[int],
     ) -> list[int] | None:
         """The ids that follow a prompt and its output; None where that is not proven."""
-        reply = _made_up_reply(said, new)
+        reply = made_up.reply_before(said, new)
         proof = self._proof(_Kinds(_runs(new), min(2, _calls(reply)), bool(tools)))
         if proof.refused or self._forgets(proof, new):
             return None
         prepared, _, mark = self._template.prepared([reply, *new], None)
         try:
             # A tool in place of the real ones, which may be long: it is proven to be the same.
-            before = self._before(prepared[0], _TOOLS[0] if tools else None)
-            after = self._after([_USER], prepared[0], prepared[1:], _TOOLS[0] if tools else None)
+            before = self._before(prepared[0], made_up.TOOLS[0] if tools else None)
+            after = self._after(
+                [made_up.USER], prepared[0], prepared[1:], made_up.TOOLS[0] if tools else None
+            )
             following = self._following(before, after, is_call=_calls(reply) > 0)
         except Exception:
             # This answer and these messages do not go together in this template; whether the
@@ -180,10 +144,10 @@ class TemplateBridge:
     def _before(self, reply: Message, tools: list[Tool] | None) -> str:
         """The made-up conversation up to the answer; the same for every answer without calls."""
         if _calls(reply):
-            return self._template.text([_USER, reply], tools, generation=False)
+            return self._template.text([made_up.USER, reply], tools, generation=False)
         plain = self._plain.get(bool(tools))
         if plain is None or self._template.is_dated:
-            plain = self._template.text([_USER, reply], tools, generation=False)
+            plain = self._template.text([made_up.USER, reply], tools, generation=False)
             self._plain[bool(tools)] = plain
         return plain
 
@@ -195,8 +159,8 @@ class TemplateBridge:
     def _following(self, before: str, after: str, *, is_call: bool) -> _Following | None:
         """What follows the answer; None if the answer, or what stands before it, is not the same
         with and without the new messages."""
-        head, said, rest = before.partition(_SAID)
-        head_after, said_after, rest_after = after.partition(_SAID)
+        head, said, rest = before.partition(made_up.SAID)
+        head_after, said_after, rest_after = after.partition(made_up.SAID)
         if not said or not said_after or _bare(head) != _bare(head_after):
             return None
         turn, end = self._turn_end(rest)
@@ -237,15 +201,15 @@ class TemplateBridge:
 
     def _prove(self, kinds: _Kinds) -> Proof:
         calls = [(f"call{n}aaaa", f"ok{n}") for n in range(kinds.calls)]
-        new = _made_up(kinds.roles, calls)
-        reply = _called(*calls, said=_SAID) if calls else _answer(_SAID)
+        new = made_up.messages_of(kinds.roles, calls)
+        reply = made_up.reply(calls)
         prepared, _, _ = self._template.prepared([reply, *new], None)
         reply, new = prepared[0], prepared[1:]
         seen: set[_Following] = set()
         lengths: set[int] = set()
-        for past in _PASTS:
+        for past in made_up.PASTS:
             past, _, _ = self._template.prepared(past, None)
-            for tools in _TOOLS if kinds.tools else (None,):
+            for tools in made_up.TOOLS if kinds.tools else (None,):
                 try:
                     before = self._template.text([*past, reply], tools, generation=False)
                     whole = self._after(past, reply, new, tools)
@@ -279,20 +243,20 @@ class TemplateBridge:
         return encode(whole[:at]) + after == encode(whole)
 
     def _strips_thinking(self, reply: Message, new: list[Message], kinds: _Kinds) -> bool:
-        reply = {**reply, "reasoning_content": _THOUGHT}
-        tools = _TOOLS[0] if kinds.tools else None
+        reply = {**reply, "reasoning_content": made_up.THOUGHT}
+        tools = made_up.TOOLS[0] if kinds.tools else None
         try:
-            before = self._template.text([_USER, reply], tools, generation=False)
-            after = self._template.text([_USER, reply, *new], tools, generation=True)
+            before = self._template.text([made_up.USER, reply], tools, generation=False)
+            after = self._template.text([made_up.USER, reply, *new], tools, generation=True)
         except Exception:
             return False
-        return _THOUGHT in before and _THOUGHT not in after
+        return made_up.THOUGHT in before and made_up.THOUGHT not in after
 
     def _generation_prompt(self) -> list[int]:
         """What the template writes after the last message, for the answer to begin."""
         try:
-            asked = self._template.text([_USER], None, generation=False)
-            prompt = self._template.text([_USER], None, generation=True)
+            asked = self._template.text([made_up.USER], None, generation=False)
+            prompt = self._template.text([made_up.USER], None, generation=True)
         except Exception:
             return []
         return self._template.encode(prompt.removeprefix(asked))
@@ -301,24 +265,6 @@ class TemplateBridge:
 def _bare(text: str) -> str:
     """Without thinking, closed or just opened: templates take it out of earlier turns."""
     return _THINKING_OPENED.sub("", _THINKING.sub("", text))
-
-
-def _answer(text: str) -> Message:
-    return {"role": "assistant", "content": text}
-
-
-def _made_up_reply(said: Message | None, new: list[Message]) -> Message:
-    """An answer that the new messages may follow: results need calls, by id and name."""
-    calls: list[tuple[str, str]] = []
-    for n, call in enumerate((said or {}).get("tool_calls") or ()):
-        calls.append((str(call.get("id") or f"call{n}aaaa"), str(call["function"]["name"])))
-    if said is None:
-        for n, message in enumerate(new):
-            if message["role"] != "tool":
-                break
-            id = message.get("tool_call_id") or f"call{n}aaaa"
-            calls.append((id, message.get("name") or "ok0"))
-    return _called(*calls, said=_SAID) if calls else _answer(_SAID)
 
 
 def _calls(reply: Message) -> int:
@@ -335,22 +281,6 @@ def _runs(new: list[Message]) -> tuple[str, ...]:
         if roles[-2:] != [role, role]:
             roles.append(role)
     return tuple(roles)
-
-
-def _made_up(roles: tuple[str, ...], calls: list[tuple[str, str]]) -> list[Message]:
-    new: list[Message] = []
-    open_calls = list(calls)
-    for n, role in enumerate(roles):
-        word = f"any0new{n}"
-        if role == "calling":
-            open_calls = [(f"call{n}bbbb", "ok0")]
-            new.append(_called(*open_calls, said=word))
-        elif role == "tool":
-            id, name = open_calls.pop(0) if open_calls else (f"call{n}cccc", "ok0")
-            new.append({"role": role, "tool_call_id": id, "name": name, "content": word})
-        else:
-            new.append({"role": role, "content": word})
-    return new
 
 
 def example_roles() -> dict[str, dict[str, Any]]:
