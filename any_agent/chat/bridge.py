@@ -15,9 +15,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from any_agent.chat import made_up
+from any_agent.chat.messages import validate_messages
+from any_agent.chat.telling import has_any, telling_words
 from any_agent.chat.template import Template
 from any_agent.chat.unclosed import UnclosedBlocks
 from any_agent.types import Message, Tool
@@ -83,19 +86,24 @@ class TemplateBridge:
         *,
         said: Message | None,
         prompt_tail: Sequence[int],
+        past: Sequence[Message] = (),
     ) -> list[int] | None:
-        """The ids that follow a prompt and its output; None where that is not proven."""
+        """The ids that follow a prompt and its output; None where that is not proven.
+
+        ``past``, what was before the output, is looked at where something in it is telling.
+        """
         reply = made_up.reply_before(said, new)
         proof = self._proof(_Kinds(_runs(new), min(2, _calls(reply)), bool(tools)))
         if proof.refused or self._forgets(proof, new):
             return None
-        prepared, _, mark = self._template.prepared([reply, *new], None)
+        real = validate_messages(list(past)) if has_any(self._telling, past) else []
+        prepared, _, mark = self._template.prepared([*real, reply, *new], None)
+        real, reply, new = prepared[: len(real)], prepared[len(real)], prepared[len(real) + 1 :]
+        # A tool in place of the real ones, which may be long: it is proven to be the same.
+        stand_in = made_up.TOOLS[0] if tools else None
         try:
-            # A tool in place of the real ones, which may be long: it is proven to be the same.
-            before = self._before(prepared[0], made_up.TOOLS[0] if tools else None)
-            after = self._after(
-                [made_up.USER], prepared[0], prepared[1:], made_up.TOOLS[0] if tools else None
-            )
+            before = self._before(reply, stand_in, real)
+            after = self._after(real or [made_up.USER], reply, new, stand_in)
             following = self._following(before, after, is_call=_calls(reply) > 0)
         except Exception:
             # This answer and these messages do not go together in this template; whether the
@@ -141,10 +149,32 @@ class TemplateBridge:
         ids = self._template.encode(self._added[token_id] + text, mark)
         return ids[1:] if ids[:1] == [token_id] else self._template.encode(text, mark)
 
-    def _before(self, reply: Message, tools: list[Tool] | None) -> str:
-        """The made-up conversation up to the answer; the same for every answer without calls."""
-        if _calls(reply):
-            return self._template.text([made_up.USER, reply], tools, generation=False)
+    @cached_property
+    def _telling(self) -> tuple[str, ...]:
+        """Words in earlier messages that change what is written for the new ones."""
+        reply, new = made_up.reply([]), [made_up.USER]
+
+        def follows(past: list[Message]) -> _Following | None:
+            (*past, last, first), _, _ = self._template.prepared([*past, reply, *new], None)
+            before = self._template.text([*past, last], None, generation=False)
+            return self._following(before, self._after(past, last, [first], None), is_call=False)
+
+        words = self._template.searched_words
+        try:
+            return telling_words(words, made_up.USER, follows)
+        except Exception:
+            # It takes no plain question and answer; what it does take is proven where it comes.
+            return ()
+
+    def _before(
+        self, reply: Message, tools: list[Tool] | None, past: Sequence[Message] = ()
+    ) -> str:
+        """The made-up conversation up to the answer; the same for every answer without calls.
+
+        ``past``: the real one.
+        """
+        if past or _calls(reply):
+            return self._template.text([*(past or [made_up.USER]), reply], tools, generation=False)
         plain = self._plain.get(bool(tools))
         if plain is None or self._template.is_dated:
             plain = self._template.text([made_up.USER, reply], tools, generation=False)

@@ -83,6 +83,7 @@ class ChatFormat:
         *,
         said: Message | None = None,
         prompt_tail: Sequence[int] | IdArray = (),
+        past: Sequence[Message] = (),
     ) -> list[int] | None:
         """The ids that follow a prompt and its output when these messages come next.
 
@@ -90,7 +91,8 @@ class ChatFormat:
         the next generation prompt, and are what the template writes there; its cost is that of
         the new messages. ``said`` is the assistant's message as the caller has it, of which the
         calls' ids and names are used. ``prompt_tail``: the prompt's last ids, for an output
-        that was truncated after an opening which the prompt's end made.
+        that was truncated after an opening which the prompt's end made. ``past``: the messages
+        before ``said``, in which some templates look for words (``/no_think``).
 
         None where it is not proven what the template would write (:meth:`decline_reason`);
         the caller then renders the whole anew.
@@ -109,6 +111,7 @@ class ChatFormat:
                 checked_tools,
                 said=said,
                 prompt_tail=plain_ids(prompt_tail),
+                past=past,
             )
         except Exception as e:
             # Whether the conversation can be rendered at all is for the whole to say.

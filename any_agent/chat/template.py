@@ -54,11 +54,9 @@ class Template:
     @cached_property
     def known_settings(self) -> frozenset[str]:
         """Names that the template reads beyond what every template is given."""
-        from jinja2 import Environment, meta, nodes
+        from jinja2 import meta, nodes
 
-        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-        source = _OWN_TAGS.sub("", self._tokenizer.get_chat_template())
-        tree = environment.parse(source)
+        tree = self._syntax
         names = meta.find_undeclared_variables(tree)
         # What is set inside a loop counts as undeclared, too; a setting is asked for first.
         stored = {n.name for n in tree.find_all(nodes.Name) if n.ctx != "load"}
@@ -68,8 +66,30 @@ class Template:
             if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
         }
         # Functions, and names of tokens such as bos_token, are no settings.
-        taken = _GIVEN | set(environment.globals) | (stored - asked) | {"raise_exception"}
+        taken = _GIVEN | set(tree.environment.globals) | (stored - asked) | {"raise_exception"}
         return frozenset(n for n in names - taken if not n.endswith("_token"))
+
+    @cached_property
+    def searched_words(self) -> frozenset[str]:
+        """What it compares texts with or looks for in them, such as ``/no_think``."""
+        from jinja2 import nodes
+
+        values: list[Any] = [
+            const.value
+            for kind in (nodes.Compare, nodes.Call, nodes.Test)
+            for node in self._syntax.find_all(kind)
+            for const in node.find_all(nodes.Const)
+        ]
+        for several in [v for v in values if isinstance(v, (list, tuple))]:
+            values += several
+        return frozenset(v for v in values if isinstance(v, str) and v.strip())
+
+    @cached_property
+    def _syntax(self) -> Any:
+        from jinja2 import Environment
+
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+        return environment.parse(_OWN_TAGS.sub("", self._tokenizer.get_chat_template()))
 
     def ids(
         self, messages: list[Message], tools: list[Tool] | None, *, generation: bool = True

@@ -41,6 +41,7 @@ class Writer(Protocol):
         *,
         said: Message | None,
         prompt_tail: Sequence[int],
+        past: Sequence[Message] = (),
     ) -> list[int] | None:
         """What follows an output when these messages come next; None where it is not known."""
 
@@ -89,9 +90,10 @@ class TemplateWriter:
         *,
         said: Message | None,
         prompt_tail: Sequence[int],
+        past: Sequence[Message] = (),
     ) -> list[int] | None:
         return self._bridge.following_ids(
-            output_ids, new, tools, said=said, prompt_tail=prompt_tail
+            output_ids, new, tools, said=said, prompt_tail=prompt_tail, past=past
         )
 
     def prove(self, roles: Sequence[str], *, calls: int = 0, tools: bool = False) -> Proof:
@@ -149,6 +151,7 @@ class RendererWriter:
         *,
         said: Message | None,
         prompt_tail: Sequence[int],
+        past: Sequence[Message] = (),
     ) -> list[int] | None:
         """By the family's own bridge.
 

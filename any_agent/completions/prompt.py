@@ -84,9 +84,9 @@ def _continued(
         return None
     before = tree.path_ids(parent.id)
     prompt_end = len(before) - len(parent.output_ids)
-    said = call.messages[found.covered - 1] if found.covered else None
+    *past, said = call.messages[: found.covered]
     tail = before[max(0, prompt_end - _TAIL) : prompt_end]
-    added = chat.bridge(parent.output_ids, new, call.tools, said=said, prompt_tail=tail)
+    added = chat.bridge(parent.output_ids, new, call.tools, said=said, prompt_tail=tail, past=past)
     if added is None:
         return None
     # The law of exact continuation, by construction: what is before is never touched.
