@@ -107,4 +107,5 @@ GLM = Spec(
     write=_write,
     thinks=True,
     enable_thinking=True,
+    bare_values=True,
 )

@@ -127,4 +127,5 @@ QWEN3_5 = Spec(
     write=_write_xml,
     thinks=True,
     enable_thinking=True,
+    bare_values=True,
 )

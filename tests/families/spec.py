@@ -54,4 +54,6 @@ class Spec:
     """How many tool calls an answer may have; 0: the family has none."""
     enable_thinking: bool = False
     """Its template takes ``enable_thinking``."""
+    bare_values: bool = False
+    """Its calls' values have no quotes: only a tool's schema tells "7" from 7."""
     bos: str | None = None

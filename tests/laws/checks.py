@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from jinja2 import UndefinedError
@@ -14,6 +14,10 @@ from any_agent.record import InteractionTree
 from any_agent.types import Interaction, Message, Tool
 from tests.families import Family
 from tests.laws.outputs import Output
+
+_ANSWERING = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""What an answer is made of: in its text they are tokens when it is sent back."""
+_SAID = ("content", "reasoning_content")
 
 
 def merged(deltas: Iterable[MessageDelta]) -> Message:
@@ -39,15 +43,26 @@ def merged(deltas: Iterable[MessageDelta]) -> Message:
     return out
 
 
-def check_message(message: Message, output: Output) -> None:
-    """A well-formed output is read as what was meant by it."""
+def check_message(fam: Family, message: Message, output: Output, tools: list[Tool] | None) -> None:
+    """A well-formed output is read as what was meant by it.
+
+    Values that a family writes without quotes have no type where their tool is not known: "7" is
+    7 there.
+    """
+    known = {tool["function"]["name"] for tool in tools or ()}
+
+    def meant(name: str, values: Any) -> tuple[str, Any]:
+        if name in known or not fam.spec.bare_values:
+            return name, values
+        return name, {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
+
     assert (message.get("content") or "") == (output.content or "").strip(), output
     assert (message.get("reasoning_content") or "") == (output.reasoning or "").strip(), output
     calls = [
-        (call["function"]["name"], json.loads(call["function"]["arguments"]))
+        meant(call["function"]["name"], json.loads(call["function"]["arguments"]))
         for call in message.get("tool_calls") or []
     ]
-    assert calls == [(call.name, call.arguments) for call in output.calls or ()], output
+    assert calls == [meant(call.name, call.arguments) for call in output.calls or ()], output
 
 
 def check_parsing(
@@ -84,12 +99,24 @@ def check_continuation(
     said = fam.chat.decode(suffix)
     ends = [*fam.spec.ends, *([fam.spec.past_end] if fam.spec.past_end else [])]
     ended = bool(len(parent.output_ids)) and parent.output_ids[-1] in fam.end_ids
-    wholes = list(_template_texts(fam, messages, tools))
-    assert any(_goes_on(fam, whole, said, ends, ended=ended) for whole in wholes), (wholes, said)
-    # A special token that a message spells out is text to the service, and a token to us.
-    added = str([_plain(m) for m in node.message_delta])
-    if not any(mark in added for mark in fam.spec.specials):
+    new = len(node.message_delta)
+    tail = None
+    for wrapped in (False, True):
+        whole = _template_text(fam, messages, tools, wrapped=wrapped)
+        tail = None if whole is None else _tail(fam, whole, said, ends, ended=ended)
+        if tail is not None:
+            break
+    assert whole is not None and tail is not None, (whole, said)
+    # A special token that a new message spells out is plain text; the template's are tokens.
+    inert_messages = _inert(fam, messages, new)
+    if inert_messages == messages:
         assert fam.encode(said) == suffix, said
+        return
+    inert = _template_text(fam, inert_messages, tools, wrapped=wrapped)
+    before_tail = whole[: len(whole) - len(tail)]
+    assert inert is not None and inert.startswith(before_tail)
+    head = said[: len(said) - len(tail)]
+    assert _specials(fam, suffix) == _specials(fam, fam.encode(head + inert[len(before_tail) :]))
 
 
 def check_conversation(
@@ -121,36 +148,74 @@ def _value(arguments: str) -> Any:
         return ("broken", arguments)
 
 
-def _goes_on(fam: Family, whole: str, said: str, ends: list[str], *, ended: bool) -> bool:
-    """Whether a conversation ends with what was added, and an answer stands before that."""
+def _tail(fam: Family, whole: str, said: str, ends: list[str], *, ended: bool) -> str | None:
+    """What was added, from where the template writes it; None if the whole conversation does not
+    end so, after an answer."""
     if not ended:
         # The missing end is bridged, perhaps with what closes an open block before it.
         at = min(at for end in ends if (at := said.find(end)) >= 0)
         rests = (said[at + len(end) :] for end in ends if said[at:].startswith(end))
-        return whole.endswith(said[at:]) or any(whole.endswith(rest) for rest in rests)
+        return next((rest for rest in (said[at:], *rests) if whole.endswith(rest)), None)
     # GLM's end is the next turn's first token, and need not be the one that was sampled.
     before = whole.removesuffix(said)
-    return whole.endswith(said) and (fam.name == "glm" or before.endswith(tuple(ends)))
+    follows = fam.name == "glm" or before.endswith(tuple(ends))
+    return said if whole.endswith(said) and follows else None
 
 
-def _template_texts(
-    fam: Family, messages: list[Message], tools: list[Tool] | None
-) -> Iterator[str]:
-    """The whole conversation as the model's own template writes it, for each way in which it may
-    take arguments that are no object: as they are, or in an object."""
-    kwargs = {"enable_thinking": fam.thinking} if fam.spec.enable_thinking else {}
-    for wrapped in (False, True):
-        # Not every template takes text for arguments.
-        with contextlib.suppress(TypeError, UndefinedError):
-            yield str(
-                fam.chat.tokenizer.apply_chat_template(
-                    [_plain(m, wrapped=wrapped) for m in messages],
-                    tools=tools,
-                    add_generation_prompt=True,
-                    tokenize=False,
-                    **kwargs,
+def _inert(fam: Family, messages: list[Message], new: int) -> list[Message]:
+    """The same, where the last ``new`` messages spell out no special token."""
+
+    def changed(value: Any, marks: tuple[str, ...]) -> Any:
+        if isinstance(value, str):
+            for mark in marks:
+                value = value.replace(mark, "spelled")
+            return value
+        if isinstance(value, dict):
+            return {k: changed(v, marks) for k, v in value.items()}
+        return [changed(v, marks) for v in value] if isinstance(value, list) else value
+
+    answered = tuple(mark for mark in fam.spec.specials if mark not in _ANSWERING)
+    return [
+        *messages[: len(messages) - new],
+        *(
+            {
+                key: changed(
+                    value,
+                    answered
+                    if message["role"] == "assistant" and key in _SAID
+                    else fam.spec.specials,
                 )
+                for key, value in message.items()
+            }
+            for message in messages[len(messages) - new :]
+        ),
+    ]
+
+
+def _specials(fam: Family, ids: list[int]) -> list[str]:
+    return [
+        token for token in map(fam.chat.decode, ([i] for i in ids)) if token in fam.spec.specials
+    ]
+
+
+def _template_text(
+    fam: Family, messages: list[Message], tools: list[Tool] | None, *, wrapped: bool
+) -> str | None:
+    """The whole conversation as the model's own template writes it, which may take arguments that
+    are no object as they are, or (``wrapped``) in an object; None if it does not take them."""
+    kwargs = {"enable_thinking": fam.thinking} if fam.spec.enable_thinking else {}
+    # Not every template takes text for arguments.
+    with contextlib.suppress(TypeError, UndefinedError):
+        return str(
+            fam.chat.tokenizer.apply_chat_template(
+                [_plain(m, wrapped=wrapped) for m in messages],
+                tools=tools,
+                add_generation_prompt=True,
+                tokenize=False,
+                **kwargs,
             )
+        )
+    return None
 
 
 def _plain(message: Message, *, wrapped: bool = False) -> Message:

@@ -154,9 +154,8 @@ class Session:
         check_parsing(self.fam, self.tree, node, thread.tools, tuple(stop))
         if stream:
             assert merged(deltas) == _comparable(node.output_message), where
-        # Families that write values bare need the tool to tell "7" from 7.
-        if output.content is not None and not stop and thread.tools in (None, TOOLS):
-            check_message(node.output_message, output)
+        if output.content is not None and not stop:
+            check_message(self.fam, node.output_message, output, thread.tools)
         self._count(thread, node)
         sent_back = self._client(json.loads(json.dumps(node.output_message)), rng)
         thread.messages = [*thread.messages, sent_back]
