@@ -42,6 +42,11 @@ FORMAT = 2
 """Of the folder's layout and of what its files mean."""
 
 
+def weights_folder(root: Path, version: int) -> Path:
+    """Where a published version's weights lie in ``root``, a :attr:`RunDir.weights`."""
+    return root / f"v{version:08d}"
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     """Paths of one trial."""

@@ -12,11 +12,11 @@ import torch
 from any_agent.config import Config
 from any_agent.protocol import RunInfo
 from any_agent.rollout import RolloutExecutor
-from any_agent.rundir import RunDir
+from any_agent.rundir import RunDir, weights_folder
 from trainer.policy import Policy
 from trainer.sync import DiskSync
 from trainer.versions import Versions
-from trainer.weights import holds_weights, prune, publish_to_disk, weights_folder
+from trainer.weights import holds_weights, prune, publish_to_disk
 
 PATIENCE = 120.0
 """Seconds that the trainer waits for a proxy that restarts."""

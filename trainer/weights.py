@@ -14,6 +14,7 @@ from torch import Tensor
 
 from any_agent.atomic import remove_folder, whole_folder
 from any_agent.errors import Conflict, StartupError
+from any_agent.rundir import weights_folder
 from trainer.policy import Policy
 
 _NAME = re.compile(r"v(\d{8,})")
@@ -51,10 +52,6 @@ def publish_to_disk(
     with whole_folder(target) as folder:
         save_pretrained(policy, tokenizer, folder, dtype=dtype)
     return target
-
-
-def weights_folder(root: Path, version: int) -> Path:
-    return root / f"v{version:08d}"
 
 
 def holds_weights(folder: Path, policy: Policy, *, dtype: torch.dtype | None = None) -> bool:

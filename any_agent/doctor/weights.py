@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from any_agent.rundir import RunDir
+from any_agent.rundir import RunDir, weights_folder
 
 _MOST_BYTES = 4 << 30
 """Of weights: a forward pass of more takes a CPU minutes."""
@@ -24,7 +24,7 @@ class Found:
 
 def find_weights(path: str, run: RunDir | None, version: int, engine_says: object) -> Found:
     """Published by the run, else the model's own (version 0), else where the engine has its."""
-    published = run.weights / f"v{version:08d}" if run is not None else None
+    published = weights_folder(run.weights, version) if run is not None else None
     if published is not None and published.is_dir():
         return _usable(published)
     if version == 0 and path:

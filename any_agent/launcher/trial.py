@@ -10,7 +10,7 @@ from pathlib import Path
 from any_agent.access import require_key, run_dir_of
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
-from any_agent.rundir import RunDir, checkpoint_problem, read_json
+from any_agent.rundir import RunDir, checkpoint_problem, read_json, weights_folder
 
 _STEP = re.compile(r"step-(\d{8,})")
 _VERSION = re.compile(r"v(\d{8,})")
@@ -83,7 +83,7 @@ def newest_weights(config: Config) -> Weights | None:
     saved = latest_weights(config)
     if not versions or (saved is not None and saved.version > max(versions)):
         return saved
-    return Weights(weights / f"v{max(versions):08d}", max(versions))
+    return Weights(weights_folder(weights, max(versions)), max(versions))
 
 
 def latest_weights(config: Config) -> SavedWeights | None:
