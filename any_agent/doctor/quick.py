@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from any_agent.chat import ChatFormat
@@ -21,14 +21,9 @@ log = logging.getLogger(__name__)
 async def chat_laws(chat: ChatFormat, template_kwargs: Mapping[str, Any]) -> list[Verdict]:
     """Every case of rendering, continuation and parsing; a second at most."""
     template = Template(chat, template_kwargs)
-
-    async def rendered() -> AsyncIterator[Verdict]:
-        for verdict in rendering(chat, template):
-            yield verdict
-
     out: list[Verdict] = []
     for name, verdicts in (
-        ("rendering", rendered()),
+        ("rendering", rendering(chat, template)),
         ("continuation", continuation(chat, template)),
         ("parsing", parsing(chat, template)),
     ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
 from any_agent.chat import ChatFormat, probes
 from any_agent.doctor.template import Refused, Template, without_thinking
@@ -18,7 +18,7 @@ _DO = (
 _SPACES: Message = {"role": "user", "content": "\n\n  a\t1 \u00e9\U0001f600 \u4e2d\r\nb  \n"}
 
 
-def rendering(chat: ChatFormat, template: Template) -> Iterator[Verdict]:
+async def rendering(chat: ChatFormat, template: Template) -> AsyncIterator[Verdict]:
     """Of what agents send first, and of conversations rendered anew."""
     if not template.exists:
         yield LAW.unchecked("template", "the tokenizer has no chat template to compare with")

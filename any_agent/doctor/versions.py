@@ -15,8 +15,8 @@ async def versions(
     asker: Asker, prompt: list[int], published: int | None
 ) -> AsyncIterator[Verdict]:
     """What the engine says of itself, of its tokens, and what the run says."""
-    told = (await asker.model_info()).get("weight_version")
-    version = reported_version({"weight_version": told})
+    info = await asker.model_info()
+    told, version = info.get("weight_version"), reported_version(info)
     if version is None:
         said = f"the engine calls its weights {told!r}, which is no number and not 'default'"
         yield LAW.failed("reported", said, DO)
