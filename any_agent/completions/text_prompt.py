@@ -11,22 +11,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from any_agent.chat import ChatFormat
+from any_agent.completions.params.call import TextInput
 from any_agent.completions.prompt import Prompt
 from any_agent.errors import ContextLengthExceeded, InvalidRequest
 from any_agent.record import InteractionTree, was_received
 from any_agent.types import Continuation, IdArray, Interaction, id_array
 
-TextInput: TypeAlias = str | tuple[int, ...]
-
 _TAIL = 8
 """Ids on both sides of where a text goes on, by which it is seen what they say together."""
-_RECORD = "text"
-"""Under this name an interaction's ``request`` has the digests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +140,8 @@ def _longest_past(data: bytes, kind: str, tree: InteractionTree) -> tuple[Intera
 def _recorded(kind: str, tree: InteractionTree) -> Iterable[tuple[int, str, Interaction]]:
     for interaction in tree:
         # What was cut off is not what the agent holds.
-        if interaction.finish_reason != "abort" and _RECORD in interaction.request:
-            kept = interaction.request[_RECORD].get(kind)
+        if interaction.finish_reason != "abort" and "text" in interaction.request:
+            kept = interaction.request["text"].get(kind)
             if kept is not None:
                 yield kept[0], kept[1], interaction
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from any_agent.completions.untrainable import UntrainableReason
 from any_agent.types import GenerationHyperparameters, Message, Tool
+
+TextInput: TypeAlias = str | tuple[int, ...]
+"""One prompt of a legacy completion: a text, or token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class ChatCall:
     """The one that asked for ``gconfig.grammar``."""
     untrainable: UntrainableReason | None = None
     """Why no answer to it can be trained on."""
-    prompts: tuple[str | tuple[int, ...], ...] = ()
-    """Of a legacy completion: texts, or token ids."""
+    prompts: tuple[TextInput, ...] = ()
+    """Of a legacy completion."""
     echo: bool = False
     """Of a legacy completion: the answer begins with the prompt."""

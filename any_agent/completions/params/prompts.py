@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from any_agent.completions.params.call import TextInput
 from any_agent.completions.params.table import MAX_CHOICES, MAX_PROMPT_IDS
 from any_agent.errors import ContextLengthExceeded, InvalidRequest
 
-Prompt = str | tuple[int, ...]
 
-
-def prompts_of(value: Any) -> tuple[Prompt, ...]:
+def prompts_of(value: Any) -> tuple[TextInput, ...]:
     """Each of the prompts, of which OpenAI's API has four forms."""
     if isinstance(value, str):
         return (_text(value),)
