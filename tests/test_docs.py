@@ -11,10 +11,10 @@ from types import ModuleType
 import pytest
 
 from any_agent.completions.params import PARAMETERS
-from any_agent.config import Config, known_keys, load_config
+from any_agent.config import known_keys, load_config
 from any_agent.types import SessionState
-from proxy_ext.app import create_app
 from proxy_ext.sessions.lifecycle import Event
+from tests.proxy_ext.proxy_lab import our_app
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md"]
@@ -115,15 +115,6 @@ def test_named_files_exist(name: str) -> None:
 def test_the_readme_names_every_route() -> None:
     text = (ROOT / "README.md").read_text()
     named = set(re.findall(r"`((?:GET|POST|PUT|DELETE) /[^`]*)`", text))
-    front = create_app(
-        Config(),
-        None,  # type: ignore[arg-type]
-        rank=0,
-        engine_url="http://127.0.0.1:1",
-        public_url="http://127.0.0.1:2",
-        training=True,
-        litellm_app=object(),
-    )
-    paths = front._ours.openapi()["paths"]  # type: ignore[attr-defined]
+    paths = our_app().openapi()["paths"]
     served = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
     assert named == {route.replace("{session_id}", "{id}") for route in served}

@@ -26,10 +26,9 @@ from any_agent.launcher.trial import trial_dir
 from any_agent.ports import free_port
 from any_agent.registry import Registry
 from proxy_ext import scopes
-from proxy_ext.app import create_app
 from tests.chaos.conftest import Figure
 from tests.chaos.killable import engine_in_thread
-from tests.proxy_ext.proxy_lab import HELLO, litellm_stand_in, until
+from tests.proxy_ext.proxy_lab import HELLO, our_app, until
 from tests.proxy_ext.real_parts import await_url, process, write_config
 from tests.router.router_lab import serving
 
@@ -112,16 +111,7 @@ def flipped(key: str) -> str:
 
 def our_routes() -> list[tuple[str, str]]:
     """As the app that runs has them."""
-    front = create_app(
-        Config(),
-        None,  # type: ignore[arg-type]
-        rank=0,
-        engine_url="",
-        public_url="",
-        training=True,
-        litellm_app=litellm_stand_in(),
-    )
-    return scopes.listed(front._ours.routes)  # type: ignore[attr-defined]
+    return scopes.listed(our_app().routes)
 
 
 def make_keys(config: Config) -> dict[str, str]:

@@ -87,6 +87,20 @@ def litellm_stand_in() -> Starlette:
     return Starlette(routes=[Route(path, answer) for path in paths])
 
 
+def our_app() -> Any:
+    """The app that is served, without LiteLLM's in front; not started."""
+    front = create_app(
+        Config(),
+        None,  # type: ignore[arg-type]
+        rank=0,
+        engine_url="http://127.0.0.1:1",
+        public_url="http://127.0.0.1:2",
+        training=True,
+        litellm_app=litellm_stand_in(),
+    )
+    return front._ours  # type: ignore[attr-defined]
+
+
 class Proxy:
     """A running proxy: its URL, its parts, and the calls that tests make."""
 

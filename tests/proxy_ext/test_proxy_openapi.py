@@ -8,11 +8,9 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from any_agent.access import Scope
-from any_agent.config import Config
-from proxy_ext.app import create_app
 from proxy_ext.scopes import RULES
 from tests.proxy_ext.conftest import Start
-from tests.proxy_ext.proxy_lab import Proxy
+from tests.proxy_ext.proxy_lab import Proxy, our_app
 
 UNDESCRIBED = {
     # The same as those under /v1.
@@ -25,16 +23,7 @@ UNDESCRIBED = {
 
 
 def described() -> dict[str, Any]:
-    front = create_app(
-        Config(),
-        None,  # type: ignore[arg-type]
-        rank=0,
-        engine_url="http://127.0.0.1:1",
-        public_url="http://127.0.0.1:2",
-        training=True,
-        litellm_app=object(),
-    )
-    schema: dict[str, Any] = front._ours.openapi()  # type: ignore[attr-defined]
+    schema: dict[str, Any] = our_app().openapi()
     return schema
 
 

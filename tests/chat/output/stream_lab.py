@@ -7,6 +7,19 @@ from typing import Any
 
 from any_agent.chat import MessageDelta, ParsedMessage, StreamParser
 
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {
+                "type": "object",
+                "properties": {"text": {"type": "string"}, "n": {"type": "integer"}},
+            },
+        },
+    }
+]
+
 
 def joined(deltas: list[MessageDelta]) -> ParsedMessage:
     """What a client makes of a stream."""

@@ -10,21 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from any_agent.engine.embedded.stops import StopMatcher
-from tests.chat.output.stream_lab import chunked, joined, streamed
+from tests.chat.output.stream_lab import TOOLS, chunked, joined, streamed
 from tests.families import Answer, Call, Family, family, names
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "parameters": {
-                "type": "object",
-                "properties": {"text": {"type": "string"}, "n": {"type": "integer"}},
-            },
-        },
-    }
-]
 EVERY = pytest.mark.parametrize("name", names())
 THINKING = pytest.mark.parametrize("thinking", [False, True])
 SOUP = (

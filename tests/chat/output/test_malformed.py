@@ -12,21 +12,8 @@ import pytest
 
 from any_agent.chat import ParsedMessage
 from any_agent.chat.output.reader import OutputReader
-from tests.chat.output.stream_lab import streamed
+from tests.chat.output.stream_lab import TOOLS, streamed
 from tests.families import family
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "parameters": {
-                "type": "object",
-                "properties": {"text": {"type": "string"}, "n": {"type": "integer"}},
-            },
-        },
-    }
-]
 
 
 @cache
