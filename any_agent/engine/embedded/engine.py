@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from any_agent.engine.base import Capabilities
 from any_agent.engine.embedded.bend import Bend, bend_of
 from any_agent.engine.embedded.grammar import Grammars
+from any_agent.engine.embedded.grammar_check import GrammarChecks
 from any_agent.engine.embedded.loop import GenerationLoop, LoopLimits, PauseMode
 from any_agent.engine.embedded.model import LoadedModel, load_model
 from any_agent.engine.embedded.request import Event, Finish, Request
@@ -98,6 +99,7 @@ class EmbeddedEngine:
         self._generations: dict[str, Generation] = {}
         self._home: asyncio.AbstractEventLoop | None = None
         self._grammars = Grammars(loaded)
+        self._checks = GrammarChecks()
         self._raw_decode = loaded.decoder(skip_special_tokens=False)
         self.loop = GenerationLoop(
             loaded.model,
@@ -155,9 +157,15 @@ class EmbeddedEngine:
         return self.loop.paused
 
     async def bend(self, request: ModelRequest) -> Bend | None:
-        """What bends a request's distribution; InvalidRequest for what is no grammar."""
-        if request.gconfig.grammar is None:
+        """What bends a request's distribution.
+
+        Raises InvalidRequest for what is no grammar, or too costly a one; EngineUnavailable if too
+        many are looked at.
+        """
+        grammar = request.gconfig.grammar
+        if grammar is None:
             return bend_of(request.gconfig, self._grammars)
+        await self._checks.require_harmless(await asyncio.to_thread(self._grammars.source, grammar))
         return await asyncio.to_thread(bend_of, request.gconfig, self._grammars)
 
     def submit(

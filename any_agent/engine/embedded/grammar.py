@@ -36,22 +36,26 @@ class Grammars:
         """
         from llguidance import LLMatcher
 
+        matcher = LLMatcher(self._of_model(), self.source(grammar), log_level=0)
+        if matcher.is_error():
+            raise InvalidRequest(f"not a grammar: {_said(matcher)}", param="grammar")
+        return GrammarState(matcher, self._loaded.eos_ids)
+
+    def source(self, grammar: str) -> str:
+        """In llguidance's own form, which says nothing yet of what it costs; else as `compile`."""
+        from llguidance import LLMatcher
+
         if not self.available:
             raise UnsupportedParameter("this model's tokenizer knows no grammars", param="grammar")
         try:
             given = orjson.loads(grammar)
             if "regex" in given:
-                source = LLMatcher.grammar_from_regex(given["regex"])
-            else:
-                # A schema's references to other documents are never fetched.
-                schema = {"type": "object"} if "json_object" in given else given["json_schema"]
-                source = LLMatcher.grammar_from_json_schema(schema)
+                return str(LLMatcher.grammar_from_regex(given["regex"]))
+            # A schema's references to other documents are never fetched.
+            schema = {"type": "object"} if "json_object" in given else given["json_schema"]
+            return str(LLMatcher.grammar_from_json_schema(schema))
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidRequest(f"not a grammar: {error}", param="grammar") from None
-        matcher = LLMatcher(self._of_model(), source, log_level=0)
-        if matcher.is_error():
-            raise InvalidRequest(f"not a grammar: {_said(matcher)}", param="grammar")
-        return GrammarState(matcher, self._loaded.eos_ids)
 
     def _of_model(self) -> Any:
         with self._lock:

@@ -16,6 +16,7 @@ from any_agent.engine.base import agenerate
 from any_agent.engine.embedded.bend import Bend, bend_of
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.embedded.grammar import Grammars
+from any_agent.engine.embedded.grammar_check import GrammarChecks
 from any_agent.engine.embedded.model import LoadedModel
 from any_agent.errors import EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationHyperparameters, ModelResponse
@@ -143,6 +144,36 @@ async def test_the_end_ends_also_if_ends_of_text_are_ignored(engine: EmbeddedEng
 async def test_what_is_no_grammar(engine: EmbeddedEngine, grammar: str) -> None:
     with pytest.raises(InvalidRequest, match="grammar"):
         await agenerate(engine, request("r", prompt(5), grammar=grammar))
+
+
+def _exploding() -> str:
+    """No string ends in all of these; llguidance looks for one for minutes, and takes gigabytes."""
+    patterns = [f".*{letter}.{{10}}" for letter in "abcdefghijklmnopqrstuvwxyz"]
+    schema = {"allOf": [{"type": "string", "pattern": pattern} for pattern in patterns]}
+    return json.dumps({"json_schema": schema})
+
+
+async def test_a_grammar_that_explodes_harms_nobody(engine: EmbeddedEngine) -> None:
+    engine._checks = GrammarChecks(seconds=1)
+    beats, others = 0, []
+    bad = asyncio.create_task(engine.bend(request("bad", prompt(5), grammar=_exploding())))
+    while not bad.done():
+        others.append(await agenerate(engine, request(f"r{beats}", prompt(5), max_new_tokens=2)))
+        beats += 1
+    with pytest.raises(InvalidRequest, match="takes more than 1 s"):
+        await bad
+    assert beats > 2
+    assert all(other.stop_reason == "length" for other in others)
+    # Its place is free again, and so is a crowd's.
+    crowd = [engine.bend(request(f"c{k}", prompt(5), grammar=_exploding())) for k in range(40)]
+    tasks = [asyncio.create_task(each) for each in crowd]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert any(isinstance(each, EngineUnavailable) for each in ended)
+    asked = request("r", prompt(5), grammar='{"regex": "ab"}', max_new_tokens=30)
+    assert (await agenerate(engine, asked)).stop_reason == "stop"
 
 
 async def test_a_grammar_that_loses_its_way_is_an_error_and_no_end(
