@@ -16,7 +16,7 @@ from any_agent.completions.prepared import (
     choice_ids,
     completion_of,
 )
-from any_agent.completions.top_logprobs import TopLogprobs, unpack_top_logprobs
+from any_agent.completions.top_logprobs import PackedTop, TopLogprobs, unpack_top_logprobs
 
 __all__ = [
     "VERSION_GONE",
@@ -26,6 +26,7 @@ __all__ = [
     "Completer",
     "Completion",
     "Delta",
+    "PackedTop",
     "Past",
     "Prepared",
     "TopLogprobs",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from array import array
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from any_agent.completions.text_prompt import (
     text_key,
     text_prompt_of,
 )
-from any_agent.completions.top_logprobs import TopLogprobs, pack_top_logprobs
+from any_agent.completions.top_logprobs import PackedTop
 from any_agent.completions.untrainable import why_untrainable
 from any_agent.engine import InferenceEngine
 from any_agent.errors import (
@@ -218,11 +219,11 @@ class Completer:
         async with aclosing(self.engine.generate(request, stream=stream)) as chunks:
             async for chunk in chunks:
                 ids, logprobs, top = chunk.output_ids, chunk.logprobs, chunk.top_logprobs
-                sampled.ids += ids
-                sampled.logprobs += logprobs
-                sampled.versions += chunk.versions
+                sampled.ids.extend(ids)
+                sampled.logprobs.extend(logprobs)
+                sampled.versions.extend(chunk.versions)
                 if top is not None:
-                    sampled.top += top
+                    sampled.top.extend(top)
                 deltas = parser.feed(ids)
                 if pinned is not None and any(v != pinned for v in chunk.versions):
                     if sampled.versions[0] != pinned:
@@ -273,7 +274,7 @@ class Completer:
         call, prompt = prepared.call, choice.prompt
         message = _message(call, parsed)
         finish = "tool_calls" if parsed.tool_calls and stop_reason == "stop" else stop_reason
-        output_ids = id_array(sampled.ids)
+        output_ids = np.array(sampled.ids, dtype=np.int32)
         request: RequestRecord = {
             "overridden": call.overrides,
             "recorded": recorded_of(call),
@@ -282,7 +283,7 @@ class Completer:
         if choice.forced:
             request["forced"] = len(choice.forced)
         if sampled.top:
-            request["top_logprobs"] = pack_top_logprobs(sampled.top)
+            request["top_logprobs"] = sampled.top.to_json()
         if call.prompts:
             kept = self._digests(prepared, choice, output_ids, parsed)
             request["text"] = kept
@@ -297,7 +298,7 @@ class Completer:
             prompt_delta_ids=np.array(prompt.ids[prompt.inherited :], dtype=np.int32),
             output_ids=output_ids,
             output_logprobs=logprob_array(sampled.logprobs),
-            output_versions=id_array(sampled.versions),
+            output_versions=np.array(sampled.versions, dtype=np.int32),
             message_delta=choice.message_delta,
             output_message=message,
             finish_reason=finish,
@@ -328,15 +329,15 @@ class Completer:
 
 
 class _Sampled:
-    """What a choice has got so far."""
+    """What a choice has got so far, packed: many are sampled at once, and long ones."""
 
     __slots__ = ("ids", "logprobs", "top", "versions")
 
     def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.top: TopLogprobs = []
+        self.ids = array("i")
+        self.logprobs = array("d")
+        self.versions = array("i")
+        self.top = PackedTop()
 
 
 def _parser(

@@ -21,7 +21,7 @@ class RequestRecord(TypedDict, total=False):
     """How many ids at the prompt's end open the call that was forced: they are read as output, and
     are no output ids."""
     top_logprobs: dict[str, str]
-    """The likeliest tokens at each position, if they were asked for: see ``pack_top_logprobs``."""
+    """The likeliest tokens at each position, if they were asked for: see ``PackedTop``."""
     mixed_cache: bool
     """Whether tokens of several versions were sampled over one cache (`update_mode: in_place`)."""
     text: dict[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -12,22 +13,48 @@ TopLogprobs: TypeAlias = list[list[tuple[int, float]]]
 """Per token the likeliest ids and their log-probabilities, best first."""
 
 
-def pack_top_logprobs(rows: TopLogprobs) -> dict[str, Any]:
-    """As JSON: how many each token has, and all of them as packed int32 and float32."""
-    flat = [entry for row in rows for entry in row]
-    ids = np.array([id for id, _ in flat], dtype="<i4")
-    logprobs = np.array([logprob for _, logprob in flat], dtype="<f4")
-    counts = np.array([len(row) for row in rows], dtype="<i4")
-    return {
-        name: b64encode(array.tobytes()).decode()
-        for name, array in (("counts", counts), ("ids", ids), ("logprobs", logprobs))
-    }
+class PackedTop:
+    """Such rows as they come, in 8 bytes an entry instead of a hundred."""
+
+    __slots__ = ("_counts", "_ids", "_logprobs")
+
+    def __init__(self) -> None:
+        self._counts = array("i")
+        self._ids = array("i")
+        self._logprobs = array("f")
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def extend(self, rows: TopLogprobs) -> None:
+        for row in rows:
+            self._counts.append(len(row))
+            for id, logprob in row:
+                self._ids.append(id)
+                self._logprobs.append(logprob)
+
+    def rows(self) -> TopLogprobs:
+        return _rows(self._counts.tolist(), self._ids.tolist(), self._logprobs.tolist())
+
+    def to_json(self) -> dict[str, str]:
+        """How many each token has, and all of them as packed int32 and float32."""
+        packed = (
+            ("counts", np.array(self._counts, dtype="<i4")),
+            ("ids", np.array(self._ids, dtype="<i4")),
+            ("logprobs", np.array(self._logprobs, dtype="<f4")),
+        )
+        return {name: b64encode(values.tobytes()).decode() for name, values in packed}
 
 
 def unpack_top_logprobs(packed: Mapping[str, Any]) -> TopLogprobs:
-    """The inverse of :func:`pack_top_logprobs`."""
-    counts = _array(packed["counts"], "<i4")
-    flat = list(zip(_array(packed["ids"], "<i4"), _array(packed["logprobs"], "<f4"), strict=True))
+    """The rows of :meth:`PackedTop.to_json`."""
+    return _rows(
+        *[_array(packed[n], k) for n, k in (("counts", "<i4"), ("ids", "<i4"), ("logprobs", "<f4"))]
+    )
+
+
+def _rows(counts: list[int], ids: list[int], logprobs: list[float]) -> TopLogprobs:
+    flat = list(zip(ids, logprobs, strict=True))
     out, at = [], 0
     for count in counts:
         out.append(flat[at : at + count])

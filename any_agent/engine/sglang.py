@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -39,6 +40,9 @@ _HEALTH_TIMEOUT = 20.0
 _LONGEST_DRAIN = 20.0
 """Seconds that a weight update waits for calls under a grammar, which cannot be resumed."""
 _JSON = {"Content-Type": "application/json"}
+_LONG_ANSWER = 262_144
+"""Bytes of a whole answer that is read in a thread: megabytes, with many tokens' likeliest ones,
+take tenths of a second."""
 _MAX_FRUITLESS = 5
 """Resubmissions in a row of one call whose engine died before a token came."""
 
@@ -171,7 +175,7 @@ class SGLangEngine:
         waits for it, and what cuts it all the same ends it as EngineUnavailable. Penalties count
         the new output only; such a call is never trained on.
         """
-        done: list[int] = []
+        done = array("i")
         attempt = fruitless = 0
         while True:
             await self._ready()
@@ -188,7 +192,7 @@ class SGLangEngine:
                 ):
                     async for raw in chunks:
                         chunk = seam.cut(raw)
-                        done += chunk.output_ids
+                        done.extend(chunk.output_ids)
                         self._heed_version(chunk, closings)
                         if chunk.stop_reason == "abort":
                             cut = replace(chunk, stop_reason=None)
@@ -265,7 +269,11 @@ class SGLangEngine:
                             return
                     runs = False
                     raise _EngineDied("the engine ended a stream without an end", retry_after=2)
-                chunk = reader.read(orjson.loads(await response.read()))
+                raw = await response.read()
+                if len(raw) > _LONG_ANSWER:
+                    chunk = await asyncio.to_thread(_read_whole, reader, raw)
+                else:
+                    chunk = _read_whole(reader, raw)
                 runs = False
                 yield chunk
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
@@ -336,7 +344,11 @@ class SGLangEngine:
         return data if isinstance(data, dict) else {}
 
 
-def _rest_of(request: ModelRequest, done: list[int], attempt: int) -> ModelRequest:
+def _read_whole(reader: ChunkReader, raw: bytes) -> GenerationChunk:
+    return reader.read(orjson.loads(raw))
+
+
+def _rest_of(request: ModelRequest, done: array[int], attempt: int) -> ModelRequest:
     """What is left of a request after its first output tokens, under a rid of its own.
 
     SGLang aborts every request whose rid begins with the one that it is told, so none may be the
@@ -345,7 +357,7 @@ def _rest_of(request: ModelRequest, done: list[int], attempt: int) -> ModelReque
     left = request.gconfig.max_new_tokens - len(done)
     ids = request.input_ids
     if isinstance(ids, list):
-        ids = ids + done
+        ids = ids + done.tolist()
     elif done:
         ids = np.concatenate([ids, np.asarray(done, dtype=ids.dtype)])
     return replace(

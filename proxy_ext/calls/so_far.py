@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from any_agent.chat import MessageDelta
-from any_agent.chat.output.message import merge_deltas
-from any_agent.completions import Delta, TopLogprobs, unpack_top_logprobs
+from array import array
+
+from any_agent.chat import MessageDelta, merge_deltas
+from any_agent.completions import Delta, PackedTop, unpack_top_logprobs
 from any_agent.types import Interaction
+
+_STEPS = 64
+"""So many are put together at once: each takes more than its text."""
 
 
 class SoFar:
-    """Of one choice; a client that joins gets it as one delta."""
+    """Of one choice; a client that joins gets it as one delta.
+
+    Nearly every stream of an SDK keeps one to its end, so it is kept small: steps are put together
+    some at a time, and numbers are packed.
+    """
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -17,25 +25,31 @@ class SoFar:
 
     def clear(self) -> None:
         """It is recorded, and replayed from there."""
-        self._messages: list[MessageDelta] = []
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._top: TopLogprobs | None = None
+        self._steps: list[MessageDelta] = []
+        self._joined: list[MessageDelta] = []
+        self._ids = array("i")
+        self._logprobs = array("d")
+        self._top: PackedTop | None = None
 
     @property
     def empty(self) -> bool:
         return not self._ids
 
     def add(self, item: Delta) -> None:
-        self._messages.append(item.message)
-        self._ids += item.output_ids
-        self._logprobs += item.logprobs
+        self._steps.append(item.message)
+        if len(self._steps) == _STEPS:
+            self._joined.append(merge_deltas(self._steps))
+            self._steps.clear()
+        self._ids.extend(item.output_ids)
+        self._logprobs.extend(item.logprobs)
         if item.top_logprobs is not None:
-            self._top = (self._top or []) + item.top_logprobs
+            self._top = self._top or PackedTop()
+            self._top.extend(item.top_logprobs)
 
     def delta(self) -> Delta:
-        message = merge_deltas(self._messages)
-        return Delta(message, list(self._ids), list(self._logprobs), self._top, self._index)
+        message = merge_deltas([*self._joined, *self._steps])
+        top = self._top.rows() if self._top is not None else None
+        return Delta(message, self._ids.tolist(), self._logprobs.tolist(), top, self._index)
 
 
 def whole(interaction: Interaction, index: int) -> Delta:

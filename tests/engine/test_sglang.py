@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from array import array
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from any_agent.engine import SGLangEngine, agenerate
+from any_agent.engine import SGLangEngine, agenerate, sglang
 from any_agent.engine.sglang import _rest_of
 from any_agent.engine.sglang_wire import slots_of
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
@@ -257,7 +259,7 @@ async def test_an_abort_ends_one_request_alone(
 
 def test_no_attempt_is_the_beginning_of_another() -> None:
     rids = [
-        _rest_of(request(rid), [], attempt).rid
+        _rest_of(request(rid), array("i", []), attempt).rid
         for rid in ("r", "r1", "r-1", "r.1", "1-r")
         for attempt in range(12)
     ]
@@ -410,3 +412,22 @@ async def test_slots_are_asked_of_the_engine(
     assert await client.slots() == 3
     await scripted.die()
     assert await client.slots() is None
+
+
+async def test_a_long_answer_is_read_off_the_loop(
+    client: SGLangEngine, scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request(max_new_tokens=5)
+    (at_once,) = await all_of(client, asked, stream=False)
+    threads: list[threading.Thread] = []
+    read = sglang._read_whole
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return read(*args)
+
+    monkeypatch.setattr(sglang, "_LONG_ANSWER", 100)
+    monkeypatch.setattr(sglang, "_read_whole", noted)
+    assert await all_of(client, asked, stream=False) == [at_once]
+    assert threading.main_thread() not in threads
+    assert len(threads) == 1

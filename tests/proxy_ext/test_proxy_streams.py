@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +13,8 @@ import orjson
 import pytest
 
 from any_agent.chat import ChatFormat
+from proxy_ext.wire import serve
+from proxy_ext.wire.chat import ChatAnswer
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, until
 from tests.proxy_ext.retry_lab import agent_of, stream_of
@@ -150,6 +153,27 @@ def entries_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if choice["logprobs"]
         for entry in choice["logprobs"]["content"]
     ]
+
+
+async def test_a_long_answer_is_written_off_the_loop(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = (await proxy.open(mode="eval"))["api_key"]
+    fields = {"logprobs": True, "top_logprobs": 3, "temperature": 0}
+    at_once = await proxy.complete(key, **fields)
+    threads: list[threading.Thread] = []
+    whole = ChatAnswer.whole
+
+    def noted(*args: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return whole(*args)
+
+    monkeypatch.setattr(serve, "_MANY_ENTRIES", 8 * 4 - 1)
+    monkeypatch.setattr(ChatAnswer, "whole", noted)
+    later = await proxy.complete(key, **fields)
+    assert later["choices"] == at_once["choices"]
+    await proxy.complete(key, max_tokens=7, **fields)
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]
 
 
 async def test_openais_stream_helper_puts_a_call_together(

@@ -1,0 +1,24 @@
+"""The likeliest tokens of a whole output, packed."""
+
+from __future__ import annotations
+
+import json
+
+from any_agent.completions import PackedTop, TopLogprobs, unpack_top_logprobs
+
+ROWS: TopLogprobs = [[(3, -0.5), (151_000, -1.25)], [], [(0, -17.5)]]
+
+
+def test_what_is_packed_comes_back() -> None:
+    packed = PackedTop()
+    packed.extend(ROWS[:1])
+    packed.extend(ROWS[1:])
+    assert len(packed) == 3
+    assert packed.rows() == ROWS
+    assert unpack_top_logprobs(json.loads(json.dumps(packed.to_json()))) == ROWS
+
+
+def test_nothing() -> None:
+    packed = PackedTop()
+    assert not len(packed)
+    assert packed.rows() == unpack_top_logprobs(packed.to_json()) == []
