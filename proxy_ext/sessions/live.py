@@ -247,11 +247,15 @@ class Sessions:
         return interaction
 
     async def mark_undelivered(self, session: Session, interaction: Interaction) -> None:
-        """Take an interaction out of training whose answer reached nobody."""
+        """Take an interaction out of training whose answer reached nobody.
+
+        Also one that is not trained on for another reason: no reward is meant for it, either.
+        """
         async with session.lock:
             await self.load(session)
             taking_calls = session.state is SessionState.OPEN
-            if taking_calls and interaction.trainable and not was_used(session, interaction):
+            told = interaction.untrainable_reason == UNDELIVERED
+            if taking_calls and not told and not was_used(session, interaction):
                 await self.journal.commit(PutInteraction(undelivered(interaction)))
                 interaction.untrainable_reason = UNDELIVERED
                 self.undelivered += 1

@@ -214,3 +214,29 @@ async def test_an_answer_that_is_cut_off_before_it_is_sent_is_not_delivered(
         await hang_up(asked)
     assert (await agent.ask(1)).status_code == 200
     assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("fields", [{"logit_bias": {"5": 1}}, {"temperature": 0}], ids=str)
+async def test_no_reward_is_meant_for_an_answer_that_nobody_got(
+    start: Start, engine: ScriptedEngine, fields: dict[str, Any]
+) -> None:
+    """Nor is it where the answer would not have been trained on anyway."""
+    proxy = await start("server.retry_grace=0")
+    agent = Agent(proxy, engine, await proxy.open(mode="eval"), **fields)
+    heard = (await agent.ask(0)).json()["id"]
+    go_on = engine.hold(3)
+    live = proxy.service.sessions.live[agent.id]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proxy.service.calls, "_retry_grace", 3600.0)
+        await agent.leave(0)
+        await agent.vacant()
+        go_on.set()
+        await agent.answered()
+    (call,) = agent.calls
+    await proxy.service.calls._expire(call)
+    assert not live.calls
+    reasons = {i.id: i.untrainable_reason for i in await agent.recorded()}
+    assert reasons.pop(heard) not in (None, "undelivered")
+    assert set(reasons.values()) == {"undelivered"}
+    reward = await proxy.post("/rl/v1/set_reward", {"reward": 1.0}, agent.key)
+    assert reward.json()["interaction_id"] == heard
