@@ -152,7 +152,7 @@ class Call:
         self.watchers: set[asyncio.Event] = set()
         """Set when its client has left, or has the answer."""
         self._sampled = [0] * head.choices
-        self._free = False
+        self._failure: AnyAgentError | None = None
         self._stream = stream
         self._listener: Listener | None = None
         self._on_left = on_left
@@ -166,7 +166,7 @@ class Call:
     @property
     def cost(self) -> int:
         """Tokens that its tenant is charged: the prompt's, and those sampled so far."""
-        return 0 if self._free else self.head.prompt_tokens + sum(self._sampled)
+        return 0 if self._failure is not None else self.head.prompt_tokens + sum(self._sampled)
 
     @property
     def pinned(self) -> int | None:
@@ -195,8 +195,9 @@ class Call:
 
     @property
     def failed(self) -> bool:
-        """Whether it is over without an answer."""
-        return self.task is not None and self.task.done() and not self.answered
+        """Whether there will be no answer; it may be over, or still record one of its choices."""
+        over = self.task is not None and self.task.done() and not self.answered
+        return over or self._failure is not None
 
     def listen(self) -> Listener:
         """Its next client; of a call under way what it produced so far comes at once."""
@@ -257,7 +258,7 @@ class Call:
             finally:
                 for task in self._tasks:
                     task.cancel()
-        if not self._free and len(self._answers) == self.head.choices:
+        if self._failure is None and len(self._answers) == self.head.choices:
             timer.completed()
 
     async def _sample(
@@ -297,8 +298,8 @@ class Call:
     def _fail(self, error: AnyAgentError, timer: CallTimer) -> None:
         """One choice cannot be had, so the others are not either."""
         timer.ended("failed")
-        if not self._free:
-            self._free = True
+        if self._failure is None:
+            self._failure = error
             self._say(error)
         if self._tasks:
             self.abort("another choice of the call failed")

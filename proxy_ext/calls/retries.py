@@ -50,7 +50,7 @@ async def take_up(
             return before
         earlier = sorted((c for c in session.calls if _repeats(mark, c)), key=lambda c: c.number)
         for call in earlier:
-            if call.vacant:
+            if call.vacant and not call.failed:
                 call.mark = mark
                 calls.stats.retries["replayed" if call.answered else "joined"] += 1
                 return call.listen()

@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from any_agent.chat import ChatFormat
+from proxy_ext.sessions.live import Sessions
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Restart, Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
@@ -307,6 +308,36 @@ async def test_a_retry_finds_nothing_of_an_earlier_process_that_had_not_all(
     assert (await agent.ask(1)).status_code == 200
     assert len(engine.requests) == 4
     assert await agent.end() == ["undelivered", None, None]
+
+
+async def test_a_call_that_has_failed_is_taken_up_by_nobody(
+    proxy: Proxy, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client leaves while its other choice is being recorded."""
+    agent = await agent_of(proxy, engine, n=2)
+    recording, go_on = asyncio.Event(), asyncio.Event()
+    record = Sessions.record
+
+    async def slowly(*args: Any) -> Any:
+        recording.set()
+        await go_on.wait()
+        return await record(*args)
+
+    monkeypatch.setattr(Sessions, "record", slowly)
+    engine.fail("status", status=500)
+    asked = agent.begin(0)
+    await recording.wait()
+    (call,) = agent.calls
+    await until(lambda: call.failed)
+    await hang_up(asked)
+    again = agent.begin(1)
+    await until(lambda: call.watchers, "the retry waits for its end")
+    go_on.set()
+    assert (await again).status_code == 200
+    assert len(engine.requests) == 4
+    assert proxy.service.calls.stats.retries == {"new": 1}
+    reasons = [i.untrainable_reason for i in await agent.recorded()]
+    assert sorted(reasons, key=str) == [None, None, "undelivered"]
 
 
 async def test_a_client_without_marks_ends_every_choice(
