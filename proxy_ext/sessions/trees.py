@@ -160,7 +160,7 @@ def _bytes(interaction: Interaction) -> int:
     """About what an interaction takes in memory."""
     i = interaction
     arrays = (i.prompt_delta_ids, i.output_ids, i.output_logprobs, i.output_versions)
-    said = _size([*i.message_delta, i.output_message, i.tools])
+    said = _size([*i.message_delta, i.output_message, i.tools, i.request, i.gconfig.grammar])
     return _INTERACTION + sum(array.nbytes for array in arrays) + said
 
 

@@ -297,3 +297,14 @@ def test_keys_of_earlier_journals_are_reckoned_anew(key: bytes | None, texts: bo
         add_to_tree(tree, StoredInteraction(kept, key))
     expected = chain_keys([*asked, said[0], *results, said[1]], None)
     assert (tree.key("r"), tree.key("c")) == ((expected[2], expected[5]) if texts else (key, key))
+
+
+async def test_the_budget_counts_what_was_told_of_the_likeliest_tokens(proxy: Proxy) -> None:
+    """They take several times as much as everything else."""
+    sizes = []
+    for fields in ({}, {"logprobs": True, "top_logprobs": 20}):
+        session = await proxy.open()
+        before = proxy.service.sessions.trees.bytes
+        await proxy.complete(session["api_key"], max_tokens=500, **fields)
+        sizes.append(proxy.service.sessions.trees.bytes - before)
+    assert sizes[1] - sizes[0] > 500 * 20 * 8
