@@ -210,6 +210,8 @@ EXEMPT = {
     "POST /export_trajectories": "a second one answers the same",
     "POST /v1/chat/completions": "its retries are marked",
     "POST /chat/completions": "its retries are marked",
+    "POST /v1/completions": "its retries are marked",
+    "POST /completions": "its retries are marked",
 }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import httpx
@@ -13,7 +14,8 @@ import pytest
 from any_agent.chat import ChatFormat
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Restart
-from tests.proxy_ext.proxy_lab import HELLO, Proxy
+from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
+from tests.proxy_ext.retry_lab import hang_up
 from tests.proxy_ext.test_proxy_chat import say
 from tests.proxy_ext.test_proxy_refusals import refusal
 
@@ -168,6 +170,42 @@ async def test_several_prompts_and_choices(
         assert interaction.prompt_delta_ids.tolist() == asked[k // 2]
         assert choice["text"] == prompts[k // 2] + interaction.output_message["content"]
     assert answer["usage"]["prompt_tokens"] == sum(map(len, asked))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["in flight", "of an earlier process"])
+async def test_a_marked_retry_gets_the_same_answers(
+    restart: Restart, engine: ScriptedEngine, chat: ChatFormat, again: bool
+) -> None:
+    proxy = await restart()
+    session = await proxy.open()
+    body = {"model": "m", "prompt": ["a", "b"], "n": 2, "stop": ["STOP"], "logprobs": 1}
+    for text in ("one", "two STOP", "three", "four"):
+        say(engine, chat, text)
+    go_on = engine.hold(1)
+
+    def send(count: str) -> Coroutine[Any, Any, httpx.Response]:
+        return proxy.post(PATH, body, session["api_key"], **{"x-stainless-retry-count": count})
+
+    asked = asyncio.create_task(send("0"))
+    await until(lambda: len(engine.requests) == 4)
+    (call,) = proxy.service.sessions.live[session["session_id"]].calls
+    await hang_up(asked)
+    await until(lambda: call.vacant)
+    go_on.set()
+    await until(lambda: call.answered)
+    if again:
+        proxy = await restart()
+    answer = (await send("1")).json()
+    assert len(engine.requests) == 4
+    recorded = {i.id: i for i in await proxy.recorded(session["session_id"])}
+    assert answer["usage"]["prompt_tokens"] == 2
+    said = []
+    for k, choice in enumerate(answer["choices"]):
+        interaction = recorded[f"{answer['id']}.{k}"]
+        assert choice["text"] == interaction.output_message["content"]
+        assert choice["logprobs"]["token_logprobs"] == interaction.output_logprobs.tolist()
+        said.append(choice["text"])
+    assert sorted(said) == ["four", "one", "three", "two "]
 
 
 async def test_a_stream_says_what_the_whole_does(
