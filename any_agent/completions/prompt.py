@@ -32,17 +32,6 @@ class Prompt:
     """Of the request's messages and tools."""
 
 
-def find_prompt(
-    call: ChatCall, tree: InteractionTree | None, chat: ChatFormat, *, context_length: int
-) -> Prompt:
-    """The parent's ids continued exactly, else the messages rendered anew, with the reason.
-
-    Raises InvalidRequest, TemplateError or ContextLengthExceeded.
-    """
-    found = parent_of(call, tree, chat, context_length=context_length)
-    return prompt_of(call, found, tree, chat)
-
-
 def parent_of(
     call: ChatCall, tree: InteractionTree | None, chat: ChatFormat, *, context_length: int
 ) -> Found:
@@ -59,7 +48,10 @@ def parent_of(
 def prompt_of(
     call: ChatCall, found: Found, tree: InteractionTree | None, chat: ChatFormat
 ) -> Prompt:
-    """The prompt of a call whose parent is known; renders only what is new. In any thread."""
+    """The parent's ids continued exactly, else the messages rendered anew, with the reason.
+
+    In any thread. Raises InvalidRequest or TemplateError.
+    """
     prompt = None
     reason = found.reason
     if found.parent is not None and tree is not None:

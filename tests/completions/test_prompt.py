@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from any_agent.chat import ChatFormat, chain_keys, load_chat_format
 from any_agent.completions import ChatCall
-from any_agent.completions.prompt import Prompt, find_prompt
+from any_agent.completions.prompt import Prompt, parent_of, prompt_of
 from any_agent.record import InteractionTree, interaction_row
 from any_agent.types import (
     Continuation,
@@ -38,7 +38,8 @@ def find(messages: list[Message], tree: InteractionTree, chat: ChatFormat) -> Pr
         include_usage=False,
         logprobs=False,
     )
-    return find_prompt(call, tree, chat, context_length=100_000)
+    found = parent_of(call, tree, chat, context_length=100_000)
+    return prompt_of(call, found, tree, chat)
 
 
 def record(
