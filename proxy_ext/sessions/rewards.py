@@ -196,9 +196,10 @@ def _counting(row: SessionRow) -> tuple[SessionRow, list[SetState]]:
 
 def _chosen(session: Session, wanted: str | None) -> Interaction:
     tree = session.tree
-    if wanted is not None and f"{wanted}.0" in tree:
-        raise _choice_needed(wanted)
     if wanted is not None and wanted not in tree:
+        # Any of them: the first one may still be sampled, or have failed.
+        if any(completion_of(i.id) == wanted for i in tree):
+            raise _choice_needed(wanted)
         raise NotFound(
             f"session {session.id} has no completion {wanted[:80]!r}", code="completion_not_found"
         )

@@ -194,6 +194,9 @@ async def _stream(
     try:
         async with Client(request, on_leave=listener.leave):
             first = await listener.next()
+        version = _version(service, list(listener.call.recorded.values()))
+        answer = _answer(service, call, listener.call.head, version)
+        headers = _headers(listener, call, version)
     except BaseException:
         await service.calls.release(listener)
         raise
@@ -201,13 +204,9 @@ async def _stream(
     async def finish() -> None:
         await service.calls.release(listener)
 
-    version = _version(service, list(listener.call.recorded.values()))
-    answer = _answer(service, call, listener.call.head, version)
+    events = _events(request, listener, answer, first)
     return EventStream(
-        _events(request, listener, answer, first),
-        _headers(listener, call, version),
-        finish=finish,
-        send_timeout=service.config.server.client_timeout,
+        events, headers, finish=finish, send_timeout=service.config.server.client_timeout
     )
 
 

@@ -99,6 +99,9 @@ async def test_one_choice_is_durable_and_told_while_the_other_is_sampled(
             if len(ended) == 1:
                 (interaction,) = await proxy.recorded(session["session_id"])
                 assert interaction.id.endswith(f".{choice['index']}")
+                completion = {"reward": 1.0, "completion_id": interaction.id[:-2]}
+                rewarded = await proxy.post("/rl/v1/set_reward", completion, session["api_key"])
+                refusal(rewarded, 400, "choice_needed", "its index")
                 assert len(engine.running) == 1
                 go_on.set()
     assert ended == {0, 1}
