@@ -209,9 +209,9 @@ def _as_text(arguments: Any) -> Any:
 def _number(text: str) -> Any:
     """Some languages have one kind of number: 1.0 is 1."""
     value = float(text)
-    if value.is_integer():
-        return int(value)
-    return value if value - value == 0 else {"number": text}
+    if value - value != 0:
+        raise ValueError(f"{text} is beyond all numbers")
+    return int(value) if value.is_integer() else value
 
 
 def _no_constant(name: str) -> Any:

@@ -90,6 +90,7 @@ def test_the_same_conversation(a: dict[str, Any], b: dict[str, Any]) -> None:
         (call('{"a": 1}'), call('{"a": true}')),
         (call('{"a": 1}'), call('{"a": "1"}')),
         (call('{"a": 1e400}'), call('{"a": 1e500}')),
+        (call('{"a": 1e400}'), call('{"a": {"number": "1e400"}}')),
         (call('{"a": NaN}'), call('{"a": null}')),
         ({"role": "assistant", "content": None, "refusal": "no"}, {"role": "assistant"}),
         ({"role": "assistant", "content": "a  b"}, {"role": "assistant", "content": "a b"}),
@@ -98,7 +99,7 @@ def test_the_same_conversation(a: dict[str, Any], b: dict[str, Any]) -> None:
         ("\ud800", "?"),
         (10**5000, 10**5000 + 1),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_another_conversation(a: Any, b: Any) -> None:
     assert chain_keys([a], None) != chain_keys([b], None)
