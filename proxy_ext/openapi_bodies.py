@@ -13,6 +13,24 @@ _PARAMETERS = (
     "without effect, or refused by name; in train sessions the run's sampling replaces the agent's."
 )
 
+
+def _answer(title: str, kind: str, description: str) -> dict[str, Any]:
+    return {
+        "title": title,
+        "description": f"{description} Its id names the interaction, to reward it by.",
+        "type": "object",
+        "required": ["id", "object", "created", "model", "choices", "usage"],
+        "properties": {
+            "id": _TEXT,
+            "object": {"const": kind},
+            "created": {"type": "integer"},
+            "model": _TEXT,
+            "choices": {**_LIST_OF_OBJECTS, "minItems": 1},
+            "usage": {"type": "object"},
+        },
+    }
+
+
 SCHEMAS: dict[str, Any] = {
     "Error": {
         "title": "Error",
@@ -66,34 +84,8 @@ SCHEMAS: dict[str, Any] = {
         **request_schema("completions"),
         "examples": [{"model": "policy", "prompt": "1 + 1 =", "max_tokens": 4}],
     },
-    "ChatCompletion": {
-        "title": "ChatCompletion",
-        "description": "OpenAI's answer. Its id names the interaction, to reward it by.",
-        "type": "object",
-        "required": ["id", "object", "created", "model", "choices", "usage"],
-        "properties": {
-            "id": _TEXT,
-            "object": {"const": "chat.completion"},
-            "created": {"type": "integer"},
-            "model": _TEXT,
-            "choices": {**_LIST_OF_OBJECTS, "minItems": 1},
-            "usage": {"type": "object"},
-        },
-    },
-    "Completion": {
-        "title": "Completion",
-        "description": "OpenAI's legacy answer. Its id names the interaction, to reward it by.",
-        "type": "object",
-        "required": ["id", "object", "created", "model", "choices", "usage"],
-        "properties": {
-            "id": _TEXT,
-            "object": {"const": "text_completion"},
-            "created": {"type": "integer"},
-            "model": _TEXT,
-            "choices": {**_LIST_OF_OBJECTS, "minItems": 1},
-            "usage": {"type": "object"},
-        },
-    },
+    "ChatCompletion": _answer("ChatCompletion", "chat.completion", "OpenAI's answer."),
+    "Completion": _answer("Completion", "text_completion", "OpenAI's legacy answer."),
     "ModelList": {
         "title": "ModelList",
         "type": "object",

@@ -52,7 +52,7 @@ def find_text_past(
 
     Raises:
         ContextLengthExceeded: it cannot fit, however it is encoded.
-        InvalidRequest: an id that is none of the model's, or an empty prompt.
+        InvalidRequest: an id that is none of the model's.
     """
     _require_plausible(given, chat, context_length)
     data, is_text = _bytes_of(given), isinstance(given, str)
@@ -162,8 +162,6 @@ def _require_plausible(given: TextInput, chat: ChatFormat, context_length: int) 
                 f"prompt has the token id {wrong}; this model's are 0 to {chat.vocab_size - 1}",
                 param="prompt",
             )
-    if len(given) == 0:
-        raise InvalidRequest("the prompt is empty", param="prompt")
 
 
 def _encode(chat: ChatFormat, text: str, *, root: bool) -> IdArray:

@@ -6,24 +6,12 @@ from typing import Any
 
 import pytest
 
+from any_agent.chat.probes import TOOLS
 from tests.families import Call, Family, family, names
 
 ASK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is 1 + 2?"},
-]
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-            },
-        },
-    }
 ]
 THREE = Call("add", {"a": 1, "b": 2})
 

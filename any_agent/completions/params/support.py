@@ -10,7 +10,7 @@ _PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 def require_supported(call: ChatCall, engine: Capabilities, *, vocab_size: int) -> None:
-    """UnsupportedParameter for what the engine cannot do; InvalidRequest for unknown token ids."""
+    """UnsupportedParameter for what the engine cannot do; InvalidRequest for a bias of no token."""
     gconfig = call.gconfig
     if call.top_logprobs and not engine.top_logprobs:
         raise _unsupported("top_logprobs" if call.messages else "logprobs")
@@ -25,17 +25,10 @@ def require_supported(call: ChatCall, engine: Capabilities, *, vocab_size: int) 
         if getattr(gconfig, name) != neutral.get(name, 0.0) and not engine.penalties:
             raise _unsupported(name)
     if any(token >= vocab_size for token, _ in gconfig.logit_bias):
-        raise _no_token("logit_bias", vocab_size)
-    for prompt in call.prompts:
-        if not isinstance(prompt, str) and max(prompt) >= vocab_size:
-            raise _no_token("prompt", vocab_size)
+        raise InvalidRequest(
+            f"logit_bias has a token id beyond the vocabulary of {vocab_size}", param="logit_bias"
+        )
 
 
 def _unsupported(name: str) -> UnsupportedParameter:
     return UnsupportedParameter(f"{name} is not supported by this engine: leave it out", param=name)
-
-
-def _no_token(name: str, vocab_size: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"{name} has a token id beyond the vocabulary of {vocab_size}", param=name
-    )
