@@ -65,7 +65,12 @@ def load_chat_format(
     stops = [*named, *made.get_stop_token_ids(), *_generation_stops(model_path, local=local)]
     writer: Writer
     if own.template is not None and (renderer == "auto" or name == "default"):
-        writer = TemplateWriter(own.template, tuple(dict.fromkeys(stops)), retention=own.retention)
+        writer = TemplateWriter(
+            own.template,
+            tuple(dict.fromkeys(stops)),
+            retention=thinking_retention,
+            may_think=enable_thinking is not False,
+        )
     else:
         writer = RendererWriter(tokenizer, made, stops)
     chat = ChatFormat(
@@ -92,12 +97,6 @@ class _Loading:
         settings = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         has = bool(getattr(tokenizer, "chat_template", None))
         self.template = Template(tokenizer, settings) if has else None
-
-    @property
-    def retention(self) -> str:
-        """A run that does not think has nothing that a template could take out."""
-        off = self._retention == "template" and self._enable_thinking is False
-        return "all" if off else self._retention
 
     def known_family(self, name: str) -> tuple[str, Any]:
         """The family's name and renderer where it agrees with the template, else the default."""

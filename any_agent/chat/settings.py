@@ -18,7 +18,7 @@ _PARAM = "chat_template_kwargs"
 _MOST = 16
 _LONGEST = 256
 """Characters of a value."""
-_SWITCHES = ("enable_thinking", "thinking")
+SWITCHES = ("enable_thinking", "thinking")
 
 
 def check_settings(asked: Any, known: frozenset[str]) -> Settings:
@@ -68,7 +68,7 @@ def effort_settings(
     if "reasoning_effort" in known:
         nearest = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
         return {"reasoning_effort": nearest.get(effort, effort)}
-    for switch in _SWITCHES:
+    for switch in SWITCHES:
         if switch in known:
             off = effort == "none"
             return {switch: not off} if off or own.get(switch) is not False else {}

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from any_agent.chat.bridge import Proof, TemplateBridge
+from any_agent.chat.settings import SWITCHES
 from any_agent.chat.template import Template
 from any_agent.types import Message, Tool
 
@@ -52,14 +53,25 @@ class Writer(Protocol):
 class TemplateWriter:
     """By the tokenizer's own chat template, which every engine would use as well."""
 
-    def __init__(self, template: Template, stop_ids: Sequence[int], *, retention: str) -> None:
+    def __init__(
+        self,
+        template: Template,
+        stop_ids: Sequence[int],
+        *,
+        retention: str,
+        may_think: bool = True,
+    ) -> None:
+        """``may_think`` False: there is no reasoning that the template could take out."""
         self._template = template
         self._stop_ids = stop_ids
         self._retention = retention
+        self._may_think = may_think
 
     @cached_property
     def _bridge(self) -> TemplateBridge:
-        return TemplateBridge(self._template, self._stop_ids, retention=self._retention)
+        nothing_to_take = self._retention == "template" and not self._may_think
+        retention = "all" if nothing_to_take else self._retention
+        return TemplateBridge(self._template, self._stop_ids, retention=retention)
 
     @property
     def known_settings(self) -> frozenset[str]:
@@ -75,7 +87,10 @@ class TemplateWriter:
 
     def with_settings(self, settings: Mapping[str, Any]) -> TemplateWriter:
         template = self._template.with_settings({**self.settings, **settings})
-        return TemplateWriter(template, self._stop_ids, retention=self._retention)
+        may_think = self._may_think or any(settings.get(name) for name in SWITCHES)
+        return TemplateWriter(
+            template, self._stop_ids, retention=self._retention, may_think=may_think
+        )
 
     def prompt_ids(
         self, messages: list[Message], tools: list[Tool] | None, *, generation: bool = True

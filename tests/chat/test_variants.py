@@ -34,6 +34,16 @@ def test_thinking_is_turned_on_for_one_call(qwen3: ChatFormat) -> None:
     assert on.variant({"enable_thinking": False}) is not on
 
 
+def test_a_call_that_thinks_is_stripped_as_the_template_does() -> None:
+    """Also in a run that does not think, where nothing is to be taken out otherwise."""
+    run = family("qwen3").load(thinking_retention="template")
+    plain = family("qwen3").say("It is 3.")
+    assert run.bridge(plain, USER, None) is not None
+    on = run.variant({"enable_thinking": True})
+    assert on.bridge(plain, USER, None) is None
+    assert on.decline_reason(USER) == "thinking_stripped"
+
+
 def test_what_changes_the_conversation_has_a_key() -> None:
     glm = family("glm", thinking=True).load()
     off = glm.variant({"enable_thinking": False})
