@@ -389,7 +389,7 @@ async def test_openais_sdk(proxy: Proxy, engine: ScriptedEngine, chat: ChatForma
             assert bytes(entry.bytes or []).decode() == entry.token == choice.message.content
             assert len(entry.top_logprobs) == 2
         async with sdk.chat.completions.stream(
-            model="m", messages=messages, n=2, logprobs=True
+            model="m", messages=messages, n=2, logprobs=True, max_tokens=8
         ) as stream:
             async for _ in stream:
                 pass
