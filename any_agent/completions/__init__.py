@@ -16,7 +16,7 @@ from any_agent.completions.prepared import (
     choice_ids,
     completion_of,
 )
-from any_agent.completions.top_logprobs import PackedTop, TopLogprobs, unpack_top_logprobs
+from any_agent.completions.top_logprobs import PackedTop, TopLogprobs, top_logprobs_of
 
 __all__ = [
     "VERSION_GONE",
@@ -35,5 +35,5 @@ __all__ = [
     "parse_chat",
     "parse_completion",
     "require_supported",
-    "unpack_top_logprobs",
+    "top_logprobs_of",
 ]

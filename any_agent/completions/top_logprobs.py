@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from any_agent.types import Interaction
+
 TopLogprobs: TypeAlias = list[list[tuple[int, float]]]
 """Per token the likeliest ids and their log-probabilities, best first."""
 
@@ -51,6 +53,12 @@ def unpack_top_logprobs(packed: Mapping[str, Any]) -> TopLogprobs:
     return _rows(
         *[_array(packed[n], k) for n, k in (("counts", "<i4"), ("ids", "<i4"), ("logprobs", "<f4"))]
     )
+
+
+def top_logprobs_of(interaction: Interaction) -> TopLogprobs | None:
+    """Of a recorded answer; None if they were not asked for."""
+    packed = interaction.request.get("top_logprobs")
+    return unpack_top_logprobs(packed) if packed is not None else None
 
 
 def _rows(counts: list[int], ids: list[int], logprobs: list[float]) -> TopLogprobs:

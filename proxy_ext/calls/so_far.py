@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from any_agent.chat import MessageDelta, merge_deltas
-from any_agent.completions import Delta, PackedTop, unpack_top_logprobs
+from any_agent.completions import Delta, PackedTop, top_logprobs_of
 from any_agent.types import Interaction
 
 _STEPS = 64
@@ -56,11 +56,10 @@ def whole(interaction: Interaction, index: int) -> Delta:
     """All of a recorded answer."""
     message = interaction.output_message
     calls = [{"index": k, **c} for k, c in enumerate(message.get("tool_calls") or ())]
-    top = interaction.request.get("top_logprobs")
     return Delta(
         MessageDelta(message.get("content"), message.get("reasoning_content"), calls or None),
         interaction.output_ids.tolist(),
         interaction.output_logprobs.tolist(),
-        unpack_top_logprobs(top) if top is not None else None,
+        top_logprobs_of(interaction),
         index,
     )

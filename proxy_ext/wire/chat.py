@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from any_agent.completions import ChatCall, Delta, unpack_top_logprobs
+from any_agent.completions import ChatCall, Delta, top_logprobs_of
 from any_agent.types import Interaction
 from proxy_ext.calls.call import Head
 from proxy_ext.wire.logprobs import TokenLogprobs
@@ -99,10 +99,9 @@ class ChatAnswer:
         }
         logprobs = b"null"
         if self._call.logprobs:
-            top = interaction.request.get("top_logprobs")
             logprobs = self._logprobs.chat(
                 interaction.output_ids.tolist(),
                 interaction.output_logprobs.tolist(),
-                unpack_top_logprobs(top) if top is not None else None,
+                top_logprobs_of(interaction),
             )
         return b'%b,"logprobs":%b}' % (orjson.dumps(choice)[:-1], logprobs)

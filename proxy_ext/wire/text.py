@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from any_agent.chat import ChatFormat
-from any_agent.completions import ChatCall, Delta, unpack_top_logprobs
+from any_agent.completions import ChatCall, Delta, top_logprobs_of
 from any_agent.types import Interaction
 from proxy_ext.calls.call import Head
 from proxy_ext.wire.logprobs import TokenLogprobs
@@ -88,12 +88,11 @@ class TextAnswer:
     def _choice(self, index: int, interaction: Interaction) -> dict[str, Any]:
         logprobs = None
         if self._call.logprobs:
-            top = interaction.request.get("top_logprobs")
             logprobs = self._legacy(
                 index,
                 interaction.output_ids.tolist(),
                 interaction.output_logprobs.tolist(),
-                unpack_top_logprobs(top) if top is not None else None,
+                top_logprobs_of(interaction),
             )
         return {
             "index": index,
