@@ -60,6 +60,8 @@ async def _continue(case: _Case, chat: ChatFormat, template: Template) -> Verdic
         template.text(first, case.tools)
     except Refused:
         first = [probes.USER]
+    # What the template refuses no agent can send, whoever writes it.
+    template.text([*first, case.answer, *case.new], case.tools)
     turn = template.turn(first, case.tools, case.answer, case.new[0])
     output = turn.output_ids[: len(turn.output_ids) // 2] if case.cut else turn.output_ids
     rehearsal = Rehearsal(chat, case.tools)

@@ -15,6 +15,7 @@ _DO = (
     "set model.renderer to this model's family, or to default for its own template; if "
     "chat_template was changed on purpose, default is right"
 )
+_MOMENTS = 3
 _SPACES: Message = {"role": "user", "content": "\n\n  a\t1 \u00e9\U0001f600 \u4e2d\r\nb  \n"}
 
 
@@ -61,6 +62,25 @@ def _compare(
     messages: list[Message],
     tools: list[Tool] | None,
 ) -> Verdict:
+    """A template may write the time, which goes on between two renderings."""
+    for _ in range(_MOMENTS):
+        try:
+            before = template.text(messages, tools)
+            verdict = _compare_now(case, chat, template, messages, tools)
+            if not verdict.failed or template.text(messages, tools) == before:
+                return verdict
+        except Refused as error:
+            return LAW.unchecked(case, str(error))
+    return LAW.unchecked(case, "the template writes something else at every moment")
+
+
+def _compare_now(
+    case: str,
+    chat: ChatFormat,
+    template: Template,
+    messages: list[Message],
+    tools: list[Tool] | None,
+) -> Verdict:
     try:
         own = template.ids(messages, tools)
     except Refused as error:
@@ -94,8 +114,11 @@ def _forged(
         return verdict
     ids, own = chat.render(messages, None), template.ids(messages, None)
     special = set(chat.tokenizer.all_special_ids) | set(chat.stop_token_ids)
-    fewer = sum(i in special for i in ids) < sum(i in special for i in own)
-    if fewer and chat.decode(ids) == chat.decode(own):
+    ours, theirs = chat.decode(ids), chat.decode(own)
+    # A template may change what it takes for its own tokens; nobody's text is wrong for that.
+    if (ours == theirs or messages[0]["content"] in ours) and (
+        sum(i in special for i in ids) <= sum(i in special for i in own)
+    ):
         return LAW.passed(verdict.case, "they stay text; the template would take them for tokens")
     return verdict
 

@@ -105,6 +105,43 @@ async def test_a_law_that_breaks_off_is_broken(
     assert all("boom" in v.seen for v in broken(verdicts))
 
 
+_TURN = "{{ '<|im_start|>' + m.role + '\\n' + (CONTENT) + '<|im_end|>\\n' }}"
+_PLAIN = (
+    "{% for m in messages %}" + _TURN + "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+_ALTERNATION = (
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if (m.role == 'user') != loop.index0 is even %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "content"),
+    [
+        ("", "m.content"),
+        (_ALTERNATION, "m.content"),
+        ("{{ strftime_now('%H:%M:%S.%f') }}", "m.content"),
+        ("{{ 'Today: ' + strftime_now('%d %b %Y') }}", "m.content"),
+        ("", "m.content | trim"),
+        ("", "m.content | upper"),
+        ("", "m.content.split('</think>')[-1] | trim"),
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}",
+            "m.content",
+        ),
+    ],
+)
+async def test_odd_habits_of_a_template_are_no_broken_laws(
+    with_template: Callable[[Callable[[str], str]], Path], before: str, content: str
+) -> None:
+    """A false alarm would stop the training of a sound model."""
+    folder = with_template(lambda _: before + _PLAIN.replace("CONTENT", content))
+    chat = load_chat_format(str(folder), enable_thinking=None)
+    assert not broken(await chat_laws(chat, {}))
+
+
 def config_of(model: Path, renderer: str = "auto") -> Config:
     model_config = ModelConfig(path=str(model), renderer=renderer, enable_thinking=False)
     return Config(model=model_config)
