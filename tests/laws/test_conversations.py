@@ -1,6 +1,6 @@
 """Thousands of random conversations: no drift where continuation is claimed.
 
-The short form runs a tenth of the long one's (``--long``: 10,000 sessions).
+The short form runs few of the long one's (``--long``: 10,000 sessions).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.laws.clients import CLIENTS, echo
 from tests.laws.talk import Session, Tally
 
 CALLS = 8
-SHORT, LONG = 96, 912
+SHORT, LONG = 32, 912
 """Sessions of each family."""
 MEDDLER = "meddler"
 """It echoes, and says something else about the past now and then: its share is no promise."""
@@ -42,7 +42,7 @@ async def test_continuation_never_drifts(
         session = Session(fam, how, seed, tallies[client], meddles=client == MEDDLER)
         await session.run(CALLS)
     for client, tally in tallies.items():
-        assert tally.expected > 20
+        assert tally.expected > 2 * sessions / len(tallies)
         least = CLAIMED.get(name, 0.0) if client == "echo" else 0.0
         assert tally.share >= least, (client, tally)
     shares = ", ".join(f"{client} {tally.share:.1%}" for client, tally in tallies.items())

@@ -21,13 +21,8 @@ from tests.laws.talk import TOOLS
 from tests.laws.voices import Voice
 
 SAMPLING = GenerationHyperparameters(max_new_tokens=256)
-EXAMPLES = 25
-QUIET = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+SHORT, LONG = 10, 250
+"""Examples of each family."""
 
 TEXT = st.one_of(
     st.text(max_size=20),
@@ -85,6 +80,16 @@ SAID = st.one_of(
 )
 
 
+@pytest.fixture
+def quiet(request: pytest.FixtureRequest) -> settings:
+    return settings(
+        max_examples=LONG if request.config.getoption("--long") else SHORT,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
 async def said(fam: Family, tree: InteractionTree, body: dict[str, Any], ids: list[int]) -> Any:
     """The call's interaction, checked; or the refusal."""
     rng = random.Random(len(ids))
@@ -109,10 +114,10 @@ async def said(fam: Family, tree: InteractionTree, body: dict[str, Any], ids: li
 
 
 @pytest.mark.parametrize("case", FAMILIES, ids=label)
-def test_any_messages_are_answered_or_refused(case: tuple[str, bool]) -> None:
+def test_any_messages_are_answered_or_refused(case: tuple[str, bool], quiet: settings) -> None:
     fam = family(case[0], thinking=case[1])
 
-    @QUIET
+    @quiet
     @given(st.lists(MESSAGE, max_size=5), st.booleans(), SAID)
     def run(messages: list[Any], tools: bool, ids: list[int]) -> None:
         body = {"messages": messages, "tools": TOOLS if tools else None}
@@ -125,10 +130,12 @@ def test_any_messages_are_answered_or_refused(case: tuple[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("case", FAMILIES, ids=label)
-def test_any_output_is_recorded_as_it_was_and_gone_on_from(case: tuple[str, bool]) -> None:
+def test_any_output_is_recorded_as_it_was_and_gone_on_from(
+    case: tuple[str, bool], quiet: settings
+) -> None:
     fam = family(case[0], thinking=case[1])
 
-    @QUIET
+    @quiet
     @given(st.lists(SAID, min_size=1, max_size=4), st.booleans(), st.sampled_from([(), ("a",)]))
     def run(outputs: list[list[int]], tools: bool, stop: tuple[str, ...]) -> None:
         tree = InteractionTree()
