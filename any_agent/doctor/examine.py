@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from any_agent.access import run_dir_of
 from any_agent.chat import ChatFormat, load_chat_format
@@ -51,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     logging.disable(logging.WARNING)
     try:
         told, verdicts = asyncio.run(_examine(subject))
+        # What clients say of a URL, they say of all of it.
+        verdicts = [replace(verdict, seen=_shown(verdict.seen)) for verdict in verdicts]
     finally:
         logging.disable(logging.NOTSET)
     print((as_json if arguments.json else as_text)(told, verdicts))
@@ -77,8 +80,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     run = run if run is not None and run.path.is_dir() else None
     engines = list(arguments.engine or config.engine.urls or (_serving(run) if run else ()))
     for url in (*engines, *filter(None, [arguments.url])):
-        if not re.match(r"https?://[^/]", url):
-            raise ConfigError(f"{url!r} is no URL: it begins with http:// or https://")
+        _check_url(url)
     if not (config.model.path or engines or arguments.url):
         raise ConfigError(
             "nothing to examine: give a model's folder, --engine URL, --url URL, or the "
@@ -105,6 +107,20 @@ def _check_model(path: str) -> None:
         raise ConfigError(f"model path {path!r} is neither a folder nor a name on the hub")
 
 
+def _check_url(url: str) -> None:
+    if not re.match(r"https?://[^/]", url):
+        raise ConfigError(f"{_shown(url)!r} is no URL: it begins with http:// or https://")
+    try:
+        urlsplit(url).port  # noqa: B018 - it is read only then
+    except ValueError as error:
+        raise ConfigError(f"{_shown(url)!r} is no URL: {error}") from None
+
+
+def _shown(text: str) -> str:
+    """Without the passwords that may stand in its URLs."""
+    return re.sub(r"//[^/@\s]*@", "//", text)
+
+
 def _is_folder(path: str) -> bool:
     return Path(path).is_dir()
 
@@ -127,13 +143,13 @@ async def _examine(subject: Subject) -> tuple[dict[str, str], list[Verdict]]:
             known = chat
     published = _published(subject)
     if subject.url is not None:
-        told["service"] = subject.url
+        told["service"] = _shown(subject.url)
         run, found = await service_laws(subject.url, subject.key)
         verdicts += found
         published = run.version if run is not None else published
     if not subject.quick:
         for number, url in enumerate(subject.engines):
-            told[f"engine {number}" if len(subject.engines) > 1 else "engine"] = url
+            told[f"engine {number}" if len(subject.engines) > 1 else "engine"] = _shown(url)
             found = await engine_laws(
                 url, subject.config, known, run=subject.run, published=published
             )
@@ -169,7 +185,7 @@ def _named(verdicts: list[Verdict], url: str | None) -> list[Verdict]:
     """Of one engine of several, which one."""
     if url is None:
         return verdicts
-    place = url.partition("://")[2]
+    place = _shown(url).partition("://")[2]
     return [replace(verdict, case=f"{verdict.case} ({place})") for verdict in verdicts]
 
 

@@ -25,11 +25,27 @@ def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["/no/such/model"], "neither a folder nor a name"),
         ([str(tmp_path), str(tmp_path)], "one model at a time"),
         ([str(tmp_path), "--engine", "localhost:1"], "is no URL"),
+        ([str(tmp_path), "--engine", "http://localhost:port"], "is no URL"),
+        ([str(tmp_path), "--url", "http://[::1"], "is no URL"),
         ([str(tmp_path), "model.rendererr=x"], "did you mean model.renderer"),
         ([f"root={tmp_path}"], "nothing to examine"),
     ):
         assert main(["doctor", *arguments]) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_passwords_are_not_shown(form: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    at = f"127.0.0.1:{free_port('127.0.0.1')}"
+    urls = [f"http://me:sesame@{at}", f"http://:sesame@{at}"]
+    engines = [part for url in urls for part in ("--engine", url)]
+    arguments = [*engines, "--url", urls[0], "--key", "sk-sesame", *form]
+    assert main(["doctor", *arguments]) == 1
+    shown = capsys.readouterr()
+    assert at in shown.out
+    assert "sesame" not in shown.out + shown.err
+    assert main(["doctor", "--engine", "ftp://me:sesame@host"]) == 2
+    assert "sesame" not in capsys.readouterr().err
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
