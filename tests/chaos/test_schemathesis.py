@@ -255,7 +255,7 @@ def test_unknown_fields_are_refused(service: Service) -> None:
             method,
             service.url + path.replace("{session_id}", session),
             json={"surprise": 1},
-            headers={"Authorization": f"Bearer {key if 'chat' in path else ADMIN}"},
+            headers={"Authorization": f"Bearer {key if 'completions' in path else ADMIN}"},
             timeout=30,
         )
         error = response.json()["error"]
