@@ -195,12 +195,14 @@ class ChatFormat:
         tools: list[Tool] | None,
         stop: tuple[str, ...],
         forced: Sequence[int] = (),
+        call_seed: bytes = b"",
     ) -> StreamParser:
         """A parser for one output as it is sampled; the text ends before a stop string.
 
         ``forced``: the prompt's last tokens, which begin a call: they are read as output.
+        ``call_seed``: answers of different ones have different ids of calls.
         """
-        return self._reader.parser(prompt_ids, tools, stop, forced)
+        return self._reader.parser(prompt_ids, tools, stop, forced, call_seed)
 
     def text_parser(self, stop: tuple[str, ...]) -> StreamParser:
         """A parser for an output that is plain text, as a legacy completion's."""

@@ -73,7 +73,12 @@ def check_parsing(
     stop: tuple[str, ...],
 ) -> None:
     """The recorded ids, read whole, are the message that the agent got."""
-    parser = fam.chat.stream_parser(prompt_ids=tree.prompt_ids(node.id), tools=tools, stop=stop)
+    parser = fam.chat.stream_parser(
+        prompt_ids=tree.prompt_ids(node.id),
+        tools=tools,
+        stop=stop,
+        call_seed=node.id.encode(),
+    )
     deltas = parser.feed(node.output_ids.tolist())
     rest, parsed = parser.finish(matched_stop=None)
     assert parsed.to_message() == node.output_message

@@ -60,12 +60,14 @@ class OutputReader:
         tools: list[Tool] | None,
         stop: tuple[str, ...],
         forced: Sequence[int] = (),
+        call_seed: bytes = b"",
     ) -> StreamParser:
         """A parser for one output; calls are read only if there are tools.
 
         ``forced``: the prompt's last tokens, which begin a call: they are read as output.
+        ``call_seed``: answers of different ones have different ids of calls.
         """
-        call_ids = CallIds(prompt_ids)
+        call_ids = CallIds(prompt_ids, call_seed)
         grammar = self.grammar
         if grammar is None:
             whole = WholeParser(

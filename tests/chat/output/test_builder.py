@@ -36,6 +36,12 @@ def test_steps_that_were_taken_are_the_caller_s() -> None:
     assert made.take() == []
 
 
+def test_ids_of_calls_are_their_answers_own() -> None:
+    ids = {CallIds([1], seed).make((), 0, "add") for seed in (b"", b"a.0", b"a.1", b"x" * 999)}
+    assert len(ids) == 4
+    assert CallIds([1], b"a.0").make((), 0, "add") in ids
+
+
 def test_a_call_is_told_before_its_arguments() -> None:
     made = MessageBuilder(CallIds([1]))
     made.open_call("add")
