@@ -55,9 +55,9 @@ bench: $(DEV) ## run every benchmark, one after another
 learn: $(DEV) ## check over ten seeds that the demo learns, and that its control does not
 	@$(RUN) tests/e2e/learn.py $(ARGS)
 
-chaos: $(DEV) ## kill every kind of process under load, then run every proof at length
+chaos: $(DEV) ## kill every kind of process under load, then run every proof and law at length
 	@$(RUN) tests/e2e/chaos.py $(ARGS)
-	@$(RUN) -m pytest tests/chaos --long --timeout 3600 $(PROOFS)
+	@$(RUN) -m pytest tests/chaos tests/laws --long --timeout 3600 $(PROOFS)
 
 clean: ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) .venv-clients .venv-sglang build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -19,7 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     # Here and not beside the proofs: pytest asks only the first folders' files for options, and
     # where the tests run in other processes it does not read the proofs' file itself.
     parser.addoption(
-        "--long", action="store_true", help="run the proofs of tests/chaos in their long form"
+        "--long",
+        action="store_true",
+        help="run the proofs of tests/chaos and the laws of tests/laws in their long form",
     )
 
 
