@@ -16,8 +16,9 @@ run it. -->
 `POST /v1/chat/completions` and `POST /v1/completions` know three classes of parameters. Honoured
 ones shape the call. Harmless ones are recorded and change nothing. Refused ones answer 400
 `unsupported_parameter`, because ignoring them would answer, and train on, something other than what
-was asked; so does every name that is not here. Null is as if a parameter were left out. A value of
-another form is a 400 `invalid_request`. Each error names the parameter.
+was asked; so does every name that is not here, whatever its value. Null is as if a parameter of
+these tables were left out. A value of another form is a 400 `invalid_request`. Each error names the
+parameter.
 
 In train sessions the run's `sampling` replaces what agents ask for. The answer's header
 `x-any-agent-overrides` lists what was replaced, with what was used, as JSON; the interaction keeps

@@ -28,7 +28,7 @@ from proxy_ext.openapi import describe
 from proxy_ext.rl.common import service_of
 from proxy_ext.service import Service, open_service
 from proxy_ext.wire.http import JSONResponse
-from proxy_ext.wire.models import list_models
+from proxy_ext.wire.models import list_models, one_model
 from proxy_ext.wire.serve import chat_completions, text_completions
 
 log = logging.getLogger(__name__)
@@ -127,6 +127,9 @@ def _add_model_routes(app: FastAPI) -> None:
     async def models(request: Request) -> Response:
         return JSONResponse(list_models(service_of(request)))
 
+    async def model(request: Request, model: str) -> Response:
+        return JSONResponse(one_model(service_of(request), model))
+
     # Clients differ in whether their base URL ends in /v1.
     for prefix in ("/v1", ""):
         schema = bool(prefix)
@@ -135,6 +138,9 @@ def _add_model_routes(app: FastAPI) -> None:
         )
         app.add_api_route(f"{prefix}/completions", text, methods=["POST"], include_in_schema=schema)
         app.add_api_route(f"{prefix}/models", models, methods=["GET"], include_in_schema=schema)
+        app.add_api_route(
+            f"{prefix}/models/{{model}}", model, methods=["GET"], include_in_schema=schema
+        )
 
 
 def _add_health_routes(app: FastAPI) -> None:

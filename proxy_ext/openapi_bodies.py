@@ -86,6 +86,18 @@ SCHEMAS: dict[str, Any] = {
     },
     "ChatCompletion": _answer("ChatCompletion", "chat.completion", "OpenAI's answer."),
     "Completion": _answer("Completion", "text_completion", "OpenAI's legacy answer."),
+    "Model": {
+        "title": "Model",
+        "type": "object",
+        "required": ["id", "object", "created", "owned_by", "context_length"],
+        "properties": {
+            "id": _TEXT,
+            "object": {"const": "model"},
+            "created": {"type": "integer"},
+            "owned_by": _TEXT,
+            "context_length": {"type": "integer"},
+        },
+    },
     "ModelList": {
         "title": "ModelList",
         "type": "object",
@@ -100,7 +112,10 @@ def _json(name: str) -> dict[str, Any]:
 
 
 _INTERACTION_HEADERS = {
-    "x-any-agent-interaction": {"description": "The interaction.", "schema": _TEXT},
+    "x-any-agent-interaction": {
+        "description": "The interaction, if the answer has one choice.",
+        "schema": _TEXT,
+    },
     "x-any-agent-session": {"description": "Its session.", "schema": _TEXT},
     "x-any-agent-version": {"description": "The newest weights of its tokens.", "schema": _TEXT},
     "x-any-agent-overrides": {"description": "What the run replaced, as JSON.", "schema": _TEXT},
@@ -139,6 +154,11 @@ BODIES: dict[str, dict[str, Any]] = {
         "summary": "Models",
         "description": "The policy. Also at `/models`.",
         "responses": {"200": {"description": "The policy.", "content": _json("ModelList")}},
+    },
+    "GET /v1/models/{model}": {
+        "summary": "Model",
+        "description": "The policy, by its name. Also at `/models/{model}`.",
+        "responses": {"200": {"description": "The policy.", "content": _json("Model")}},
     },
     "GET /metrics": {
         "responses": {

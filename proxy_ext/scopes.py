@@ -40,6 +40,8 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     "POST /completions": (AGENTS, ""),
     "GET /v1/models": (KEYS, ""),
     "GET /models": (KEYS, ""),
+    "GET /v1/models/{model}": (KEYS, ""),
+    "GET /models/{model}": (KEYS, ""),
     # Sessions.
     "POST /rl/v1/start_session": (OPENERS, ""),
     "GET /rl/v1/start_session": (OPENERS, ""),

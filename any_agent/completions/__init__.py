@@ -2,6 +2,7 @@
 
 from any_agent.completions.complete import VERSION_GONE, Completer, Past
 from any_agent.completions.params import (
+    TOKEN_LIMITS,
     ChatCall,
     parse_chat,
     parse_completion,
@@ -19,6 +20,7 @@ from any_agent.completions.prepared import (
 from any_agent.completions.top_logprobs import PackedTop, TopLogprobs, top_logprobs_of
 
 __all__ = [
+    "TOKEN_LIMITS",
     "VERSION_GONE",
     "ChatCall",
     "Choice",

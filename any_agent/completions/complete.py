@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +39,7 @@ from any_agent.engine import InferenceEngine
 from any_agent.errors import (
     ContextLengthExceeded,
     EngineUnavailable,
+    InvalidRequest,
     UnsupportedParameter,
     VersionGone,
 )
@@ -129,10 +130,15 @@ class Completer:
         )
 
     def _format(self, call: ChatCall) -> ChatFormat:
-        """As the request's template arguments make it; InvalidRequest for unknown ones."""
+        """As the request's template arguments make it.
+
+        InvalidRequest for unknown ones, and for those that contradict each other.
+        """
         kwargs = dict(call.template_kwargs)
         if call.reasoning_effort is not None:
-            kwargs = {**self.chat.effort_kwargs(call.reasoning_effort), **kwargs}
+            by_effort = self.chat.effort_kwargs(call.reasoning_effort)
+            _require_agreement(call.reasoning_effort, by_effort, kwargs)
+            kwargs = {**by_effort, **kwargs}
         return self.chat.variant(kwargs) if kwargs else self.chat
 
     def _sampling(self, call: ChatCall, chat: ChatFormat) -> GenerationHyperparameters:
@@ -155,7 +161,7 @@ class Completer:
         if call.forced_call is not None:
             forced = _forced_ids(past.chat, prompt, call.forced_call)
             prompt = replace(prompt, ids=np.concatenate([prompt.ids, id_array(forced)]))
-        gconfig = self._fitting(gconfig, prompt, "messages")
+        gconfig = self._fitting(gconfig, prompt, call)
         new = call.messages[prompt.covered :]
         return tuple(
             Choice(k, id, prompt, new, prompt.key, _with_seed(gconfig, k), forced)
@@ -173,7 +179,7 @@ class Completer:
         choices: list[Choice] = []
         for given, text in zip(call.prompts, past.texts, strict=True):
             found = text_prompt_of(given, text, tree, past.chat)
-            fitting = self._fitting(gconfig, found.prompt, "prompt")
+            fitting = self._fitting(gconfig, found.prompt, call)
             new: list[Message] = [{"role": "prompt", "content": found.added}]
             for _ in range(call.n):
                 k = len(choices)
@@ -181,16 +187,19 @@ class Completer:
         return tuple(choices)
 
     def _fitting(
-        self, gconfig: GenerationHyperparameters, prompt: Prompt, param: str
+        self, gconfig: GenerationHyperparameters, prompt: Prompt, call: ChatCall
     ) -> GenerationHyperparameters:
         """With as many tokens at most as the context leaves; ContextLengthExceeded for none."""
         room = self.context_length - len(prompt.ids)
         if room < 1:
-            what = "messages are" if param == "messages" else "prompt is"
+            what = "prompt is" if call.prompts else "messages are"
+            if call.tools:
+                what = "messages and tools are"
             raise ContextLengthExceeded(
-                f"this model's maximum context length is {self.context_length} tokens, but the "
-                f"{what} {len(prompt.ids)} tokens long; shorten them",
-                param=param,
+                f"this model's maximum context length is {self.context_length} tokens, of which "
+                f"the answer needs at least one, but the {what} {len(prompt.ids)} tokens long; "
+                f"shorten {'it' if call.prompts else 'them'}",
+                param="prompt" if call.prompts else "messages",
             )
         return gconfig.new(max_new_tokens=min(gconfig.max_new_tokens, room))
 
@@ -211,7 +220,7 @@ class Completer:
         (:data:`VERSION_GONE`).
         """
         call, choice = prepared.call, prepared.choices[index]
-        parser = _parser(prepared.chat, call, choice.prompt.ids, choice.forced)
+        parser = _parser(prepared.chat, call, choice.id, choice.prompt.ids, choice.forced)
         request = ModelRequest(
             choice.id, choice.prompt.ids, choice.gconfig, top_logprobs=call.top_logprobs
         )
@@ -256,7 +265,7 @@ class Completer:
             return interaction
         prompt = tree.prompt_ids(id).tolist()
         forced = prompt[len(prompt) - interaction.request.get("forced", 0) :]
-        parser = _parser(self._format(call), call, prompt, tuple(forced))
+        parser = _parser(self._format(call), call, id, prompt, tuple(forced))
         parser.feed(interaction.output_ids.tolist())
         parsed = parser.finish(matched_stop=None)[1]
         return replace(interaction, output_message=_message(call, parsed))
@@ -341,12 +350,15 @@ class _Sampled:
 
 
 def _parser(
-    chat: ChatFormat, call: ChatCall, prompt_ids: Any, forced: tuple[int, ...]
+    chat: ChatFormat, call: ChatCall, id: str, prompt_ids: Any, forced: tuple[int, ...]
 ) -> StreamParser:
+    """``id``: the interaction's, which makes its calls' ids its own."""
     stop = call.gconfig.stop
     if call.prompts:
         return chat.text_parser(stop)
-    return chat.stream_parser(prompt_ids=prompt_ids, tools=call.tools, stop=stop, forced=forced)
+    return chat.stream_parser(
+        prompt_ids=prompt_ids, tools=call.tools, stop=stop, forced=forced, call_seed=id.encode()
+    )
 
 
 def _with_seed(gconfig: GenerationHyperparameters, choice: int) -> GenerationHyperparameters:
@@ -354,6 +366,16 @@ def _with_seed(gconfig: GenerationHyperparameters, choice: int) -> GenerationHyp
     if gconfig.seed is None or choice == 0:
         return gconfig
     return gconfig.new(seed=choice_seed(gconfig.seed, choice))
+
+
+def _require_agreement(effort: str, by_effort: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    for name, value in by_effort.items():
+        if asked.get(name) not in (None, value, effort):
+            raise InvalidRequest(
+                f"reasoning_effort={effort} and chat_template_kwargs.{name} contradict each "
+                "other: leave one out",
+                param="reasoning_effort",
+            )
 
 
 def _one_call_stops(chat: ChatFormat) -> tuple[int, ...]:

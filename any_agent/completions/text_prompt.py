@@ -20,7 +20,7 @@ from any_agent.completions.params.call import TextInput
 from any_agent.completions.prompt import Prompt
 from any_agent.errors import ContextLengthExceeded, InvalidRequest
 from any_agent.record import InteractionTree, was_received
-from any_agent.types import Continuation, IdArray, Interaction, id_array
+from any_agent.types import BranchReason, Continuation, IdArray, Interaction, id_array
 
 _TAIL = 8
 """Ids on both sides of where a text goes on, by which it is seen what they say together."""
@@ -69,9 +69,11 @@ def text_prompt_of(
     InvalidRequest for a text that cannot be encoded.
     """
     if past.parent is None or tree is None:
+        reason: BranchReason | None = "new_conversation" if tree is not None and len(tree) else None
         if isinstance(given, str):
-            return TextPrompt(Prompt(_encode(chat, given, root=True)), given)
-        return TextPrompt(Prompt(id_array(given)), chat.decode(given))
+            root = Prompt(_encode(chat, given, root=True), branch_reason=reason)
+            return TextPrompt(root, given)
+        return TextPrompt(Prompt(id_array(given), branch_reason=reason), chat.decode(given))
     before = tree.path_ids(past.parent.id)
     if isinstance(given, str):
         added = _bytes_of(given)[past.size :].decode(errors="surrogatepass")

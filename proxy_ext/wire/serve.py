@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from any_agent.chat import ChatFormat
 from any_agent.completions import (
+    TOKEN_LIMITS,
     ChatCall,
     Delta,
     parse_chat,
@@ -282,10 +283,16 @@ def _version(service: Service, answers: list[Interaction]) -> int:
 
 def _headers(listener: Listener, call: ChatCall, version: int) -> dict[str, str]:
     head, session = listener.call.head, listener.call.session
-    out = {"x-any-agent-interaction": head.id, "x-any-agent-version": str(version)}
+    out = {"x-any-agent-version": str(version)}
+    if head.choices == 1:
+        # Several ones' would be longer than many a proxy lets a header be.
+        out["x-any-agent-interaction"] = head.id
     if session is not None:
         out["x-any-agent-session"] = session.id
     if call.overrides:
-        used = {key: getattr(head.gconfig, key, None) for key in sorted(call.overrides)}
+        used = {
+            name: getattr(head.gconfig, "max_new_tokens" if name in TOKEN_LIMITS else name)
+            for name in sorted(call.overrides)
+        }
         out["x-any-agent-overrides"] = json.dumps(used)
     return out

@@ -224,7 +224,7 @@ async def ask(
     if absent:
         id = id[:-4] + ("0000" if id[-4:] != "0000" else "1111")
     headers: dict[str, str] = {}
-    path = template.replace("{session_id}", id)
+    path = template.replace("{session_id}", id).replace("{model}", "policy")
     match kind:
         case "session" | "ended session":
             key = session["api_key"]

@@ -11,7 +11,7 @@ import pytest
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import Completer, Completion, Delta, parse_chat
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest
-from any_agent.record import InteractionTree
+from any_agent.record import InteractionTree, without_texts
 from any_agent.types import (
     Continuation,
     GenerationChunk,
@@ -19,9 +19,11 @@ from any_agent.types import (
     Message,
     ModelRequest,
     SessionMode,
+    Tool,
 )
 
 USER: Message = {"role": "user", "content": "Say a number."}
+FIND: Tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
 
 
 class Engine:
@@ -132,14 +134,40 @@ async def test_the_stop_ids_of_the_format_are_asked_for(chat: ChatFormat) -> Non
     assert gconfig.stop == ("zz",)
 
 
+async def test_ids_of_calls_are_unique_and_read_again_the_same(chat: ChatFormat) -> None:
+    engine, tree = Engine(), InteractionTree()
+    completer = Completer(engine, chat, context_length=2048)
+    run = GenerationHyperparameters()
+    asked = {"messages": [USER], "tools": [FIND]}
+    again = parse_chat(asked, mode=SessionMode.TRAIN, sampling=run, model="m")
+    said = chat.encode(
+        '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>', special=False
+    )
+    ids = set()
+    for _ in range(2):
+        engine.answers.append([*said, chat.stop_token_ids[0]])
+        done, _ = await complete(completer, tree, [USER], tools=[FIND])
+        (call,) = done.parsed.tool_calls
+        ids.add(call["id"])
+        kept = InteractionTree()
+        kept.add(without_texts(done.interaction))
+        read = completer.said_again(again, kept, done.interaction.id)
+        assert read.output_message == done.interaction.output_message
+    assert len(ids) == 2
+
+
 async def test_the_context_bounds_the_budget(chat: ChatFormat) -> None:
     engine = Engine()
     length = len(chat.render([USER], None))
     engine.answers.append([30])
     await complete(Completer(engine, chat, context_length=length + 3), InteractionTree(), [USER])
     assert engine.requests[0].gconfig.max_new_tokens == 3
-    with pytest.raises(ContextLengthExceeded, match=f"{length} tokens long"):
-        await complete(Completer(engine, chat, context_length=length), InteractionTree(), [USER])
+    full = Completer(engine, chat, context_length=length)
+    too_long = f"at least one, but the messages are {length} tokens long; shorten them"
+    with pytest.raises(ContextLengthExceeded, match=too_long):
+        await complete(full, InteractionTree(), [USER])
+    with pytest.raises(ContextLengthExceeded, match="the messages and tools are"):
+        await complete(full, InteractionTree(), [USER], tools=[FIND])
 
 
 async def test_what_cannot_fit_is_not_tokenised(

@@ -68,8 +68,11 @@ def test_tokens_are_the_least(mode: str, asked: dict[str, Any], limit: int) -> N
 
 def test_a_token_limit_above_the_runs_is_an_override() -> None:
     call = parse(max_tokens=RUN.max_new_tokens + 1)
-    assert call.overrides == {"max_new_tokens": RUN.max_new_tokens + 1}
+    assert call.overrides == {"max_tokens": RUN.max_new_tokens + 1}
     assert call.gconfig.max_new_tokens == RUN.max_new_tokens
+    both = {"max_tokens": RUN.max_new_tokens + 1, "max_completion_tokens": RUN.max_new_tokens + 2}
+    assert parse(**both).overrides == both
+    assert parse(**both | {"max_tokens": 5}).overrides == {}
 
 
 @pytest.mark.parametrize(

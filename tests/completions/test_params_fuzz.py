@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from params_lab import BODIES, RUN, parse
 
-from any_agent.completions.params import TABLE, ChatCall
+from any_agent.completions.params import TABLE, TOKEN_LIMITS, ChatCall
 from any_agent.completions.params.table import MAX_CHOICES, MAX_STOPS, Api
 from any_agent.completions.untrainable import REASONS
 from any_agent.errors import InvalidRequest
@@ -62,7 +62,7 @@ def require_valid(call: ChatCall, mode: str) -> None:
     if mode == "train":
         assert (g.temperature, g.top_p, g.top_k, g.min_p, g.seed) == (1.0, 1.0, -1, 0.0, None)
     else:
-        assert not call.overrides.keys() - {"max_new_tokens"}
+        assert not call.overrides.keys() - set(TOKEN_LIMITS)
     # What an engine and an answer get must be JSON.
     orjson.dumps([call.model, g.stop, g.grammar, g.logit_bias, call.tools])
     orjson.dumps([call.template_kwargs, call.reasoning_effort, call.forced_call, call.recorded])

@@ -45,9 +45,10 @@ def test_log_probabilities_alone_are_always_there() -> None:
     require_supported(parse(api="completions", logprobs=0), none, vocab_size=10)
 
 
-def test_biased_ids_are_the_vocabularys() -> None:
-    call = parse(logit_bias={"9": 1})
+@pytest.mark.parametrize("asked", [{"logit_bias": {"9": 1}}, {"stop_token_ids": [9]}])
+def test_ids_are_the_vocabularys(asked: dict[str, Any]) -> None:
+    call = parse(**asked)
     require_supported(call, ALL, vocab_size=10)
     with pytest.raises(InvalidRequest, match="vocabulary of 9") as raised:
         require_supported(call, ALL, vocab_size=9)
-    assert raised.value.param == "logit_bias"
+    assert raised.value.param in asked

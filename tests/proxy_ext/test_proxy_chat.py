@@ -12,6 +12,7 @@ from any_agent.chat import ChatFormat
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy
+from tests.proxy_ext.test_proxy_refusals import refusal
 
 
 def say(engine: ScriptedEngine, chat: ChatFormat, text: str) -> list[int]:
@@ -266,12 +267,12 @@ async def test_the_answer_says_that_fewer_tokens_were_allowed(start: Start, mode
         response = await proxy.call(session["api_key"], max_tokens=30, stream=stream)
         assert response.status_code == 200, response.text
         overrides = orjson.loads(response.headers["x-any-agent-overrides"])
-        assert overrides == {"max_new_tokens": 20}
+        assert overrides == {"max_tokens": 20}
         response = await proxy.call(session["api_key"], max_tokens=20, stream=stream)
         assert "x-any-agent-overrides" not in response.headers
     recorded = await proxy.recorded(session["session_id"])
     asked = [interaction.request.get("overridden") or {} for interaction in recorded]
-    assert asked == [{"max_new_tokens": 30}, {}] * 2
+    assert asked == [{"max_tokens": 30}, {}] * 2
 
 
 async def test_ways_to_name_the_session(proxy: Proxy) -> None:
@@ -301,6 +302,9 @@ async def test_models(proxy: Proxy) -> None:
         (model,) = (await proxy.http.get(path)).json()["data"]
         assert model["id"] == "policy"
         assert model["context_length"] == 2048
+        one = await proxy.http.get(f"{path}/policy")
+        assert one.json() == model
+        refusal(await proxy.http.get(f"{path}/gpt-5"), 404, "model_not_found", "called 'policy'")
 
 
 async def test_a_session_named_in_the_query(proxy: Proxy) -> None:

@@ -37,6 +37,21 @@ async def test_a_forced_call_is_opened_by_the_prompt_and_untrainable(
         assert interaction.prompt_delta_ids.tolist() == [*plain, *forced]
 
 
+async def test_each_choice_and_each_answer_has_ids_of_its_own(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    key = (await proxy.open())["api_key"]
+    ids = []
+    for _ in range(2):
+        for _ in range(3):
+            say(engine, chat, CALL)
+        answer = await proxy.complete(key, tools=TOOLS, n=3, max_tokens=200)
+        for choice in answer["choices"]:
+            (call,) = choice["message"]["tool_calls"]
+            ids.append(call["id"])
+    assert len(set(ids)) == 6
+
+
 async def test_without_parallel_calls_the_first_one_is_the_last(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
@@ -63,3 +78,18 @@ async def test_template_arguments_are_the_calls_own(
     assert with_thinking != without
     response = await proxy.call(key, chat_template_kwargs={"no_such_thing": True})
     refusal(response, 400, "unsupported_parameter", "no_such_thing")
+
+
+async def test_an_effort_and_template_arguments_agree(proxy: Proxy) -> None:
+    key = (await proxy.open())["api_key"]
+    for effort, thinking, status in (
+        ("none", False, 200),
+        ("none", None, 200),
+        ("none", True, 400),
+        ("high", False, 200),
+    ):
+        kwargs = {"enable_thinking": thinking}
+        response = await proxy.call(key, reasoning_effort=effort, chat_template_kwargs=kwargs)
+        assert response.status_code == status, (effort, thinking, response.text)
+        if status == 400:
+            refusal(response, 400, "invalid_request", "contradict each other")

@@ -17,6 +17,7 @@ UNDESCRIBED = {
     ("POST", "/chat/completions"),
     ("POST", "/completions"),
     ("GET", "/models"),
+    ("GET", "/models/{model}"),
     ("GET", "/openapi.json"),
     ("HEAD", "/openapi.json"),
 }

@@ -2,13 +2,14 @@
 
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.parse import parse_chat, parse_completion
-from any_agent.completions.params.sampling import choice_seed
+from any_agent.completions.params.sampling import TOKEN_LIMITS, choice_seed
 from any_agent.completions.params.support import require_supported
 from any_agent.completions.params.table import PARAMETERS, TABLE, Parameter, request_schema
 
 __all__ = [
     "PARAMETERS",
     "TABLE",
+    "TOKEN_LIMITS",
     "ChatCall",
     "Parameter",
     "choice_seed",

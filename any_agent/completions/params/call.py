@@ -27,7 +27,7 @@ class ChatCall:
     include_usage: bool
     logprobs: bool
     overrides: dict[str, Any] = field(default_factory=dict)
-    """What the agent asked for and the run's sampling replaced, as ``gconfig`` names it."""
+    """What the agent asked for and the run's sampling replaced, by the request's names."""
     recorded: dict[str, Any] = field(default_factory=dict)
     """Parameters without effect."""
     n: int = 1

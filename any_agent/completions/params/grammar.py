@@ -7,11 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from any_agent.completions.params.table import MAX_SCHEMA_BYTES, TABLE
+from any_agent.completions.params.table import (
+    MAX_SCHEMA_BYTES,
+    MAX_SCHEMA_DEPTH,
+    TABLE,
+)
 from any_agent.completions.params.values import check, json_text, require_object
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 
-_MAX_DEPTH = 32
 _STRUCTURED = ("json", "regex", "choice", "json_object")
 
 
@@ -95,7 +98,7 @@ def _schema(schema: Any, name: str) -> str:
     if not isinstance(schema, dict):
         raise InvalidRequest(f"the schema of {name} must be an object", param=name)
     level: list[Any] = [schema]
-    for _ in range(_MAX_DEPTH):
+    for _ in range(MAX_SCHEMA_DEPTH):
         level = [
             below
             for item in level
@@ -103,7 +106,7 @@ def _schema(schema: Any, name: str) -> str:
             for below in (item.values() if isinstance(item, dict) else item)
         ]
     if level:
-        raise InvalidRequest(f"{name} is nested deeper than {_MAX_DEPTH} levels", param=name)
+        raise InvalidRequest(f"{name} is nested deeper than {MAX_SCHEMA_DEPTH} levels", param=name)
     return _text({"json_schema": schema}, name)
 
 

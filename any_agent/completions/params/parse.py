@@ -145,8 +145,9 @@ def _require_neutral(row: Parameter, value: Any) -> None:
     try:
         check(value, row.schema, row.name)
     except InvalidRequest:
+        asked = row.name if isinstance(value, dict | list) else f"{row.name}={shown(value)}"
         raise UnsupportedParameter(
-            f"{row.name}={shown(value)} is not supported here. {row.meaning}", param=row.name
+            f"{asked} is not supported here. {row.meaning}", param=row.name
         ) from None
 
 

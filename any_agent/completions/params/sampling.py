@@ -19,6 +19,8 @@ from any_agent.types import GenerationHyperparameters, SessionMode
 _OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed")
 """In train sessions the run's are used: truncation makes the recorded log-probabilities wrong, and
 a seed would make clones of a group's sessions."""
+TOKEN_LIMITS = ("max_completion_tokens", "max_tokens")
+"""As agents name `max_new_tokens`; the least counts."""
 _HONOURED = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 _INTEGERS = ("top_k", "seed")
 
@@ -36,10 +38,10 @@ def sampling_of(
     ``tokens`` is the limit where none is asked for. The values are checked already, but those of
     ``stop`` and ``logit_bias``.
     """
-    limits = [body[k] for k in ("max_completion_tokens", "max_tokens") if body.get(k) is not None]
-    asked_tokens = min(limits, default=tokens)
-    limit = min(asked_tokens, run.max_new_tokens)
-    overrides: dict[str, Any] = {"max_new_tokens": asked_tokens} if asked_tokens > limit else {}
+    asked = {k: body[k] for k in TOKEN_LIMITS if body.get(k) is not None}
+    limit = min(run.max_new_tokens, *(asked.values() or (tokens,)))
+    # The larger of two does not count, whatever the run says.
+    overrides = asked if asked and min(asked.values()) > limit else {}
     wanted = {k: _value(body, k) for k in _OVERRIDDEN if body.get(k) is not None}
     gconfig = run if mode is SessionMode.TRAIN else GenerationHyperparameters()
     if mode is SessionMode.TRAIN:

@@ -10,7 +10,7 @@ _PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 def require_supported(call: ChatCall, engine: Capabilities, *, vocab_size: int) -> None:
-    """UnsupportedParameter for what the engine cannot do; InvalidRequest for a bias of no token."""
+    """UnsupportedParameter for what the engine cannot do; InvalidRequest for an id of no token."""
     gconfig = call.gconfig
     if call.top_logprobs and not engine.top_logprobs:
         raise _unsupported("top_logprobs" if call.messages else "logprobs")
@@ -24,10 +24,12 @@ def require_supported(call: ChatCall, engine: Capabilities, *, vocab_size: int) 
     for name in _PENALTIES:
         if getattr(gconfig, name) != neutral.get(name, 0.0) and not engine.penalties:
             raise _unsupported(name)
-    if any(token >= vocab_size for token, _ in gconfig.logit_bias):
-        raise InvalidRequest(
-            f"logit_bias has a token id beyond the vocabulary of {vocab_size}", param="logit_bias"
-        )
+    ids = {"logit_bias": dict(gconfig.logit_bias), "stop_token_ids": gconfig.stop_token_ids}
+    for name, tokens in ids.items():
+        if any(token >= vocab_size for token in tokens):
+            raise InvalidRequest(
+                f"{name} has a token id beyond the vocabulary of {vocab_size}", param=name
+            )
 
 
 def _unsupported(name: str) -> UnsupportedParameter:

@@ -31,6 +31,7 @@ MAX_BIASES = 1024
 MAX_TOOLS = 1024
 MAX_TOOLS_BYTES = 1 << 20
 MAX_SCHEMA_BYTES = 1 << 17
+MAX_SCHEMA_DEPTH = 32
 MAX_NOTE_BYTES = 1 << 14
 """Of what is recorded without effect, and of template arguments."""
 MAX_PROMPT_IDS = 1 << 21
@@ -117,7 +118,10 @@ _HONOURED = (
         {**_OBJECTS, "maxItems": MAX_TOOLS},
         "Functions that the model may call, of different names; together at most "
         f"{MAX_TOOLS_BYTES >> 20} MiB of JSON. `strict` is not enforced: a call's arguments are "
-        "what the model writes. Custom tools are refused.",
+        "what the model writes. Custom tools are refused, and so are all for a model whose chat "
+        "template shows neither tools nor calls: describe them in a message. Where it shows calls "
+        "but no tools, as DeepSeek V3's, describe them there as well: these are for reading the "
+        "calls.",
         CHAT,
         checked=False,
     ),
@@ -126,7 +130,8 @@ _HONOURED = (
         "honoured",
         {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
         "`none`: the model is not told of the tools. `auto`: it decides. `required`, or a function "
-        "by name: the answer's opening is that of a call. `allowed_tools`: it is told of these "
+        "by name: the answer's opening is that of a call, and the rest is the model's: it may end "
+        "before a name, or write arguments that are no JSON. `allowed_tools`: it is told of these "
         "only.",
         CHAT,
         untrainable="tool_choice",
@@ -168,7 +173,8 @@ _HONOURED = (
         "honoured",
         {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES},
         "Choices, sampled at once; each is an interaction of its own. Times the prompts it must "
-        f"not exceed {MAX_CHOICES}.",
+        f"not exceed {MAX_CHOICES}, nor the samples that a rank takes at once, which may be "
+        "fewer (`server.max_inflight_calls`).",
     ),
     Parameter(
         "stop",
@@ -194,7 +200,8 @@ _HONOURED = (
             "maxItems": MAX_STOPS,
             "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
         },
-        "The answer ends with the first of these, which is kept, beside the template's own.",
+        "Of the vocabulary. The answer ends with the first of these, which is kept, beside the "
+        "template's own.",
     ),
     Parameter(
         "temperature",
@@ -290,7 +297,8 @@ _HONOURED = (
         "honoured",
         {"type": "object"},
         "`text`; `json_object`; `json_schema`, strict or not, of at most "
-        f"{MAX_SCHEMA_BYTES >> 10} KiB. Not together with tools that the model may call.",
+        f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels. Not together with tools that "
+        "the model may call.",
         CHAT,
         untrainable="grammar",
         checked=False,
@@ -299,7 +307,8 @@ _HONOURED = (
         "reasoning_effort",
         "honoured",
         {"enum": list(EFFORTS)},
-        "As the model's template takes it; recorded only, where it has nothing of the kind.",
+        "As the model's template takes it; recorded only, where it has nothing of the kind. What "
+        "`chat_template_kwargs` contradict is refused.",
         CHAT,
     ),
     Parameter(
