@@ -62,13 +62,14 @@ class Generation:
     async def progress(self) -> tuple[int, Finish | None]:
         """Wait for news: the number of output tokens that may be read, and the end.
 
-        Raises EngineUnavailable if the engine failed. Cancelling the wait does not cancel the
-        request; :meth:`close` does.
+        Raises what the request failed with: EngineUnavailable, or what its grammar's
+        :attr:`~any_agent.engine.embedded.grammar.GrammarState.error` says. Cancelling the wait
+        does not cancel the request; :meth:`close` does.
         """
         await self._changed.wait()
         self._changed.clear()
-        if self._finish is not None and self._finish.failed:
-            raise EngineUnavailable(self._finish.message or "the engine failed")
+        if self._finish is not None and self._finish.error is not None:
+            raise self._finish.error
         return self._count, self._finish
 
     async def finished(self) -> Finish:

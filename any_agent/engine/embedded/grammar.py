@@ -9,10 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from any_agent.errors import InvalidRequest, UnsupportedParameter
+from any_agent.engine.embedded.grammar_tokens import tokens_of
+from any_agent.errors import AnyAgentError, EngineMismatch, InvalidRequest, UnsupportedParameter
 
 if TYPE_CHECKING:
     from any_agent.engine.embedded.model import LoadedModel
+
+_NOT_ALLOWED = "doesn't satisfy the grammar"
+"""What llguidance says of a token that it did not allow."""
 
 
 class Grammars:
@@ -60,12 +64,7 @@ class Grammars:
     def _of_model(self) -> Any:
         with self._lock:
             if self._tokens is None:
-                from llguidance.hf import from_tokenizer
-
-                loaded = self._loaded
-                self._tokens = from_tokenizer(
-                    loaded.tokenizer, n_vocab=loaded.vocab_size, eos_token=sorted(loaded.eos_ids)
-                )
+                self._tokens = tokens_of(self._loaded)
             return self._tokens
 
 
@@ -75,19 +74,33 @@ class GrammarState:
     def __init__(self, matcher: Any, eos_ids: frozenset[int]) -> None:
         self._matcher = matcher
         self._eos_ids = eos_ids
+        self._mistake: EngineMismatch | None = None
         self.ended = False
         """The output is complete, and its end-of-text has come."""
 
     @property
-    def error(self) -> str | None:
-        """Why it has lost its way: a grammar can be too complex to follow."""
-        return _said(self._matcher) if self._matcher.is_error() else None
+    def error(self) -> AnyAgentError | None:
+        """Why it has lost its way, so that no end that comes now is one.
+
+        InvalidRequest for a grammar that is too complex to follow; EngineMismatch for an output
+        that left it, which is a mistake of this engine.
+        """
+        if not self._matcher.is_error():
+            return self._mistake
+        said = _said(self._matcher)
+        if _NOT_ALLOWED in said:
+            return EngineMismatch(f"the output left its grammar: {said}")
+        return InvalidRequest(
+            f"the grammar is too complex to follow, make it simpler: {said}", param="grammar"
+        )
 
     def push(self, token: int) -> None:
-        if token in self._eos_ids:
-            self.ended = True
-        else:
+        if token not in self._eos_ids:
             self._matcher.consume_token(token)
+            return
+        self.ended = True
+        if not self._matcher.is_error() and not self._matcher.is_accepting():
+            self._mistake = EngineMismatch("the output ended where its grammar goes on")
 
     def forbidden(self) -> npt.NDArray[np.bool_]:
         """Per id of the vocabulary, rounded up to 32, whether it may not come next.

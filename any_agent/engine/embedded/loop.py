@@ -116,7 +116,7 @@ class GenerationLoop:
         """Queue a request; raises EngineUnavailable when the loop has ended."""
 
         def fail(error: Exception) -> None:
-            request.finish = Finish("abort", message=str(error), failed=True)
+            request.finish = Finish.failure(EngineUnavailable(str(error)))
             self._report_end(request)
 
         self._post(lambda: self._waiting.append(request), fail)
@@ -341,7 +341,7 @@ class GenerationLoop:
             request = self._running[row]
             if request.finish is None:
                 continue
-            self._cache.drop(row, wipe=request.finish.failed)
+            self._cache.drop(row, wipe=request.finish.error is not None)
             self._running[row] = self._running[-1]
             self._running.pop()
             self._report_end(request)
@@ -380,7 +380,7 @@ class GenerationLoop:
             _fail(self._update[1], error)
         for request in (*self._running, *self._joining, *self._waiting):
             if request.finish is None:
-                request.finish = Finish("abort", message=reason, failed=True)
+                request.finish = Finish.failure(EngineUnavailable(reason))
                 self._report_end(request)
         self._running.clear()
         self._waiting.clear()

@@ -9,17 +9,23 @@ from typing import Any, TypeAlias
 
 from any_agent.engine.embedded.bend import Bend
 from any_agent.engine.embedded.stops import StopMatcher
+from any_agent.errors import AnyAgentError, EngineUnavailable
 from any_agent.types import GenerationHyperparameters, StopReason
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a request ended. ``matched`` for stops, ``message`` for aborts; ``failed``: our fault."""
+    """Why a request ended. ``matched`` for stops, ``message`` for aborts."""
 
     type: StopReason
     matched: str | int | None = None
     message: str | None = None
-    failed: bool = False
+    error: AnyAgentError | None = None
+    """Of one that failed: its caller gets this, and nothing of the output."""
+
+    @classmethod
+    def failure(cls, error: AnyAgentError) -> Finish:
+        return cls("abort", message=error.message, error=error)
 
 
 @dataclass(eq=False, slots=True)
@@ -83,18 +89,18 @@ class Request:
     ) -> None:
         """Add one sampled token and decide whether it ends the output."""
         if not math.isfinite(logprob):
-            self.finish = Finish("abort", message="the model's logits are not finite", failed=True)
+            self.finish = Finish.failure(EngineUnavailable("the model's logits are not finite"))
             return
         grammar = self.bend.grammar if self.bend is not None else None
+        if self.bend is not None:
+            self.bend.push(token)
         if grammar is not None and (error := grammar.error) is not None:
-            self.finish = Finish("abort", message=f"the grammar: {error}", failed=True)
+            self.finish = Finish.failure(error)
             return
         self.logprobs.append(logprob)
         if self.top:
             self.tops.append(top)
         self.output_ids.append(token)
-        if self.bend is not None:
-            self.bend.push(token)
         if not self.changes or self.changes[-1][1] != version:
             self.changes.append((len(self.output_ids) - 1, version))
         if token in self.stop_ids:

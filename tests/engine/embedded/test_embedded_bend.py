@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from embedded_lab import prompt, request
@@ -18,7 +19,7 @@ from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.embedded.grammar import Grammars
 from any_agent.engine.embedded.grammar_check import GrammarChecks
 from any_agent.engine.embedded.model import LoadedModel
-from any_agent.errors import EngineUnavailable, InvalidRequest
+from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationHyperparameters, ModelResponse
 
 PENALTIES = {"frequency_penalty": 0.9, "presence_penalty": -0.6, "repetition_penalty": 1.4}
@@ -186,9 +187,65 @@ async def test_a_grammar_that_loses_its_way_is_an_error_and_no_end(
     bend.grammar.push(200)
     assert not bend.grammar.forbidden()[sorted(loaded.eos_ids)].any()
     generation = engine.submit(asked, bend=bend)
-    with pytest.raises(EngineUnavailable, match="the grammar: Parser Error"):
+    with pytest.raises(EngineMismatch, match="left its grammar: Parser Error"):
         await generation.finished()
     assert generation.request.output_ids == []
+
+
+async def test_an_end_where_the_grammar_goes_on_is_an_error(
+    engine: EmbeddedEngine, loaded: LoadedModel
+) -> None:
+    asked = request("r", prompt(5), grammar='{"regex": "[ab]{50}"}', ignore_eos=False)
+    bend = await engine.bend(asked)
+    assert bend is not None and bend.grammar is not None
+    all_but_the_end = np.arange(loaded.vocab_size) != min(loaded.eos_ids)
+    bend.grammar.forbidden = lambda: all_but_the_end  # type: ignore[method-assign]
+    with pytest.raises(EngineMismatch, match="ended where its grammar goes on"):
+        await engine.submit(asked, bend=bend).finished()
+
+
+async def test_a_grammar_that_is_too_complex_to_follow_is_the_callers(
+    engine: EmbeddedEngine,
+) -> None:
+    grammar = json.dumps({"regex": "(a|aa|aaa){500,5000}b{5000}"})
+    for stream in (False, True):
+        asked = request(f"r{stream}", prompt(5), grammar=grammar, max_new_tokens=50)
+        with pytest.raises(InvalidRequest, match="too complex to follow") as raised:
+            [chunk async for chunk in engine.generate(asked, stream=stream)]
+        assert raised.value.param == "grammar"
+
+
+@pytest.mark.parametrize(
+    "text", ["<|im_end|> x", "<think>", "</think>", "7<tool_response>", "<<think><|im_end|>", "ÿ"]
+)
+async def test_names_of_tokens_are_spelled(
+    engine: EmbeddedEngine, loaded: LoadedModel, text: str
+) -> None:
+    """Never written as the token itself, which would end the output, or mean something."""
+    named = set(loaded.tokenizer.get_added_vocab().values())
+    wanted = {"type": "object", "properties": {text: {"const": text}}, "required": [text]}
+    schemas: list[dict[str, Any]] = [
+        {"enum": [text]},
+        {"const": text},
+        wanted | {"additionalProperties": False},
+    ]
+    grammars = [{"json_schema": schema} for schema in schemas] + [{"regex": re.escape(text)}]
+    values = [text, text, {text: text}, None]
+    for k, (grammar, value) in enumerate(zip(grammars, values, strict=True)):
+        asked = request(
+            f"r{k}",
+            prompt(5),
+            grammar=json.dumps(grammar),
+            max_new_tokens=600,
+            ignore_eos=False,
+            seed=k,
+        )
+        response = await agenerate(engine, asked)
+        assert response.stop_reason == "stop"
+        *ids, end = response.output_ids
+        assert end in loaded.eos_ids and not named & set(ids)
+        said = text_of(loaded, response)
+        assert said == text if value is None else json.loads(said) == value
 
 
 async def test_likeliest_tokens(loaded: LoadedModel) -> None:
