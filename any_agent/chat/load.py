@@ -12,6 +12,7 @@ from any_agent.chat.bridge import example_roles
 from any_agent.chat.families import BY_MODEL_TYPE, BY_NAME
 from any_agent.chat.format import ChatFormat
 from any_agent.chat.probes import SYSTEM, TOOLS, USER
+from any_agent.chat.showing import showing_of
 from any_agent.chat.template import Template
 from any_agent.chat.writers import RendererWriter, TemplateWriter, Writer
 from any_agent.errors import ConfigError
@@ -19,6 +20,10 @@ from any_agent.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+class RendererMismatch(ConfigError):
+    """The renderer that was named writes otherwise than the model's own template."""
 
 
 def load_chat_format(
@@ -55,7 +60,7 @@ def load_chat_format(
     else:
         name, made = renderer, own.renderer(renderer)
         if difference := own.difference(made):
-            raise ConfigError(
+            raise RendererMismatch(
                 f"{model_path}: renderer {name} {difference}. Set the renderer of this "
                 "model's family, or renderer: default for its own template"
             )
@@ -76,6 +81,13 @@ def load_chat_format(
     chat = ChatFormat(
         tokenizer, made, stops, writer, name=name, keeps_thinking=thinking_retention == "all"
     )
+    showing = showing_of(chat)
+    if not showing.tools:
+        log.info(
+            "%s: the chat template shows no tools; requests with tools are %s",
+            model_path,
+            "taken for their calls to be read" if showing.calls else "refused",
+        )
     for n, (what, roles) in enumerate(example_roles().items()):
         if refused := writer.prove(**roles).refused:
             # Without the first no conversation is continued; the others not every template has.
@@ -97,6 +109,20 @@ class _Loading:
         settings = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         has = bool(getattr(tokenizer, "chat_template", None))
         self.template = Template(tokenizer, settings) if has else None
+        if self.template is not None:
+            self._require_syntax(self.template)
+
+    def _require_syntax(self, template: Template) -> None:
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            _ = template.known_settings
+        except TemplateSyntaxError as e:
+            raise ConfigError(
+                f"the chat template of {self._path} is no valid Jinja: line {e.lineno}: {e.message}"
+            ) from None
+        except Exception as e:
+            raise ConfigError(f"the chat template of {self._path} cannot be read: {e}") from e
 
     def known_family(self, name: str) -> tuple[str, Any]:
         """The family's name and renderer where it agrees with the template, else the default."""
@@ -125,6 +151,11 @@ class _Loading:
         return made
 
     def renderer(self, name: str) -> Any:
+        if name == "default" and self.template is None:
+            raise ConfigError(
+                f"{self._path}: the tokenizer has no chat template: give it one "
+                "(chat_template.jinja), or name this model's renderer (model.renderer)"
+            )
         return _make(self._tokenizer, name, self._enable_thinking, self._retention)
 
     def difference(self, made: Any) -> str | None:
@@ -170,7 +201,9 @@ def _make(tokenizer: Any, name: str, enable_thinking: bool | None, thinking_rete
     try:
         base = config_from_name(name)
     except ValueError as e:
-        raise ConfigError(f"there is no renderer {name!r}: use auto, or {e}") from e
+        known = re.findall(r"'([\w.-]+)'", str(e).partition("Known:")[2])
+        names = ", ".join(name for name in known if name != "auto") or "default"
+        raise ConfigError(f"there is no renderer {name!r}: use auto, or one of {names}") from e
     fields: dict[str, Any] = {}
     if enable_thinking is not None and (
         name == "default" or "enable_thinking" in type(base).model_fields
@@ -188,7 +221,7 @@ def _difference(tokenizer: Any, template: Template | None, renderer: Any) -> str
     """What is wrong with a first turn rendered by this renderer; None if nothing is."""
     is_template = renderer.config.name == "default"
     if template is None:
-        return "needs a chat template and the tokenizer has none" if is_template else None
+        return None
     if "date_string" in template.known_settings:
         # Both would write today's date, or one of them a date of its own.
         dated = {**template.settings, "date_string": getattr(renderer.config, "date_string", None)}

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from any_agent.chat import ChatFormat
+from any_agent.chat.showing import showing_of
 from any_agent.completions.params import ChatCall
 from any_agent.completions.parent import Found, find_parent
+from any_agent.errors import UnsupportedParameter
 from any_agent.record import InteractionTree
 from any_agent.types import BranchReason, Continuation, IdArray, Interaction, id_array
 
@@ -35,7 +37,19 @@ class Prompt:
 def parent_of(
     call: ChatCall, tree: InteractionTree | None, chat: ChatFormat, *, context_length: int
 ) -> Found:
-    """What the call continues; costs little. ContextLengthExceeded if it cannot fit."""
+    """What the call continues; costs little.
+
+    Raises ContextLengthExceeded if it cannot fit, UnsupportedParameter for tools that the model
+    would not be told of, and could not call.
+    """
+    if call.tools:
+        showing = showing_of(chat)
+        if not (showing.tools or showing.calls):
+            raise UnsupportedParameter(
+                "this model's chat template shows no tools, so the model would not be told of "
+                "them: leave tools out, and describe them in a message",
+                param="tools",
+            )
     return find_parent(
         call,
         tree,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from any_agent.chat import ChatFormat, probes
 from any_agent.doctor.rehearsal import Rehearsal
-from any_agent.doctor.template import Refused, Template, without_thinking
+from any_agent.doctor.template import NO_TOOLS, OWN_ADVICE, Refused, Template, without_thinking
 from any_agent.doctor.verdict import Law, Verdict
 from any_agent.errors import AnyAgentError
 from any_agent.types import Continuation, Message, Tool
@@ -45,13 +45,21 @@ _CASES = (
 
 async def continuation(chat: ChatFormat, template: Template) -> AsyncIterator[Verdict]:
     """After each kind of answer: claimed, and then exact, or declined with the reason."""
+    do = _do(template)
     for case in _CASES:
+        if case.tools and not template.takes_tools:
+            yield LAW.declined(case.name, NO_TOOLS)
+            continue
         try:
             yield await _continue(case, chat, template)
         except Refused as error:
             yield LAW.unchecked(case.name, str(error))
         except AnyAgentError as error:
-            yield LAW.failed(case.name, error.message, _DO)
+            yield LAW.failed(case.name, error.message, do)
+
+
+def _do(template: Template) -> str:
+    return OWN_ADVICE if template.is_own else _DO
 
 
 async def _continue(case: _Case, chat: ChatFormat, template: Template) -> Verdict:
@@ -74,7 +82,9 @@ async def _continue(case: _Case, chat: ChatFormat, template: Template) -> Verdic
     before = [*rehearsal.tree.prompt_ids(one.interaction.id).tolist(), *output]
     ids = rehearsal.tree.prompt_ids(child.id).tolist()
     if ids[: len(before)] != before:
-        return LAW.failed(case.name, "the next prompt does not begin with what was sampled", _DO)
+        return LAW.failed(
+            case.name, "the next prompt does not begin with what was sampled", _do(template)
+        )
     return _as_the_template(case, chat, template, first, output, ids[len(before) :])
 
 
@@ -97,7 +107,7 @@ def _as_the_template(
     if not whole.endswith(added):
         theirs = whole[-len(added) :]
         seen = f"then {added[:60]!r} is written, by the template {theirs[:60]!r}"
-        return LAW.failed(case.name, seen, _DO)
+        return LAW.failed(case.name, seen, _do(template))
     seen = f"exact: the sampled ids, then {len(suffix)} new ones as the template's"
     head = whole[: len(whole) - len(added)]
     if not case.cut and not head.endswith(said):

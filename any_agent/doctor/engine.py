@@ -12,6 +12,9 @@ from any_agent.rundir import RunDir
 
 LAW = Law("engine")
 _NO_CHAT = "needs the model's tokenizer: give its folder"
+_REACH = (
+    "is it running, and is its URL right? A service, its router or a rank, is examined with --url"
+)
 _PLAIN = list(range(10, 30))
 
 
@@ -30,7 +33,7 @@ async def engine_laws(
         try:
             info = await asker.model_info()
         except AnyAgentError as error:
-            return [LAW.failed("answers", error.message, "is it running, and is its URL right?")]
+            return [LAW.failed("answers", error.message, _REACH)]
         out = [LAW.passed("answers", f"serves {info.get('model_path')}")]
         length = config.engine.context_length
         for law, do, verdicts in (

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from any_agent.access import run_dir_of
 from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.chat.load import RendererMismatch
 from any_agent.config import LOOPBACK, Config, load_config
 from any_agent.doctor.asking import asking
 from any_agent.doctor.engine import engine_laws
@@ -82,6 +83,8 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     for url in (*engines, *filter(None, [arguments.url])):
         _check_url(url)
     if not (config.model.path or engines or arguments.url):
+        if run is None and (arguments.experiment or arguments.trial):
+            raise ConfigError(f"there is no such run: {run_dir_of(config).path} does not exist")
         raise ConfigError(
             "nothing to examine: give a model's folder, --engine URL, --url URL, or the "
             "--experiment and --trial of a run"
@@ -139,7 +142,9 @@ async def _examine(subject: Subject) -> tuple[dict[str, str], list[Verdict]]:
             verdicts.append(chat)
         else:
             told["renderer"] = chat.name
-            verdicts += await chat_laws(chat, template_kwargs(subject.config))
+            verdicts += await chat_laws(
+                chat, template_kwargs(subject.config), named=model.renderer != "auto"
+            )
             known = chat
     published = _published(subject)
     if subject.url is not None:
@@ -200,7 +205,7 @@ def _published(subject: Subject) -> int | None:
 
 
 def _load(config: Config) -> ChatFormat | Verdict:
-    """The chat format, or what a proxy's start would be refused for."""
+    """The chat format, or that it is not the template's. Raises ConfigError."""
     model = config.model
     try:
         return load_chat_format(
@@ -209,7 +214,7 @@ def _load(config: Config) -> ChatFormat | Verdict:
             enable_thinking=model.enable_thinking,
             thinking_retention=model.thinking_retention,
         )
-    except ConfigError as error:
+    except RendererMismatch as error:
         return Law("rendering").failed(
             "template",
             error.message,

@@ -8,7 +8,7 @@ from typing import Any
 
 from any_agent.chat import ChatFormat, probes
 from any_agent.doctor.rehearsal import Rehearsal, merged
-from any_agent.doctor.template import Refused, Template, Turn
+from any_agent.doctor.template import NO_TOOLS, Refused, Template, Turn
 from any_agent.doctor.verdict import Law, Verdict
 from any_agent.errors import AnyAgentError
 from any_agent.types import Message
@@ -42,6 +42,8 @@ async def _checked(
     name: str, answer: Message, chat: ChatFormat, template: Template, *, cut: bool
 ) -> Verdict:
     tools = probes.TOOLS if answer.get("tool_calls") else None
+    if tools and not template.takes_tools:
+        return LAW.declined(name, NO_TOOLS)
     then = probes.result(1, "3") if tools else probes.NEXT
     try:
         turn = template.turn([probes.USER], tools, answer, then)

@@ -11,16 +11,23 @@ from any_agent.config import Config
 from any_agent.doctor.continuation import continuation
 from any_agent.doctor.parsing import parsing
 from any_agent.doctor.rendering import rendering
-from any_agent.doctor.template import Template
+from any_agent.doctor.template import OWN_ADVICE, Template
 from any_agent.doctor.verdict import Law, Verdict, broken
 from any_agent.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 
-async def chat_laws(chat: ChatFormat, template_kwargs: Mapping[str, Any]) -> list[Verdict]:
-    """Every case of rendering, continuation and parsing; a second at most."""
+async def chat_laws(
+    chat: ChatFormat, template_kwargs: Mapping[str, Any], *, named: bool = False
+) -> list[Verdict]:
+    """Every case of rendering, continuation and parsing; a second at most.
+
+    ``named``: somebody chose the renderer, and answers for it where no template is there.
+    """
     template = Template(chat, template_kwargs)
+    if not template.exists:
+        return _without_template(chat, named=named)
     out: list[Verdict] = []
     for name, verdicts in (
         ("rendering", rendering(chat, template)),
@@ -33,8 +40,24 @@ async def chat_laws(chat: ChatFormat, template_kwargs: Mapping[str, Any]) -> lis
             # Renderers and templates are foreign code: what they do to us they do to agents.
             log.debug("%s broke off", name, exc_info=True)
             seen = f"the check broke off: {type(error).__name__}: {error}"
-            out.append(Law(name).failed("all", seen, "set model.renderer to default"))
+            do = "see what any-agent doctor says of the model with model.renderer=default"
+            out.append(Law(name).failed("all", seen, OWN_ADVICE if template.is_own else do))
     return out
+
+
+def _without_template(chat: ChatFormat, *, named: bool) -> list[Verdict]:
+    nothing = "the tokenizer has no chat template"
+    if named:
+        laws = (Law("rendering"), Law("continuation"), Law("parsing"))
+        return [law.unchecked("all", f"{nothing} to compare with") for law in laws]
+    return [
+        Law("rendering").failed(
+            "template",
+            f"{nothing}: that renderer {chat.name} is this model's is a guess",
+            "give it one (chat_template.jinja), or name the model's renderer "
+            f"(model.renderer={chat.name})",
+        )
+    ]
 
 
 def template_kwargs(config: Config) -> dict[str, Any]:
@@ -45,7 +68,8 @@ def template_kwargs(config: Config) -> dict[str, Any]:
 
 async def require_sound(chat: ChatFormat, config: Config, *, training: bool) -> None:
     """ConfigError if a law is broken that training depends on; without training a warning."""
-    failures = broken(await chat_laws(chat, template_kwargs(config)))
+    named = config.model.renderer != "auto"
+    failures = broken(await chat_laws(chat, template_kwargs(config), named=named))
     if not failures:
         return
     lines = [f"  {v.law}, {v.case}: {v.seen}\n    to do: {v.do}" for v in failures]

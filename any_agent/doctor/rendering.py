@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from any_agent.chat import ChatFormat, probes
-from any_agent.doctor.template import Refused, Template, without_thinking
+from any_agent.doctor.template import NO_TOOLS, OWN_ADVICE, Refused, Template, without_thinking
 from any_agent.doctor.verdict import Law, Verdict
 from any_agent.errors import AnyAgentError, InvalidRequest
 from any_agent.types import Message, Tool
@@ -15,15 +15,16 @@ _DO = (
     "set model.renderer to this model's family, or to default for its own template; if "
     "chat_template was changed on purpose, default is right"
 )
+_ONLY_CALLS = (
+    "the template shows calls but no tools: agents describe them in a message as well, and their "
+    "calls are read"
+)
 _MOMENTS = 3
 _SPACES: Message = {"role": "user", "content": "\n\n  a\t1 \u00e9\U0001f600 \u4e2d\r\nb  \n"}
 
 
 async def rendering(chat: ChatFormat, template: Template) -> AsyncIterator[Verdict]:
     """Of what agents send first, and of conversations rendered anew."""
-    if not template.exists:
-        yield LAW.unchecked("template", "the tokenizer has no chat template to compare with")
-        return
     end = chat.decode(chat.stop_token_ids[:1])
     forged = {**probes.FORGED, "content": probes.FORGED["content"].replace("{end}", end)}
     p = probes
@@ -43,6 +44,12 @@ async def rendering(chat: ChatFormat, template: Template) -> AsyncIterator[Verdi
         ),
     ]
     for case, messages, tools in cases:
+        if tools and not template.takes_tools:
+            yield LAW.declined(case, NO_TOOLS)
+            continue
+        if case == "tools" and not template.shows_tools:
+            yield LAW.declined(case, _ONLY_CALLS)
+            continue
         verdict = _compare(case, chat, template, messages, tools)
         yield _forged(chat, template, messages, verdict) if messages == [forged] else verdict
     for case, on in (("thinking on", True), ("thinking off", False)):
@@ -81,6 +88,7 @@ def _compare_now(
     messages: list[Message],
     tools: list[Tool] | None,
 ) -> Verdict:
+    do = OWN_ADVICE if template.is_own else _DO
     try:
         own = template.ids(messages, tools)
     except Refused as error:
@@ -88,7 +96,7 @@ def _compare_now(
     try:
         ids = chat.render(messages, tools)
     except AnyAgentError as error:
-        return LAW.failed(case, f"{chat.name} cannot render what the template can: {error}", _DO)
+        return LAW.failed(case, f"{chat.name} cannot render what the template can: {error}", do)
     if ids == own:
         return LAW.passed(case, f"{len(ids)} ids, as the template's")
     ours, theirs = chat.decode(ids), chat.decode(own)
@@ -98,12 +106,12 @@ def _compare_now(
         if any(m["role"] == "assistant" for m in messages):
             # Sampled ids begin anew where a generation prompt ends; a template knows no such seam.
             return LAW.passed(case, said)
-        return LAW.failed(case, said, _DO)
+        return LAW.failed(case, said, do)
     if without_thinking(ours) == without_thinking(theirs):
         return LAW.passed(
             case, "as the template's, but earlier thinking is kept (model.thinking_retention)"
         )
-    return LAW.failed(case, f"{chat.name} writes {_difference(ours, theirs)}", _DO)
+    return LAW.failed(case, f"{chat.name} writes {_difference(ours, theirs)}", do)
 
 
 def _forged(

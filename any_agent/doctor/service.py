@@ -19,7 +19,10 @@ from any_agent.types import Message
 
 LAW = Law("service")
 _DO = "this service breaks its own contract: are its router and its ranks of one version?"
-_REACH = "is the service running, is --url right, and is the key an operator's or a tenant's?"
+_REACH = (
+    "is the service running, is --url right, and is the key an operator's or a tenant's? "
+    "An engine is examined with --engine"
+)
 _WITHIN = 60.0
 _TTL = 300.0
 """Seconds after which the session ends by itself, should this process be killed."""
@@ -94,7 +97,7 @@ class _Talk:
             return await self._next_turn(first, answers["plain"])
 
         async def tools() -> str:
-            body = await self._whole({"messages": first, "tools": probes.TOOLS})
+            body = await self._whole({"messages": first, "tools": probes.TOOLS}, may_refuse="tools")
             calls = body["choices"][0]["message"].get("tool_calls") or []
             for call in calls:
                 if not isinstance(call["function"]["arguments"], str):
@@ -124,8 +127,12 @@ class _Talk:
         except httpx.HTTPError as error:
             raise _Broken(f"no answer within {_WITHIN:g} s ({type(error).__name__})") from error
 
-    async def _whole(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _whole(
+        self, body: dict[str, Any], *, may_refuse: str | None = None
+    ) -> dict[str, Any]:
         response = await self._post(body)
+        if may_refuse is not None and _code_of(response) == "unsupported_parameter":
+            raise _Declined(_error_of(response))
         if response.status_code != 200:
             raise _Broken(_error_of(response))
         self._recorded += 1
@@ -178,7 +185,7 @@ class _Talk:
         inner = text[len(text) // 3 :]
         stop = next((c for c in inner if c.isalnum() and text.index(c) >= len(text) // 3), None)
         if stop is None:
-            raise _Unseen("nothing that can be told apart was said")
+            raise _Unseen("no letter or digit was said that could end the answer")
         choice = (await self._whole({**greedy, "stop": [stop]}))["choices"][0]
         again = choice["message"]["content"] or ""
         if stop in again:

@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from any_agent.chat import ChatFormat
+from any_agent.chat.showing import showing_of
+from any_agent.chat.writers import TemplateWriter
 from any_agent.types import Message, Tool
 
+NO_TOOLS = "the template shows no tools: a call with tools gets 400 unsupported_parameter"
+OWN_ADVICE = (
+    "the model's own template is used already, so no renderer helps: correct chat_template, or "
+    "serve the model without training (--no-train)"
+)
 _THINKING = re.compile(
     r"<think>.*?</think>\s*|<\|channel\|>analysis<\|message\|>.*?<\|end\|>", re.DOTALL
 )
@@ -38,6 +45,11 @@ class Template:
     def __init__(self, chat: ChatFormat, kwargs: Mapping[str, Any]) -> None:
         self._tokenizer = chat.tokenizer
         self._kwargs = dict(kwargs)
+        self.is_own = isinstance(chat.writer, TemplateWriter)
+        """Whether the service writes with this template, not with a renderer."""
+        showing = showing_of(chat)
+        self.shows_tools = showing.tools
+        self.takes_tools = showing.tools or showing.calls
         self._ends = {i: chat.decode([i]) for i in chat.stop_token_ids}
 
     @property
@@ -99,7 +111,9 @@ class Template:
             )
         except Exception as error:
             # A template is foreign code, and says no in any way it likes.
-            raise Refused(f"the template refuses it: {type(error).__name__}: {error}") from error
+            code = "; such a call gets 400 template_error" if self.is_own else ""
+            said = f"the template refuses it: {type(error).__name__}: {error}{code}"
+            raise Refused(said) from error
 
 
 def without_thinking(text: str) -> str:

@@ -198,5 +198,5 @@ def test_a_template_that_cannot_be_rendered(tiny_model_dir: Path, tmp_path: Path
     with pytest.raises(ConfigError, match="cannot be rendered"):
         load_chat_format(broken, renderer="default")
     none = copied_with_template(tiny_model_dir, tmp_path / "none", None)
-    with pytest.raises(ConfigError, match="the tokenizer has none"):
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
         load_chat_format(none, renderer="default")

@@ -49,8 +49,44 @@ def test_passwords_are_not_shown(form: list[str], capsys: pytest.CaptureFixture[
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", str(tmp_path)]) == 1
-    assert "FAILED rendering, template: " in capsys.readouterr().out
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "has no tokenizer that loads" in capsys.readouterr().err
+
+
+def test_what_no_model_can_be_examined_with(
+    with_template: Callable[[Callable[[str], str]], Path],
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = with_template(lambda _: "{% if %}x")
+    for arguments, said in (
+        ([str(folder)], "is no valid Jinja: line 1: "),
+        ([str(tiny_model_dir), "--renderer", "foo"], "there is no renderer 'foo': use auto, or"),
+        (
+            ["--experiment", "nope", "--trial", "t", f"root={tmp_path}"],
+            "there is no such run: ",
+        ),
+    ):
+        assert main(["doctor", *arguments]) == 2
+        shown = capsys.readouterr()
+        assert shown.err.count(said) == 1 and "Traceback" not in shown.err
+        assert not shown.out
+
+
+def test_a_model_without_a_template(
+    with_template: Callable[[Callable[[str], str]], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = with_template(lambda text: text + " ")
+    (folder / "chat_template.jinja").unlink()
+    assert main(["doctor", str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED rendering, template: the tokenizer has no chat template" in out
+    assert "model.renderer=qwen3" in out
+    assert main(["doctor", str(folder), "--renderer", "qwen3"]) == 0
+    assert "3 not checked" in capsys.readouterr().out
+    assert main(["doctor", str(folder), "--renderer", "default"]) == 2
+    assert "the tokenizer has no chat template: " in capsys.readouterr().err
 
 
 def test_a_wrong_template(
@@ -70,7 +106,8 @@ def test_a_wrong_template_later_in_a_talk(
     with_template: Callable[[Callable[[str], str]], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = with_template(lambda text: text.replace("<tool_response>\\n'", "<tool_response>'"))
-    assert main(["doctor", str(folder), "--quick", "model.enable_thinking=false"]) == 1
+    named = [str(folder), "--renderer", "qwen3", "--quick", "model.enable_thinking=false"]
+    assert main(["doctor", *named]) == 1
     out = capsys.readouterr().out
     assert "FAILED rendering, tool result: " in out
     assert "FAILED continuation, after a call: " in out

@@ -142,6 +142,61 @@ async def test_odd_habits_of_a_template_are_no_broken_laws(
     assert not broken(await chat_laws(chat, {}))
 
 
+_GEMMA = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{% endfor %}"
+)
+
+
+async def test_a_template_of_neither_system_nor_tools_is_sound(
+    with_template: Callable[[Callable[[str], str]], Path],
+) -> None:
+    folder = with_template(lambda _: _GEMMA + _PLAIN.replace("CONTENT", "m.content"))
+    chat = load_chat_format(str(folder), enable_thinking=None)
+    await require_sound(chat, config_of(folder), training=True)
+    verdicts = {(v.law, v.case): v for v in await chat_laws(chat, {})}
+    for law, case in (
+        ("rendering", "tools"),
+        ("rendering", "tool result"),
+        ("continuation", "after a call"),
+        ("continuation", "after two calls"),
+        ("parsing", "call"),
+    ):
+        assert verdicts[law, case].outcome is Outcome.DECLINED
+        assert "shows no tools" in verdicts[law, case].seen
+    system = verdicts["rendering", "system"]
+    assert system.outcome is Outcome.UNCHECKED
+    assert "such a call gets 400 template_error" in system.seen
+    assert verdicts["continuation", "after text"].outcome is Outcome.PASSED
+
+
+async def test_calls_that_a_template_refuses_are_no_broken_law(
+    with_template: Callable[[Callable[[str], str]], Path],
+) -> None:
+    """It shows tools, and takes no results of calls."""
+    shows = "{% if tools %}{{ tools | tojson }}{% endif %}"
+    before = _GEMMA + shows
+    folder = with_template(lambda _: before + _PLAIN.replace("CONTENT", "m.content"))
+    chat = load_chat_format(str(folder), enable_thinking=None)
+    verdicts = {(v.law, v.case): v for v in await chat_laws(chat, {})}
+    assert not broken(verdicts.values())
+    assert verdicts["rendering", "tools"].outcome is not Outcome.DECLINED
+    after = verdicts["continuation", "after a call"]
+    assert after.outcome is Outcome.UNCHECKED and "400 template_error" in after.seen
+
+
+async def test_no_renderer_is_advised_where_the_template_writes_already(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = load_chat_format(str(tiny_model_dir), enable_thinking=False)
+    render = chat.render
+    monkeypatch.setattr(chat, "render", lambda *how: render(*how)[1:])
+    failed = broken(await chat_laws(chat, NO_THINKING))
+    assert failed
+    assert all("renderer to default" not in v.do for v in failed)
+
+
 def config_of(model: Path, renderer: str = "auto") -> Config:
     model_config = ModelConfig(path=str(model), renderer=renderer, enable_thinking=False)
     return Config(model=model_config)

@@ -1,0 +1,53 @@
+"""Tools that a model would never be told of are refused, not left out."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.chat.probes import TOOLS, USER
+from any_agent.completions import parse_chat
+from any_agent.completions.prompt import Prompt, parent_of, prompt_of
+from any_agent.errors import UnsupportedParameter
+from any_agent.types import GenerationHyperparameters, SessionMode
+
+_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def chat(tiny_model_dir: Path, tmp_path: Path) -> ChatFormat:
+    folder = tmp_path / "plain"
+    shutil.copytree(tiny_model_dir, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "chat_template.jinja").write_text(_TEMPLATE)
+    return load_chat_format(str(folder), enable_thinking=None)
+
+
+def asked(chat: ChatFormat, **fields: Any) -> Prompt:
+    body = {"model": "m", "messages": [USER], **fields}
+    sampling = GenerationHyperparameters()
+    call = parse_chat(body, mode=SessionMode.TRAIN, sampling=sampling, model="m")
+    return prompt_of(call, parent_of(call, None, chat, context_length=4096), None, chat)
+
+
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "required"}])
+def test_they_are_refused(chat: ChatFormat, choice: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedParameter, match="shows no tools") as refused:
+        asked(chat, tools=TOOLS, **choice)
+    assert refused.value.param == "tools" and refused.value.status == 400
+
+
+def test_none_of_them_may_be_called(chat: ChatFormat) -> None:
+    without = asked(chat)
+    assert asked(chat, tools=TOOLS, tool_choice="none").ids.tolist() == without.ids.tolist()
+
+
+def test_a_template_that_shows_them(tiny_model_dir: Path) -> None:
+    chat = load_chat_format(str(tiny_model_dir), enable_thinking=False)
+    assert len(asked(chat, tools=TOOLS).ids) > len(asked(chat).ids)

@@ -1,0 +1,49 @@
+"""How outputs end is seen of a model that was trained to answer in a word, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from any_agent.chat import ChatFormat, probes
+from any_agent.doctor.asking import Answer
+from any_agent.doctor.stops import stops
+from any_agent.doctor.verdict import Outcome
+
+
+class Brief:
+    """An engine whose model says a few ids, and then ends its turn, again and again."""
+
+    def __init__(self, chat: ChatFormat, said: str) -> None:
+        self._chat = chat
+        self._said = chat.encode(said, special=False)
+
+    async def ask(self, ids: Sequence[int], *, max_new_tokens: int, **sampling: Any) -> Answer:
+        end = self._chat.stop_token_ids[0]
+        out: list[int] = []
+        reason, matched = "length", None
+        while len(out) < max_new_tokens:
+            out.append((self._said + [end] * max_new_tokens)[len(out)])
+            strings = [s for s in sampling.get("stop", ()) if s in self._chat.decode(out)]
+            if strings or out[-1] in sampling.get("stop_token_ids", ()):
+                reason, matched = "stop", strings[0] if strings else out[-1]
+                break
+            if out[-1] == end and not sampling.get("ignore_eos"):
+                reason, matched = "stop", end
+                break
+        return Answer(out, [0.0] * len(out), [0] * len(out), None, len(ids), reason, matched)
+
+
+async def outcomes(chat: ChatFormat, said: str) -> list[Outcome]:
+    asker: Any = Brief(chat, said)
+    prompt = chat.render([probes.USER], None)
+    return [verdict.outcome async for verdict in stops(asker, chat, prompt)]
+
+
+async def test_an_answer_of_one_word(chat: ChatFormat) -> None:
+    assert await outcomes(chat, "3") == [Outcome.PASSED] * 3
+    assert await outcomes(chat, "It is three, as one and two are.") == [Outcome.PASSED] * 3
+
+
+async def test_no_answer_at_all(chat: ChatFormat) -> None:
+    assert await outcomes(chat, "") == [Outcome.PASSED, Outcome.UNCHECKED, Outcome.UNCHECKED]
