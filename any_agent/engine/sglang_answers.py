@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from any_agent.engine.sglang_wire import version_number
+from any_agent.engine.sglang_wire import refusal, version_number
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationChunk, ModelRequest, StopReason
 
@@ -37,8 +37,10 @@ class ChunkReader:
         """The tokens that an answer adds.
 
         Raises EngineUnavailable if the answer has another form or says that the engine failed,
-        EngineMismatch if it is no answer to this request.
+        EngineMismatch if it is no answer to this request, InvalidRequest if it is a refusal.
         """
+        if isinstance(event, dict) and isinstance(event.get("error"), dict):
+            raise refusal(_status_of(event["error"]), event["error"])
         if not isinstance(event, dict) or "error" in event or "meta_info" not in event:
             raise EngineUnavailable(f"the engine failed: {str(event)[:300]}", retry_after=2)
         try:
@@ -117,12 +119,16 @@ def _matched(finish: dict[str, Any] | None) -> str | int | None:
 def _raise_refusal(finish: dict[str, Any]) -> None:
     """A request that SGLang refuses after its stream has begun, a bad grammar say."""
     status = finish.get("status_code")
-    if status == 400:
-        raise InvalidRequest(f"the engine refused the request: {finish.get('message')}")
     if status is not None:
-        raise EngineUnavailable(
-            f"the engine answered {status}: {finish.get('message')}", retry_after=2
-        )
+        raise refusal(status, finish.get("message"))
+
+
+def _status_of(error: dict[str, Any]) -> int:
+    """Of an error amid a stream: SGLang's code is a status, the embedded engine's is a name."""
+    code = error.get("code")
+    if isinstance(code, int):
+        return code
+    return InvalidRequest.status if code == InvalidRequest.default_code else 500
 
 
 def _top(positions: list[Any], fresh: int) -> list[list[tuple[int, float]]]:

@@ -8,8 +8,11 @@ import aiohttp
 import orjson
 
 from any_agent.engine.base import Capabilities
-from any_agent.errors import EngineUnavailable, InvalidRequest
+from any_agent.errors import AnyAgentError, EngineMismatch, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationHyperparameters, ModelRequest
+
+_SHOWN = 500
+"""Characters of an engine's error that are told."""
 
 
 def generate_body(request: ModelRequest, *, stream: bool) -> bytes:
@@ -104,9 +107,31 @@ def capabilities_of(info: dict[str, Any]) -> Capabilities:
     )
 
 
-async def failure(response: aiohttp.ClientResponse) -> Exception:
+async def failure(response: aiohttp.ClientResponse) -> AnyAgentError:
     """What an answer with another status than 200 means."""
-    text = (await response.read())[:500].decode(errors="replace")
-    if response.status == 400:
-        return InvalidRequest(f"the engine refused the request: {text}")
-    return EngineUnavailable(f"the engine answered {response.status}: {text}", retry_after=2)
+    raw = await response.read()
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        body = None
+    if not isinstance(body, dict):
+        body = {"message": raw[:_SHOWN].decode(errors="replace")}
+    return refusal(response.status, body.get("error", body))
+
+
+def refusal(status: Any, told: Any) -> AnyAgentError:
+    """The error that an engine tells: an object with a message, as OpenAI's, or a text.
+
+    A grammar's has the parameter ``grammar``, which is not the agent's name of it.
+    """
+    error = told if isinstance(told, dict) else {"message": told}
+    message = str(error.get("message") or error.get("detail") or told)[:_SHOWN]
+    if error.get("code") == EngineMismatch.default_code:
+        return EngineMismatch(message)
+    if status == 400:
+        param = error.get("param")
+        if param is None and "grammar" in message.lower():
+            param = "grammar"  # SGLang names none
+        shown = str(param)[:64] if param is not None else None
+        return InvalidRequest(f"the engine refused the request: {message}", param=shown)
+    return EngineUnavailable(f"the engine answered {status}: {message}", retry_after=2)

@@ -18,6 +18,7 @@ from any_agent.completions import (
     Delta,
     Prepared,
 )
+from any_agent.completions.refused import in_the_agents_words
 from any_agent.errors import AnyAgentError, InvalidRequest, SessionClosed, VersionGone
 from any_agent.types import GenerationHyperparameters, Interaction
 from proxy_ext.calls.inflight import Place
@@ -30,6 +31,8 @@ from proxy_ext.sessions.session import Session
 log = logging.getLogger(__name__)
 
 _number = itertools.count()
+_LOGGED = 300
+"""Characters of an error that are logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +293,7 @@ class Call:
             if self._aborted is None:
                 raise
         except AnyAgentError as error:
-            self._fail(error, timer)
+            self._fail(in_the_agents_words(error, prepared.call), timer)
         except Exception:
             log.exception("a model call failed")
             self._fail(AnyAgentError("the call failed inside the service; see its log"), timer)
@@ -300,6 +303,11 @@ class Call:
         timer.ended("failed")
         if self._failure is None:
             self._failure = error
+            if error.status >= 500:
+                log.warning(
+                    "the model call %s failed with %d %s: %s",
+                    *(self.head.id, error.status, error.code, error.message[:_LOGGED]),
+                )
             self._say(error)
         if self._tasks:
             self.abort("another choice of the call failed")

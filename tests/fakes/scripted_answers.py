@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,6 +59,11 @@ def problem(body: Mapping[str, Any], context_length: int) -> str | None:
             json.loads(params["json_schema"])
         except ValueError:
             return "bad json_schema"
+    if "regex" in params:
+        try:
+            re.compile(params["regex"])
+        except re.error as error:
+            return f"Invalid grammar request with cache hit=False: {error}"
     if len(body["input_ids"]) >= context_length:
         return "the prompt is longer than the context"
     return None

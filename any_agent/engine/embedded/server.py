@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _HEALTH_TIMEOUT = 20.0
+_LOGGED = 300
+"""Characters of an error that are logged."""
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -93,6 +95,13 @@ class EngineServer:
         return app
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
+        try:
+            return await self._generate(http)
+        except AnyAgentError as exc:
+            _log_failure(exc)
+            raise
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
         began = time.perf_counter()
         call = parse_generate(json_object(await http.read()))
         bend = await self.engine.bend(call.request)
@@ -148,6 +157,7 @@ class EngineServer:
                 await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
         except AnyAgentError as exc:
             # The status has left already: the error is an event, as in SGLang.
+            _log_failure(exc)
             await response.write(b"data: " + orjson.dumps(exc.body()) + b"\n\n")
         await response.write(_DONE)
         await response.write_eof()
@@ -263,6 +273,15 @@ class EngineServer:
                 "num_waiting_requests": waiting,
                 "steps": self.engine.loop.steps,
             }
+        )
+
+
+def _log_failure(error: AnyAgentError) -> None:
+    """For the operator; not of one that is only to come again later, of which there may be many."""
+    if error.retry_after is None:
+        named = "" if error.param is None else f" ({error.param})"
+        logger.warning(
+            "a request failed with %d%s: %s", error.status, named, error.message[:_LOGGED]
         )
 
 
