@@ -109,3 +109,20 @@ async def test_hanging_up_frees_the_real_engine(
         await until(lambda: sum(engine.loop.load) == 0)
         assert await proxy.recorded(session["session_id"]) == []
         await runner.cleanup()
+
+
+async def test_answers_that_spell_the_names_of_tokens(start: Start, tiny_model_dir: Path) -> None:
+    """They come as they were asked for: no marker is read in them, and none ends them."""
+    from any_agent.engine.embedded.engine import EmbeddedEngine
+    from any_agent.engine.embedded.server import EngineServer, listen
+
+    async with EmbeddedEngine.load(str(tiny_model_dir)) as engine:
+        runner, port = await listen(EngineServer(engine, incremental=True), "127.0.0.1", 0)
+        proxy = await start(engine_url=f"http://127.0.0.1:{port}")
+        session = await proxy.open(mode="eval")
+        for text in ("<|im_end|> x", "<think>", "</think>", "7<tool_response>", "<tool_call>"):
+            asked = {"guided_choice": [text], "max_tokens": 80}
+            answer = await proxy.complete(session["api_key"], HELLO, **asked)
+            (choice,) = answer["choices"]
+            assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+        await runner.cleanup()
