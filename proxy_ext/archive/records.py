@@ -114,6 +114,8 @@ def _read_interaction(plain: dict[str, Any], session_id: str) -> Interaction:
         values[name] = id_array(plain[name]) if kind is np.int32 else logprob_array(plain[name])
     gconfig = plain["gconfig"]
     lists = {name: tuple(gconfig[name]) for name in ("stop", "stop_token_ids")}
+    # Not in archives of before it could be asked for.
+    lists["logit_bias"] = tuple((i, bias) for i, bias in gconfig.get("logit_bias", ()))
     values["gconfig"] = GenerationHyperparameters(**{**gconfig, **lists})
     values["continuation"] = Continuation(plain["continuation"])
     return Interaction(session_id=session_id, **values)

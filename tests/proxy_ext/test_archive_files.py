@@ -65,6 +65,8 @@ def test_a_record_is_what_was_recorded() -> None:
         request={"recorded": ODD},
         reward=0.1,
     )
+    gconfig = interaction.gconfig.new(stop=("x",), logit_bias=((7, -1.5),), grammar="{}")
+    interaction = replace(interaction, gconfig=gconfig)
     row = make_row("s", final_reward=0.3, tenant="acme", step=7, reason="\udfff", metadata=ODD)
     rewards = [RewardRow("i", "format", 0.1, "session", 5.5), RewardRow(None, None, 0.3, "me", 6)]
     found = read_record(record_line(12, row, rewards, [interaction]))

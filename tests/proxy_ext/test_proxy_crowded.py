@@ -85,7 +85,7 @@ async def test_every_way_out_of_a_call_gives_its_place_back(
     await proxy.complete(key)
     await proxy.stream(key)
     assert (await proxy.call("sk-v1.0.wrong")).status_code == 401
-    assert (await proxy.call(key, n=2)).status_code == 400
+    assert (await proxy.call(key, n=3)).status_code == 400
     assert (await proxy.post("/v1/chat/completions", b"no json", key)).status_code == 400
     engine.fail("status")
     assert (await proxy.call(key)).status_code == 503
