@@ -53,6 +53,25 @@ class Prepared:
     created_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is known of an answer before its first token."""
+
+    id: str
+    created_at: float
+    gconfig: GenerationHyperparameters
+    prompt_tokens: int
+    choices: int = 1
+    seeds: tuple[int | None, ...] = ()
+    """Those that its choices are sampled with."""
+
+    @classmethod
+    def of(cls, prepared: Prepared) -> Head:
+        p = prepared
+        seeds = tuple(choice.gconfig.seed for choice in p.choices)
+        return cls(p.id, p.created_at, p.gconfig, p.prompt_tokens, len(p.choices), seeds)
+
+
 @dataclass(slots=True)
 class Delta:
     """Newly certain text of one choice, and the tokens sampled since its last delta."""

@@ -16,11 +16,12 @@ from any_agent.completions import (
     Completer,
     Completion,
     Delta,
+    Head,
     Prepared,
 )
 from any_agent.completions.refused import in_the_agents_words
 from any_agent.errors import AnyAgentError, InvalidRequest, SessionClosed, VersionGone
-from any_agent.types import GenerationHyperparameters, Interaction
+from any_agent.types import Interaction
 from proxy_ext.calls.inflight import Place
 from proxy_ext.calls.so_far import SoFar, whole
 from proxy_ext.calls.stats import CallTimer
@@ -45,25 +46,6 @@ class Ended:
 
 Item: TypeAlias = Delta | Ended
 """What a call produces: of each choice deltas when it streams, and last its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What is known of an answer before its first token."""
-
-    id: str
-    created_at: float
-    gconfig: GenerationHyperparameters
-    prompt_tokens: int
-    choices: int = 1
-    seeds: tuple[int | None, ...] = ()
-    """Those that its choices are sampled with."""
-
-    @classmethod
-    def of(cls, prepared: Prepared) -> Head:
-        p = prepared
-        seeds = tuple(choice.gconfig.seed for choice in p.choices)
-        return cls(p.id, p.created_at, p.gconfig, p.prompt_tokens, len(p.choices), seeds)
 
 
 class Listener:

@@ -8,10 +8,10 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from any_agent.completions import ChatCall, Completer, Prepared
+from any_agent.completions import ChatCall, Completer, Head, Prepared
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
-from proxy_ext.calls.call import Call, Head, Listener
+from proxy_ext.calls.call import Call, Listener
 from proxy_ext.calls.delivery import UNMARKED
 from proxy_ext.calls.inflight import InFlight, Place
 from proxy_ext.calls.stats import CallStats, CallTimer

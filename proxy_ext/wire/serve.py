@@ -6,10 +6,10 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,22 +18,24 @@ from any_agent.completions import (
     TOKEN_LIMITS,
     ChatCall,
     Delta,
+    Head,
     parse_chat,
     parse_completion,
     require_supported,
 )
+from any_agent.completions.answers import Answer
+from any_agent.completions.answers.chat import ChatAnswer
+from any_agent.completions.answers.logprobs import TokenLogprobs
+from any_agent.completions.answers.text import TextAnswer
 from any_agent.engine import Capabilities
 from any_agent.errors import AnyAgentError, Unauthenticated, UnsupportedParameter
 from any_agent.types import Interaction, SessionMode
-from proxy_ext.calls.call import Head, Item, Listener
+from proxy_ext.calls.call import Item, Listener
 from proxy_ext.calls.inflight import Place
 from proxy_ext.calls.retries import mark_of, take_up
 from proxy_ext.service import Service
 from proxy_ext.sessions.session import Session
-from proxy_ext.wire.chat import ChatAnswer
 from proxy_ext.wire.http import Client, EventStream, read_json
-from proxy_ext.wire.logprobs import TokenLogprobs
-from proxy_ext.wire.text import TextAnswer
 
 _NOTHING = Capabilities(
     top_logprobs=False, penalties=False, min_p=False, logit_bias=False, grammar=False
@@ -45,44 +47,75 @@ _LONG_WHOLE = 4 * _LONG_TEXT
 _MANY_ENTRIES = 10_000
 """Log-probabilities of a whole answer that is written in a thread: each takes a microsecond or two,
 and 20 for each of 8,000 tokens stopped every stream for a quarter of a second."""
-_DONE = b"data: [DONE]\n\n"
 _BATCH = 65_536
 """Bytes of events that are sent at once, if so many are there."""
 
 
-class Answer(Protocol):
-    """The shape of one call's answer."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checked request, whichever API it came by."""
 
-    def whole(self, answers: list[Interaction]) -> bytes:
-        """The body, of all choices."""
-
-    def start(self, index: int) -> bytes:
-        """The first event of a choice, or nothing."""
-
-    def delta(self, item: Delta) -> bytes:
-        """The event of newly certain text, or nothing."""
-
-    def end(self, index: int, interaction: Interaction) -> bytes:
-        """The event that ends a choice."""
-
-    def last(self, answers: list[Interaction]) -> bytes:
-        """What comes when all choices have ended, or nothing."""
+    call: ChatCall
+    answer: Callable[[Head, int], Answer]
+    """The shape of its answer; given what is known before the first token, and the weight version
+    of that."""
 
 
-Parse: TypeAlias = Callable[..., ChatCall]
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """A request that is to be checked."""
+
+    service: Service
+    session: Session | None
+    """Loaded, if there is one: what it recorded stays in memory until the call has begun."""
+    mode: SessionMode
+    body: Any
+
+
+Parse: TypeAlias = Callable[[Asking], Asked]
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """One model call of a session, or, where nothing is trained, of nobody's."""
-    return await _serve(service, request, parse_chat)
+    return await serve(service, request, _chat)
 
 
 async def text_completions(service: Service, request: Request) -> Response:
     """A legacy completion, recorded like a chat call."""
-    return await _serve(service, request, parse_completion)
+    return await serve(service, request, _text)
 
 
-async def _serve(service: Service, request: Request, parse: Parse) -> Response:
+def _chat(asking: Asking) -> Asked:
+    service = asking.service
+    call = parse_chat(asking.body, **parsing(asking))
+    logprobs = token_logprobs(service.completer.chat)
+    return Asked(call, lambda head, version: ChatAnswer(call, head, logprobs, f"v{version}"))
+
+
+def _text(asking: Asking) -> Asked:
+    chat = asking.service.completer.chat
+    call = parse_completion(asking.body, **parsing(asking))
+    logprobs = token_logprobs(chat)
+    return Asked(call, lambda head, version: TextAnswer(call, head, logprobs, f"v{version}", chat))
+
+
+def parsing(asking: Asking) -> dict[str, Any]:
+    """What every API's parser is told beside the body."""
+    service = asking.service
+    return {"mode": asking.mode, "sampling": service.sampling, "model": service.config.model.name}
+
+
+@lru_cache(maxsize=4)
+def token_logprobs(chat: ChatFormat) -> TokenLogprobs:
+    """Of a chat format: what is written of its tokens is written once."""
+    return TokenLogprobs(chat)
+
+
+async def serve(service: Service, request: Request, parse: Parse) -> Response:
+    """A model call of any API: admitted, checked, begun or taken up again, answered.
+
+    Raises AnyAgentError; what fails after the first event ends the stream in its API's shape.
+    """
     # First of all: what is refused for want of a place must cost next to nothing.
     place = service.calls.enter()
     try:
@@ -90,16 +123,22 @@ async def _serve(service: Service, request: Request, parse: Parse) -> Response:
         service.quotas.require_tokens(tenant)
         mode = session.mode if session is not None else SessionMode.EVAL
         body = await read_json(request)
-        call = parse(body, mode=mode, sampling=service.sampling, model=service.config.model.name)
-        await _require_supported(service, call)
-        listener = await _begin(service, request, call, session, place=place, tenant=tenant)
+        # What a retry or the prompt finds in the tree stays there until the call has begun.
+        with service.sessions.trees.pinned(session) if session is not None else nullcontext():
+            if session is not None:
+                await service.sessions.load(session)
+            asked = parse(Asking(service, session, mode, body))
+            await _require_supported(service, asked.call)
+            listener = await _begin(
+                service, request, asked.call, session, place=place, tenant=tenant
+            )
     except BaseException:
         place.leave()
         raise
     listener.place = place
-    if call.stream:
-        return await _stream(service, request, call, listener)
-    return await _whole(service, request, call, listener)
+    if asked.call.stream:
+        return await _stream(service, request, asked, listener)
+    return await _whole(service, request, asked, listener)
 
 
 async def _require_supported(service: Service, call: ChatCall) -> None:
@@ -138,30 +177,25 @@ async def _begin(
 ) -> Listener:
     """The call that the request repeats, or a new one."""
     completer = service.completer
-    # What a retry or the prompt finds in the tree stays there until the call has begun.
-    with service.sessions.trees.pinned(session) if session is not None else nullcontext():
-        tree, mark = None, None
-        if session is not None:
-            await service.sessions.load(session)
-            tree, mark = session.tree, mark_of(request, await request.body())
-            if mark is not None and mark.retry_count > 0:
-                earlier = await take_up(service.calls, session, mark, call)
-                if earlier is not None:
-                    return earlier
-        past = completer.find(call, tree)
-        whole = past.found.characters if past.found is not None else 0
-        if past.new_characters > _LONG_TEXT or whole > _LONG_WHOLE:
-            prepared = await asyncio.to_thread(completer.prepare, call, tree, past)
-        else:
-            prepared = completer.prepare(call, tree, past)
-        return service.calls.start(
-            prepared, session, stream=call.stream, place=place, tenant=tenant, mark=mark
-        )
+    tree, mark = None, None
+    if session is not None:
+        tree, mark = session.tree, mark_of(request, await request.body())
+        if mark is not None and mark.retry_count > 0:
+            earlier = await take_up(service.calls, session, mark, call)
+            if earlier is not None:
+                return earlier
+    past = completer.find(call, tree)
+    whole = past.found.characters if past.found is not None else 0
+    if past.new_characters > _LONG_TEXT or whole > _LONG_WHOLE:
+        prepared = await asyncio.to_thread(completer.prepare, call, tree, past)
+    else:
+        prepared = completer.prepare(call, tree, past)
+    return service.calls.start(
+        prepared, session, stream=call.stream, place=place, tenant=tenant, mark=mark
+    )
 
 
-async def _whole(
-    service: Service, request: Request, call: ChatCall, listener: Listener
-) -> Response:
+async def _whole(service: Service, request: Request, asked: Asked, listener: Listener) -> Response:
     try:
         answers: dict[int, Interaction] = {}
         async with Client(request, on_leave=listener.leave) as client:
@@ -171,14 +205,14 @@ async def _whole(
                     answers[item.index] = item.interaction
             in_order = [answers[k] for k in sorted(answers)]
             version = _version(service, in_order)
-            answer = _answer(service, call, listener.call.head, version)
-            if _entries(call, in_order) > _MANY_ENTRIES:
+            answer = asked.answer(listener.call.head, version)
+            if _entries(asked.call, in_order) > _MANY_ENTRIES:
                 body = await asyncio.to_thread(answer.whole, in_order)
             else:
                 body = answer.whole(in_order)
             await client.look()
         response = Response(
-            body, headers=_headers(listener, call, version), media_type="application/json"
+            body, headers=_headers(listener, asked.call, version), media_type="application/json"
         )
         if not client.gone:
             for index in answers:
@@ -188,16 +222,14 @@ async def _whole(
         await service.calls.release(listener)
 
 
-async def _stream(
-    service: Service, request: Request, call: ChatCall, listener: Listener
-) -> Response:
+async def _stream(service: Service, request: Request, asked: Asked, listener: Listener) -> Response:
     # What fails before the first token is an HTTP error, so the first item comes first.
     try:
         async with Client(request, on_leave=listener.leave):
             first = await listener.next()
         version = _version(service, list(listener.call.recorded.values()))
-        answer = _answer(service, call, listener.call.head, version)
-        headers = _headers(listener, call, version)
+        answer = asked.answer(listener.call.head, version)
+        headers = _headers(listener, asked.call, version)
     except BaseException:
         await service.calls.release(listener)
         raise
@@ -243,7 +275,7 @@ async def _events(
                 if index not in begun:
                     event = answer.start(index) + event
                 if len(ended) == choices:
-                    event += answer.last([ended[k] for k in sorted(ended)]) + _DONE
+                    event += answer.last([ended[k] for k in sorted(ended)])
                 yield event
                 if not client.gone:
                     listener.deliver(index)
@@ -252,27 +284,14 @@ async def _events(
             try:
                 item = await listener.next()
             except AnyAgentError as error:
-                # The status is sent already: an error event ends the stream, without [DONE].
-                yield b"data: " + orjson.dumps(error.body()) + b"\n\n"
+                # The status is sent already.
+                yield answer.failed(error)
                 return
 
 
 def _entries(call: ChatCall, answers: list[Interaction]) -> int:
     """How many log-probabilities an answer tells of."""
     return (1 + call.top_logprobs) * sum(len(a.output_ids) for a in answers) * call.logprobs
-
-
-def _answer(service: Service, call: ChatCall, head: Head, version: int) -> Answer:
-    chat, fingerprint = service.completer.chat, f"v{version}"
-    logprobs = _token_logprobs(chat)
-    if call.prompts:
-        return TextAnswer(call, head, logprobs, fingerprint, chat)
-    return ChatAnswer(call, head, logprobs, fingerprint)
-
-
-@lru_cache(maxsize=4)
-def _token_logprobs(chat: ChatFormat) -> TokenLogprobs:
-    return TokenLogprobs(chat)
 
 
 def _version(service: Service, answers: list[Interaction]) -> int:

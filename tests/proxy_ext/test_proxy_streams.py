@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from any_agent.chat import ChatFormat
+from any_agent.completions.answers.chat import ChatAnswer
 from proxy_ext.wire import serve
-from proxy_ext.wire.chat import ChatAnswer
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, until
 from tests.proxy_ext.retry_lab import agent_of, stream_of

@@ -6,12 +6,15 @@ from typing import Any
 
 import orjson
 
-from any_agent.completions import ChatCall, Delta, top_logprobs_of
+from any_agent.completions.answers.logprobs import TokenLogprobs
+from any_agent.completions.answers.usage import usage_of
+from any_agent.completions.params import ChatCall
+from any_agent.completions.prepared import Delta, Head
+from any_agent.completions.top_logprobs import top_logprobs_of
+from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
-from proxy_ext.calls.call import Head
-from proxy_ext.wire.logprobs import TokenLogprobs
-from proxy_ext.wire.usage import usage_of
 
+DONE = b"data: [DONE]\n\n"
 _SAID = ("content", "reasoning_content", "tool_calls")
 
 
@@ -72,9 +75,13 @@ class ChatAnswer:
     def last(self, answers: list[Interaction]) -> bytes:
         """What follows when all choices have ended: the usage, if it was asked for."""
         if not self._call.include_usage:
-            return b""
+            return DONE
         usage = orjson.dumps(usage_of(self._head, answers))
-        return b'%b,"choices":[],"usage":%b}\n\n' % (self._head_bytes, usage)
+        return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._head_bytes, usage, DONE)
+
+    def failed(self, error: AnyAgentError) -> bytes:
+        """An error event, without [DONE]."""
+        return error_event(error)
 
     def _event(
         self,
@@ -105,3 +112,8 @@ class ChatAnswer:
                 top_logprobs_of(interaction),
             )
         return b'%b,"logprobs":%b}' % (orjson.dumps(choice)[:-1], logprobs)
+
+
+def error_event(error: AnyAgentError) -> bytes:
+    """As OpenAI's streams say that they broke."""
+    return b"data: %b\n\n" % orjson.dumps(error.body())

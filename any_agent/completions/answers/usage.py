@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from any_agent.completions.prepared import Head
 from any_agent.types import Interaction
-from proxy_ext.calls.call import Head
 
 
 def usage_of(head: Head, answers: list[Interaction]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from any_agent.chat import ChatFormat
-from any_agent.completions import TopLogprobs
+from any_agent.completions.top_logprobs import TopLogprobs
 
 _LEAST = -9999.0
 """As OpenAI says "never": JSON has no infinity."""

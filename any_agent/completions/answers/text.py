@@ -7,11 +7,14 @@ from typing import Any
 import orjson
 
 from any_agent.chat import ChatFormat
-from any_agent.completions import ChatCall, Delta, top_logprobs_of
+from any_agent.completions.answers.chat import DONE, error_event
+from any_agent.completions.answers.logprobs import TokenLogprobs
+from any_agent.completions.answers.usage import usage_of
+from any_agent.completions.params import ChatCall
+from any_agent.completions.prepared import Delta, Head
+from any_agent.completions.top_logprobs import top_logprobs_of
+from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
-from proxy_ext.calls.call import Head
-from proxy_ext.wire.logprobs import TokenLogprobs
-from proxy_ext.wire.usage import usage_of
 
 
 class TextAnswer:
@@ -64,8 +67,12 @@ class TextAnswer:
 
     def last(self, answers: list[Interaction]) -> bytes:
         if not self._call.include_usage:
-            return b""
-        return _line({**self._base, "choices": [], "usage": usage_of(self._head, answers)})
+            return DONE
+        usage = usage_of(self._head, answers)
+        return _line({**self._base, "choices": [], "usage": usage}) + DONE
+
+    def failed(self, error: AnyAgentError) -> bytes:
+        return error_event(error)
 
     def _event(
         self,
