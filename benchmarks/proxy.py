@@ -189,6 +189,7 @@ class Texts:
 class Talk:
     """One conversation and the key that it is held under."""
 
+    session: str
     key: str
     messages: list[Message]
 
@@ -201,15 +202,16 @@ class Load:
         self._texts = texts
 
     async def talks(self, contender: Contender, count: int) -> list[Talk]:
-        keys = [await self._key(contender) for _ in range(count)]
-        return [Talk(key, self._texts.first()) for key in keys]
+        opened = [await self._opened(contender) for _ in range(count)]
+        return [Talk(session, key, self._texts.first()) for session, key in opened]
 
-    async def _key(self, contender: Contender) -> str:
+    async def _opened(self, contender: Contender) -> tuple[str, str]:
         if not contender.sessions:
-            return KEY
+            return "", KEY
         async with self._http.post(f"{contender.url}/rl/v1/start_session", json={}) as response:
             assert response.status == 200, await response.text()
-            return str((await response.json())["api_key"])
+            opened = await response.json()
+            return opened["session_id"], opened["api_key"]
 
     async def allow(self, contender: Contender) -> None:
         """Play the trainer: as many train sessions as are asked for."""

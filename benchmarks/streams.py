@@ -98,7 +98,8 @@ async def calls(http: aiohttp.ClientSession, load: Load, c: Contender, count: in
             for _ in range(TURNS):
                 await load.whole(c, talk, TOKENS)
             headers = {"authorization": f"Bearer {talk.key}"}
-            async with http.post(f"{c.url}/rl/v1/abort", json={}, headers=headers) as response:
+            abort = f"{c.url}/rl/v1/sessions/{talk.session}/abort"
+            async with http.post(abort, json={}, headers=headers) as response:
                 assert response.status == 200, await response.text()
             ended += 1
             if ended % (sessions // 5) == 0:
