@@ -10,15 +10,14 @@ from any_agent.completions.params.values import words
 
 HEAD = """# Parameters of model calls
 
-<!-- Written by docs/generate.py from any_agent/completions/params/table.py; change that file, then
-run it. -->
+<!-- Written by docs/generate.py from any_agent/completions/params; change the rows there, then run
+it. -->
 
-`POST /v1/chat/completions` and `POST /v1/completions` know three classes of parameters. Honoured
-ones shape the call. Harmless ones are recorded and change nothing. Refused ones answer 400
-`unsupported_parameter`, because ignoring them would answer, and train on, something other than what
-was asked; so does every name that is not here, whatever its value. Null is as if a parameter of
-these tables were left out. A value of another form is a 400 `invalid_request`. Each error names the
-parameter.
+Each route of model calls knows three classes of parameters. Honoured ones shape the call. Harmless
+ones are recorded and change nothing. Refused ones answer 400 `unsupported_parameter`, because
+ignoring them would answer, and train on, something other than what was asked; so does every name
+that is not here, whatever its value. Null is as if a parameter of these tables were left out. A
+value of another form is a 400 `invalid_request`. Each error names the parameter.
 
 In train sessions the run's `sampling` replaces what agents ask for. The answer's header
 `x-any-agent-overrides` lists what was replaced, with what was used, as JSON; the interaction keeps
@@ -31,25 +30,39 @@ trained on. `any_agent_untrainable_interactions_total` counts them by reason.
 
 What the engine cannot do (`any-agent doctor` lists it) is a 400 that names the parameter.
 """
+ROUTE_TITLES: dict[tuple[str, ...], str] = {
+    ("chat", "completions"): "Chat Completions and Completions",
+    ("responses",): "Responses",
+    ("messages",): "Messages",
+}
 TITLES = {
     "honoured": "Honoured",
     "harmless": "Harmless: recorded, without effect",
     "refused": "Refused, unless it asks for what is so anyway",
 }
-ROUTES = {("chat", "completions"): "both", ("chat",): "chat", ("completions",): "completions"}
+ROUTES: dict[tuple[str, ...], str] = {
+    ("chat", "completions"): "both",
+    ("chat",): "chat",
+    ("completions",): "completions",
+}
 
 
 def render() -> str:
     parts = [HEAD]
-    for kind, title in TITLES.items():
-        parts.append(f"## {title}\n")
-        rows = [p for p in PARAMETERS if p.kind == kind]
-        parts.append("\n".join([*_head(kind), *(_row(p) for p in rows)]) + "\n")
+    for apis, route in ROUTE_TITLES.items():
+        rows = [p for p in PARAMETERS if set(p.apis) & set(apis)]
+        if not rows:
+            continue
+        parts.append(f"## {route}\n")
+        for kind, title in TITLES.items():
+            parts.append(f"### {title}\n")
+            table = [_row(p, apis) for p in rows if p.kind == kind]
+            parts.append("\n".join([*_head(kind, apis), *table]) + "\n")
     return "\n".join(parts)
 
 
-def _head(kind: str) -> list[str]:
-    columns = ["parameter", "route"]
+def _head(kind: str, apis: tuple[str, ...]) -> list[str]:
+    columns = ["parameter", "route"] if len(apis) > 1 else ["parameter"]
     columns += {
         "honoured": ["values", "meaning", "in train sessions", "untrainable"],
         "harmless": ["values", "why it has no effect"],
@@ -58,8 +71,10 @@ def _head(kind: str) -> list[str]:
     return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
 
 
-def _row(p: Parameter) -> str:
-    cells = [f"`{p.name}`", ROUTES[p.apis]]
+def _row(p: Parameter, apis: tuple[str, ...]) -> str:
+    cells = [f"`{p.name}`"]
+    if len(apis) > 1:
+        cells.append(ROUTES[p.apis])
     if p.kind == "refused":
         cells += [_values(p.schema.get("enum", [])), p.meaning]
     else:

@@ -111,7 +111,7 @@ class Completer:
         Raises TemplateError, ContextLengthExceeded or InvalidRequest; nothing is recorded.
         """
         past = past or self.find(call, tree)
-        id = f"{'cmpl' if call.prompts else 'chatcmpl'}-{uuid.uuid4().hex}"
+        id = f"{call.id_prefix}{uuid.uuid4().hex}"
         ids = choice_ids(id, call.n * max(1, len(call.prompts)))
         gconfig = self._sampling(call, past.chat)
         choices = (
@@ -199,7 +199,7 @@ class Completer:
                 f"this model's maximum context length is {self.context_length} tokens, of which "
                 f"the answer needs at least one, but the {what} {len(prompt.ids)} tokens long; "
                 f"shorten {'it' if call.prompts else 'them'}",
-                param="prompt" if call.prompts else "messages",
+                param=call.prompt_parameter,
             )
         return gconfig.new(max_new_tokens=min(gconfig.max_new_tokens, room))
 

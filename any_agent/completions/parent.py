@@ -47,8 +47,9 @@ def find_parent(
     """The latest interaction whose messages and answer the request goes on from.
 
     The longest recorded prefix wins; of equal answers the one whose reasoning the request has,
-    then the latest that was received. What an earlier request of the tree begins with, byte for
-    byte, is not looked at again. ``template`` tells apart how the same messages are rendered.
+    then the one that it names, then the latest that was received. What an earlier request of the
+    tree begins with, byte for byte, is not looked at again. ``template`` tells apart how the same
+    messages are rendered.
 
     Raises:
         ContextLengthExceeded: it cannot fit, however it is tokenised.
@@ -59,7 +60,7 @@ def find_parent(
         raise ContextLengthExceeded(
             f"this model's maximum context length is {context_length} tokens, but there "
             f"are {len(messages)} messages; send fewer",
-            param="messages",
+            param=call.prompt_parameter,
         )
     begun, digest = None, None
     if tree is not None:
@@ -71,7 +72,7 @@ def find_parent(
         raise ContextLengthExceeded(
             f"this model's maximum context length is {context_length} tokens, but the "
             f"messages are {characters} characters long; shorten them",
-            param="messages",
+            param=call.prompt_parameter,
         )
     tools = len(canonical_bytes(call.tools)) if call.tools else 0
     whole = _json_size(new) + (begun.json_size if begun is not None else 0)
@@ -79,7 +80,7 @@ def find_parent(
         raise ContextLengthExceeded(
             f"this model's maximum context length is {context_length} tokens, but the "
             f"messages and tools are {whole + tools} bytes long; shorten them",
-            param="messages",
+            param=call.prompt_parameter,
         )
     if tree is None:
         return Found(b"", new_characters=whole + tools, characters=whole + tools)
@@ -91,7 +92,7 @@ def find_parent(
         template=template,
     )
     key = keys[-1] if keys or begun is None else begun.key
-    search = _Search(tree, messages, known, keys, begun)
+    search = _Search(tree, messages, known, keys, begun, call.goes_on_from)
     parent, covered = search.parent()
     reason = search.reason
     if parent is None and reason is None and len(tree):
@@ -116,8 +117,10 @@ class _Search:
         known: int,
         keys: list[bytes],
         begun: Beginning | None,
+        named: str | None,
     ) -> None:
         self._tree = tree
+        self._named = named
         self._messages = messages
         self._keys = [(key, known + k + 1) for k, key in enumerate(keys)]
         self._earlier = begun.parent if begun is not None else None
@@ -150,7 +153,9 @@ class _Search:
         whole = [i for i in same if i.finish_reason != "abort"]
         alike = [i for i in whole if not self._is_unlike(i)] if self.unlike else whole
         if alike:
-            return next((i for i in reversed(alike) if was_received(i)), alike[-1])
+            named = (i for i in alike if i.id == self._named)
+            received = (i for i in reversed(alike) if was_received(i))
+            return next(named, None) or next(received, alike[-1])
         if said and self.reason is None:
             if same:
                 self.reason = "assistant_rewritten" if whole else "parent_aborted"

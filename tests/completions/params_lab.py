@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.completions.params import ChatCall, parse_chat, parse_completion
-from any_agent.completions.params.table import Api
+from any_agent.completions.params.rows import Api
 from any_agent.types import GenerationHyperparameters, SessionMode
 
 RUN = GenerationHyperparameters(max_new_tokens=100)

@@ -7,12 +7,12 @@ from typing import Any, get_type_hints
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from params_lab import BODIES, RUN, TOOL, parse
 
 from any_agent.completions.params import PARAMETERS, TABLE, Parameter
-from any_agent.completions.params.table import Api
+from any_agent.completions.params.rows import Api
 from any_agent.completions.untrainable import REASONS
 from any_agent.errors import InvalidRequest, UnsupportedParameter
+from tests.completions.params_lab import BODIES, RUN, TOOL, parse
 
 ROWS = [(api, row) for row in PARAMETERS for api in row.apis]
 HARMLESS = [each for each in ROWS if each[1].kind == "harmless"]

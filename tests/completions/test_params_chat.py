@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from params_lab import OTHER, RUN, TOOL, USER, parse
 
 from any_agent.completions.params import choice_seed
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import GenerationHyperparameters
+from tests.completions.params_lab import OTHER, RUN, TOOL, USER, parse
 
 
 def test_the_least_that_can_be_asked() -> None:

@@ -9,12 +9,12 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from params_lab import BODIES, RUN, parse
 
 from any_agent.completions.params import TABLE, TOKEN_LIMITS, ChatCall
-from any_agent.completions.params.table import MAX_CHOICES, MAX_STOPS, Api
+from any_agent.completions.params.rows import MAX_CHOICES, MAX_STOPS, Api
 from any_agent.completions.untrainable import REASONS
 from any_agent.errors import InvalidRequest
+from tests.completions.params_lab import BODIES, RUN, parse
 
 NUMBERS = (
     st.integers()

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from params_lab import parse
 
 from any_agent.completions.params import require_supported
 from any_agent.engine import Capabilities
 from any_agent.errors import InvalidRequest, UnsupportedParameter
+from tests.completions.params_lab import parse
 
 ALL = Capabilities()
 

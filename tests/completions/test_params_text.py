@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from params_lab import RUN, parse
 
-from any_agent.completions.params.table import MAX_PROMPT_IDS
+from any_agent.completions.params.rows import MAX_PROMPT_IDS
 from any_agent.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
+from tests.completions.params_lab import RUN, parse
 
 
 def text(mode: str = "train", **fields: Any) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from params_lab import OTHER, TOOL, parse
 
 from any_agent.completions.request_record import recorded_of
+from tests.completions.params_lab import OTHER, TOOL, parse
 
 
 @pytest.mark.parametrize(

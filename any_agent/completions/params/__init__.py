@@ -1,10 +1,11 @@
-"""What an agent may ask for: every parameter of both routes, in three classes, from one table."""
+"""What an agent may ask for: every parameter of all routes, in three classes, from one table."""
 
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.parse import parse_chat, parse_completion
+from any_agent.completions.params.rows import Parameter
 from any_agent.completions.params.sampling import TOKEN_LIMITS, choice_seed
 from any_agent.completions.params.support import require_supported
-from any_agent.completions.params.table import PARAMETERS, TABLE, Parameter, request_schema
+from any_agent.completions.params.table import PARAMETERS, TABLE, request_schema
 
 __all__ = [
     "PARAMETERS",

@@ -15,7 +15,7 @@ TextInput: TypeAlias = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """A request of either route, checked, with the sampling that will be used."""
+    """A request of any route, checked, with the sampling that will be used."""
 
     model: str
     messages: list[Message]
@@ -47,5 +47,11 @@ class ChatCall:
     """Why no answer to it can be trained on."""
     prompts: tuple[TextInput, ...] = ()
     """Of a legacy completion."""
+    id_prefix: str = "chatcmpl-"
+    """Of the completion's id, which is its interaction's; it tells by which API the call came."""
+    prompt_parameter: str = "messages"
+    """What the request calls the conversation, for errors."""
+    goes_on_from: str | None = None
+    """The interaction that it names as the one before, where several say the same."""
     echo: bool = False
     """Of a legacy completion: the answer begins with the prompt."""

@@ -7,11 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from any_agent.completions.params.table import (
-    MAX_SCHEMA_BYTES,
-    MAX_SCHEMA_DEPTH,
-    TABLE,
-)
+from any_agent.completions.params.rows import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
+from any_agent.completions.params.table import TABLE
 from any_agent.completions.params.values import check, json_text, require_object
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 

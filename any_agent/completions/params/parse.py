@@ -9,14 +9,9 @@ from typing import Any
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.grammar import grammar_of
 from any_agent.completions.params.prompts import prompts_of
+from any_agent.completions.params.rows import COMPLETION_TOKENS, MAX_CHOICES, Api, Parameter
 from any_agent.completions.params.sampling import sampling_of
-from any_agent.completions.params.table import (
-    COMPLETION_TOKENS,
-    MAX_CHOICES,
-    TABLE,
-    Api,
-    Parameter,
-)
+from any_agent.completions.params.table import TABLE
 from any_agent.completions.params.tools import tools_of
 from any_agent.completions.params.values import check, json_text, require_object, shown
 from any_agent.completions.untrainable import UntrainableReason, bent
@@ -35,7 +30,7 @@ def parse_chat(
     both; eval sessions keep the agent's own, the run's token limit aside. Raises InvalidRequest
     or UnsupportedParameter, naming the parameter.
     """
-    body, recorded = _sort_out(body, "chat")
+    body, recorded = sort_out(body, "chat")
     messages = body.get("messages")
     if not messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
@@ -71,7 +66,7 @@ def parse_chat(
         forced_call=forced,
         parallel_tool_calls=body.get("parallel_tool_calls") is not False,
         format_parameter=asked_by,
-        untrainable=_untrainable(gconfig, forced),
+        untrainable=untrainable_by(gconfig, forced),
     )
 
 
@@ -79,7 +74,7 @@ def parse_completion(
     body: Any, *, mode: SessionMode, sampling: GenerationHyperparameters, model: str
 ) -> ChatCall:
     """Check a legacy `/completions` body; else as :func:`parse_chat`."""
-    body, recorded = _sort_out(body, "completions")
+    body, recorded = sort_out(body, "completions")
     prompts = prompts_of(body.get("prompt"))
     n = body.get("n") or 1
     if n * len(prompts) > MAX_CHOICES:
@@ -113,13 +108,15 @@ def parse_completion(
         n=n,
         top_logprobs=top or 0,
         format_parameter=asked_by,
-        untrainable=_untrainable(gconfig, None),
+        untrainable=untrainable_by(gconfig, None),
         prompts=prompts,
+        id_prefix="cmpl-",
+        prompt_parameter="prompt",
         echo=bool(body.get("echo")),
     )
 
 
-def _sort_out(body: Any, api: Api) -> tuple[dict[str, Any], dict[str, Any]]:
+def sort_out(body: Any, api: Api) -> tuple[dict[str, Any], dict[str, Any]]:
     """The body, each parameter of which may be there, and what of it is only recorded."""
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
@@ -201,7 +198,8 @@ def _effort(body: Mapping[str, Any]) -> str | None:
     return effort or other
 
 
-def _untrainable(
+def untrainable_by(
     gconfig: GenerationHyperparameters, forced: str | None
 ) -> UntrainableReason | None:
+    """Why nothing that is sampled so can be trained on."""
     return bent(gconfig) if forced is None else "tool_choice"

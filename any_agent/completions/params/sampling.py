@@ -6,12 +6,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from any_agent.completions.params.table import (
-    MAX_BIASES,
-    MAX_STOP_LENGTH,
-    MAX_STOPS,
-    TABLE,
-)
+from any_agent.completions.params.rows import MAX_BIASES, MAX_STOP_LENGTH, MAX_STOPS
+from any_agent.completions.params.table import TABLE
 from any_agent.completions.params.values import check, require_object
 from any_agent.errors import InvalidRequest
 from any_agent.types import GenerationHyperparameters, SessionMode
@@ -19,7 +15,7 @@ from any_agent.types import GenerationHyperparameters, SessionMode
 _OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed")
 """In train sessions the run's are used: truncation makes the recorded log-probabilities wrong, and
 a seed would make clones of a group's sessions."""
-TOKEN_LIMITS = ("max_completion_tokens", "max_tokens")
+TOKEN_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """As agents name `max_new_tokens`; the least counts."""
 _HONOURED = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 _INTEGERS = ("top_k", "seed")

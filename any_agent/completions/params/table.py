@@ -5,90 +5,54 @@ null or say what is the case anyway (recorded, too); anything else is a 400 that
 ignoring it would answer, and train on, something other than what was asked. Names that are not here
 are refused as unknown.
 
-docs/parameters.md, the request bodies of `/openapi.json` and the checks are made from it.
+docs/parameters.md, the request bodies of `/openapi.json` and the checks are made from it. The rows
+here are those of OpenAI's two older routes; `responses_rows.py` and `messages_rows.py` hold those
+of the others.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
-
 from any_agent.chat.settings import EFFORTS
+from any_agent.completions.params.messages_rows import MESSAGES_ROWS
+from any_agent.completions.params.responses_rows import RESPONSES_ROWS
+from any_agent.completions.params.rows import (
+    APIS,
+    BOOLEAN,
+    BOTH,
+    CHAT,
+    COMPLETION_TOKENS,
+    COMPLETIONS,
+    INTEGER,
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_INTEGER,
+    MAX_NOTE_BYTES,
+    MAX_SCHEMA_BYTES,
+    MAX_SCHEMA_DEPTH,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    MAX_TOOLS,
+    MAX_TOOLS_BYTES,
+    MAX_TOP_LOGPROBS,
+    NOTE,
+    OBJECTS,
+    OVERRIDDEN,
+    TEXT,
+    TOKENS,
+    Api,
+    Parameter,
+    never,
+    only,
+    penalty,
+)
 from any_agent.completions.params.values import Schema
-from any_agent.completions.untrainable import UntrainableReason
-
-Class: TypeAlias = Literal["honoured", "harmless", "refused"]
-Api: TypeAlias = Literal["chat", "completions"]
-BOTH: tuple[Api, ...] = ("chat", "completions")
-CHAT: tuple[Api, ...] = ("chat",)
-COMPLETIONS: tuple[Api, ...] = ("completions",)
-
-MAX_CHOICES = 128
-MAX_STOPS = 16
-MAX_STOP_LENGTH = 512
-MAX_TOP_LOGPROBS = 20
-MAX_BIASES = 1024
-MAX_TOOLS = 1024
-MAX_TOOLS_BYTES = 1 << 20
-MAX_SCHEMA_BYTES = 1 << 17
-MAX_SCHEMA_DEPTH = 32
-MAX_NOTE_BYTES = 1 << 14
-"""Of what is recorded without effect, and of template arguments."""
-MAX_PROMPT_IDS = 1 << 21
-MAX_INTEGER = 2**63 - 1
-COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` at `/v1/completions`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One row: a top-level field of a request's body."""
-
-    name: str
-    kind: Class
-    schema: Schema
-    """What it may be beside null; of refused ones, what is the case anyway."""
-    meaning: str
-    """What it does; of refused ones, what to do instead."""
-    apis: tuple[Api, ...] = BOTH
-    train: str = ""
-    """What else holds in train sessions."""
-    untrainable: UntrainableReason | None = None
-    """What it makes an interaction whose answer it bends."""
-    checked: bool = True
-    """By the schema alone; if not, where it is read, because it has parts to be named."""
-
-
-_INTEGER: Schema = {"type": "integer"}
-_BOOLEAN: Schema = {"type": "boolean"}
-_TEXT: Schema = {"type": "string", "maxLength": 512}
-_TOKENS: Schema = {"type": "integer", "minimum": 1, "maximum": MAX_INTEGER}
-_NOTE: Schema = {"type": "object", "x-max-bytes": MAX_NOTE_BYTES}
-_OBJECTS: Schema = {"type": "array", "items": {"type": "object"}}
-_OVERRIDDEN = "The run's is used instead."
-
-
-def _penalty(name: str, low: float, high: float, meaning: str, neutral: float) -> Parameter:
-    bounds = {"minimum": low} if neutral == 0 else {"exclusiveMinimum": low}
-    schema = {"type": "number", **bounds, "maximum": high}
-    return Parameter(name, "honoured", schema, meaning, untrainable="penalty")
-
-
-def _only(name: str, *values: Any, then: str, apis: tuple[Api, ...] = BOTH) -> Parameter:
-    """Refused, unless it is one of these values."""
-    return Parameter(name, "refused", {"enum": list(values)}, then, apis)
-
-
-def _never(name: str, then: str, apis: tuple[Api, ...] = BOTH) -> Parameter:
-    return Parameter(name, "refused", {"type": "null"}, then, apis)
-
 
 _HONOURED = (
-    Parameter("model", "honoured", _TEXT, "Any name is the policy; the answer repeats it."),
+    Parameter("model", "honoured", TEXT, "Any name is the policy; the answer repeats it."),
     Parameter(
         "messages",
         "honoured",
-        {**_OBJECTS, "minItems": 1},
+        {**OBJECTS, "minItems": 1},
         "The conversation: text, tool calls and their results, reasoning.",
         CHAT,
     ),
@@ -99,10 +63,10 @@ _HONOURED = (
             "anyOf": [
                 {"type": "string"},
                 {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                {"type": "array", "items": _INTEGER, "minItems": 1},
+                {"type": "array", "items": INTEGER, "minItems": 1},
                 {
                     "type": "array",
-                    "items": {"type": "array", "items": _INTEGER, "minItems": 1},
+                    "items": {"type": "array", "items": INTEGER, "minItems": 1},
                     "minItems": 1,
                 },
             ]
@@ -115,7 +79,7 @@ _HONOURED = (
     Parameter(
         "tools",
         "honoured",
-        {**_OBJECTS, "maxItems": MAX_TOOLS},
+        {**OBJECTS, "maxItems": MAX_TOOLS},
         "Functions that the model may call, of different names; together at most "
         f"{MAX_TOOLS_BYTES >> 20} MiB of JSON. `strict` is not enforced: a call's arguments are "
         "what the model writes. Custom tools are refused, and so are all for a model whose chat "
@@ -140,11 +104,11 @@ _HONOURED = (
     Parameter(
         "parallel_tool_calls",
         "honoured",
-        _BOOLEAN,
+        BOOLEAN,
         "`false`: the answer ends after one call.",
         CHAT,
     ),
-    Parameter("stream", "honoured", _BOOLEAN, "Server-sent events, as the tokens come."),
+    Parameter("stream", "honoured", BOOLEAN, "Server-sent events, as the tokens come."),
     Parameter(
         "stream_options",
         "honoured",
@@ -156,7 +120,7 @@ _HONOURED = (
     Parameter(
         "max_tokens",
         "honoured",
-        _TOKENS,
+        TOKENS,
         "The most tokens of a choice, if the context and `sampling.max_new_tokens` leave so many; "
         "they are the default, too, but at `/v1/completions` it is "
         f"{COMPLETION_TOKENS}, as with OpenAI.",
@@ -164,7 +128,7 @@ _HONOURED = (
     Parameter(
         "max_completion_tokens",
         "honoured",
-        _TOKENS,
+        TOKENS,
         "The same; the smaller one counts if both are given.",
         CHAT,
     ),
@@ -208,7 +172,7 @@ _HONOURED = (
         "honoured",
         {"type": "number", "minimum": 0, "maximum": 2},
         "0 is greedy.",
-        train=_OVERRIDDEN,
+        train=OVERRIDDEN,
         untrainable="truncated_sampling",
     ),
     Parameter(
@@ -216,7 +180,7 @@ _HONOURED = (
         "honoured",
         {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "Only the likeliest tokens that together have this probability.",
-        train=_OVERRIDDEN,
+        train=OVERRIDDEN,
         untrainable="truncated_sampling",
     ),
     Parameter(
@@ -224,7 +188,7 @@ _HONOURED = (
         "honoured",
         {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
         "Only so many of the likeliest tokens; -1 and 0 are off.",
-        train=_OVERRIDDEN,
+        train=OVERRIDDEN,
         untrainable="truncated_sampling",
     ),
     Parameter(
@@ -232,7 +196,7 @@ _HONOURED = (
         "honoured",
         {"type": "number", "minimum": 0, "maximum": 1},
         "Only tokens with this share of the likeliest one's probability.",
-        train=_OVERRIDDEN,
+        train=OVERRIDDEN,
         untrainable="min_p",
     ),
     Parameter(
@@ -242,9 +206,9 @@ _HONOURED = (
         "Of the draws; each choice derives its own from it.",
         train="Recorded, and not applied: the samples of a group would be clones.",
     ),
-    _penalty("frequency_penalty", -2, 2, "Per earlier occurrence of a token in the answer.", 0),
-    _penalty("presence_penalty", -2, 2, "Once, for a token that the answer has already.", 0),
-    _penalty("repetition_penalty", 0, 2, "Divides the logits of what has occurred; 1 is off.", 1),
+    penalty("frequency_penalty", -2, 2, "Per earlier occurrence of a token in the answer.", 0),
+    penalty("presence_penalty", -2, 2, "Once, for a token that the answer has already.", 0),
+    penalty("repetition_penalty", 0, 2, "Divides the logits of what has occurred; 1 is off.", 1),
     Parameter(
         "logit_bias",
         "honoured",
@@ -260,7 +224,7 @@ _HONOURED = (
     Parameter(
         "logprobs",
         "honoured",
-        _BOOLEAN,
+        BOOLEAN,
         "The log-probability of each token of the answer.",
         CHAT,
     ),
@@ -281,7 +245,7 @@ _HONOURED = (
     Parameter(
         "echo",
         "honoured",
-        _BOOLEAN,
+        BOOLEAN,
         "The text begins with the prompt; not together with `logprobs`.",
         COMPLETIONS,
     ),
@@ -323,7 +287,7 @@ _HONOURED = (
     Parameter(
         "chat_template_kwargs",
         "honoured",
-        _NOTE,
+        NOTE,
         "Arguments of the model's chat template; one that it does not know is refused.",
         CHAT,
     ),
@@ -373,18 +337,18 @@ _GRAMMARS = (
     ),
 )
 _NOTED: tuple[tuple[str, Schema, str, tuple[Api, ...]], ...] = (
-    ("metadata", _NOTE, "For a session's own, see `start_session`.", BOTH),
-    ("priority", {**_INTEGER, "minimum": -(2**63), "maximum": MAX_INTEGER}, "None here.", BOTH),
-    ("prompt_cache_key", _TEXT, "The cache finds prompts by itself.", BOTH),
-    ("prompt_cache_options", _NOTE, "The cache finds prompts by itself.", BOTH),
-    ("prompt_cache_retention", _TEXT, "The cache finds prompts by itself.", BOTH),
-    ("request_id", _TEXT, "Interactions have ids of their own.", BOTH),
-    ("rid", _TEXT, "Interactions have ids of their own.", BOTH),
-    ("safety_identifier", _TEXT, "Who the user is.", BOTH),
-    ("service_tier", _TEXT, "There is one.", BOTH),
-    ("store", _BOOLEAN, "Sessions are recorded whatever it says.", BOTH),
-    ("user", _TEXT, "Who the user is.", BOTH),
-    ("verbosity", _TEXT, "Say it in a message.", CHAT),
+    ("metadata", NOTE, "For a session's own, see `start_session`.", BOTH),
+    ("priority", {**INTEGER, "minimum": -(2**63), "maximum": MAX_INTEGER}, "None here.", BOTH),
+    ("prompt_cache_key", TEXT, "The cache finds prompts by itself.", BOTH),
+    ("prompt_cache_options", NOTE, "The cache finds prompts by itself.", BOTH),
+    ("prompt_cache_retention", TEXT, "The cache finds prompts by itself.", BOTH),
+    ("request_id", TEXT, "Interactions have ids of their own.", BOTH),
+    ("rid", TEXT, "Interactions have ids of their own.", BOTH),
+    ("safety_identifier", TEXT, "Who the user is.", BOTH),
+    ("service_tier", TEXT, "There is one.", BOTH),
+    ("store", BOOLEAN, "Sessions are recorded whatever it says.", BOTH),
+    ("user", TEXT, "Who the user is.", BOTH),
+    ("verbosity", TEXT, "Say it in a message.", CHAT),
 )
 _HARMLESS = tuple(
     Parameter(name, "harmless", schema, meaning, apis) for name, schema, meaning, apis in _NOTED
@@ -393,65 +357,77 @@ _GRAMMAR = "Use `response_format` or `guided_regex`."
 _TEMPLATE = "Use `chat_template_kwargs`."
 _RECORDED = "Token ids are in the record: export the session."
 _REFUSED = (
-    _only("functions", [], then="Use `tools`.", apis=CHAT),
-    _only("function_call", "none", "auto", then="Use `tool_choice`.", apis=CHAT),
-    _only("modalities", ["text"], then="Text is all that the policy writes.", apis=CHAT),
-    _never("audio", "Text is all that the policy writes.", CHAT),
-    _never("prediction", "Leave it out: it would make the answer no faster here.", CHAT),
-    _never("web_search_options", "Give the model a search as one of its `tools`.", CHAT),
-    _never("moderation", "Moderate in the agent.", CHAT),
-    _only("suffix", "", then="Put what follows into the prompt.", apis=COMPLETIONS),
-    _never("guided_grammar", _GRAMMAR),
-    _never("ebnf", _GRAMMAR),
-    _never("structural_tag", _GRAMMAR),
-    _never(
-        "cache_salt", "Identical prompts share a cache; those who must not need other services."
-    ),
-    _never("chat_template", "The template is the model's; " + _TEMPLATE[0].lower() + _TEMPLATE[1:]),
-    _never("documents", "Put them into a message.", CHAT),
-    _never("thinking", _TEMPLATE, CHAT),
-    _never("enable_thinking", _TEMPLATE, CHAT),
-    _only("separate_reasoning", True, then="It is in `reasoning_content`.", apis=CHAT),
-    _only("stream_reasoning", True, then="It comes as it is sampled.", apis=CHAT),
-    _only("include_reasoning", True, then="Leave it out where you read the answer.", apis=CHAT),
-    _only("add_generation_prompt", True, then="An answer is always a new message.", apis=CHAT),
-    _only("continue_final_message", False, then="Use `/v1/completions`.", apis=CHAT),
-    _only("ignore_eos", False, then="Ask for fewer tokens instead."),
-    _only("min_tokens", 0, then="The model decides when it is done."),
-    _only("skip_special_tokens", True, then=_RECORDED),
-    _only("spaces_between_special_tokens", True, then=_RECORDED),
-    _only("include_stop_str_in_output", False, then=_RECORDED),
-    _only("no_stop_trim", False, then=_RECORDED),
-    _only("return_token_ids", False, then=_RECORDED),
-    _only("return_tokens_as_token_ids", False, then=_RECORDED),
-    _only("return_hidden_states", False, then="Compute them from the recorded token ids."),
-    _never("prompt_logprobs", "Compute them from the recorded token ids."),
-    _never("truncate_prompt_tokens", "Send fewer messages."),
-    _only("bad_words", [], then="Use `logit_bias`."),
-    _only("allowed_token_ids", [], then="Use `logit_bias` or `guided_regex`."),
-    _never("logits_processors", "Use `logit_bias` or `guided_regex`."),
-    _only("use_beam_search", False, then="Use `n`."),
-    _only("length_penalty", 1, then="There is no beam search."),
-    _only("early_stopping", False, then="There is no beam search."),
+    only("functions", [], then="Use `tools`.", apis=CHAT),
+    only("function_call", "none", "auto", then="Use `tool_choice`.", apis=CHAT),
+    only("modalities", ["text"], then="Text is all that the policy writes.", apis=CHAT),
+    never("audio", "Text is all that the policy writes.", CHAT),
+    never("prediction", "Leave it out: it would make the answer no faster here.", CHAT),
+    never("web_search_options", "Give the model a search as one of its `tools`.", CHAT),
+    never("moderation", "Moderate in the agent.", CHAT),
+    only("suffix", "", then="Put what follows into the prompt.", apis=COMPLETIONS),
+    never("guided_grammar", _GRAMMAR),
+    never("ebnf", _GRAMMAR),
+    never("structural_tag", _GRAMMAR),
+    never("cache_salt", "Identical prompts share a cache; those who must not need other services."),
+    never("chat_template", "The template is the model's; " + _TEMPLATE[0].lower() + _TEMPLATE[1:]),
+    never("documents", "Put them into a message.", CHAT),
+    never("thinking", _TEMPLATE, CHAT),
+    never("enable_thinking", _TEMPLATE, CHAT),
+    only("separate_reasoning", True, then="It is in `reasoning_content`.", apis=CHAT),
+    only("stream_reasoning", True, then="It comes as it is sampled.", apis=CHAT),
+    only("include_reasoning", True, then="Leave it out where you read the answer.", apis=CHAT),
+    only("add_generation_prompt", True, then="An answer is always a new message.", apis=CHAT),
+    only("continue_final_message", False, then="Use `/v1/completions`.", apis=CHAT),
+    only("ignore_eos", False, then="Ask for fewer tokens instead."),
+    only("min_tokens", 0, then="The model decides when it is done."),
+    only("skip_special_tokens", True, then=_RECORDED),
+    only("spaces_between_special_tokens", True, then=_RECORDED),
+    only("include_stop_str_in_output", False, then=_RECORDED),
+    only("no_stop_trim", False, then=_RECORDED),
+    only("return_token_ids", False, then=_RECORDED),
+    only("return_tokens_as_token_ids", False, then=_RECORDED),
+    only("return_hidden_states", False, then="Compute them from the recorded token ids."),
+    never("prompt_logprobs", "Compute them from the recorded token ids."),
+    never("truncate_prompt_tokens", "Send fewer messages."),
+    only("bad_words", [], then="Use `logit_bias`."),
+    only("allowed_token_ids", [], then="Use `logit_bias` or `guided_regex`."),
+    never("logits_processors", "Use `logit_bias` or `guided_regex`."),
+    only("use_beam_search", False, then="Use `n`."),
+    only("length_penalty", 1, then="There is no beam search."),
+    only("early_stopping", False, then="There is no beam search."),
 )
 
-PARAMETERS: tuple[Parameter, ...] = (*_HONOURED, *_GRAMMARS, *_HARMLESS, *_REFUSED)
+PARAMETERS: tuple[Parameter, ...] = (
+    *_HONOURED,
+    *_GRAMMARS,
+    *_HARMLESS,
+    *_REFUSED,
+    *RESPONSES_ROWS,
+    *MESSAGES_ROWS,
+)
 TABLE: dict[Api, dict[str, Parameter]] = {
-    api: {p.name: p for p in PARAMETERS if api in p.apis} for api in BOTH
+    api: {p.name: p for p in PARAMETERS if api in p.apis} for api in APIS
 }
 """By route, then by name."""
+REQUIRED: dict[Api, tuple[str, ...]] = {
+    "chat": ("messages",),
+    "completions": ("prompt",),
+    "responses": ("input",),
+    "messages": ("messages", "max_tokens"),
+}
+"""What no request of a route leaves out."""
 
 
 def request_schema(api: Api) -> Schema:
     """A request's body for `/openapi.json`."""
-    required = "messages" if api == "chat" else "prompt"
+    required = REQUIRED[api]
     properties = {}
     for p in TABLE[api].values():
-        schema = p.schema if p.name == required else _or_null(p.schema)
+        schema = p.schema if p.name in required else _or_null(p.schema)
         properties[p.name] = {**schema, "description": p.meaning}
     return {
         "type": "object",
-        "required": [required],
+        "required": list(required),
         "additionalProperties": False,
         "properties": properties,
     }

@@ -1,0 +1,183 @@
+"""The rows of `/v1/messages` in the table of parameters."""
+
+from __future__ import annotations
+
+from any_agent.completions.params.rows import (
+    BOOLEAN,
+    MAX_NOTE_BYTES,
+    MAX_SCHEMA_BYTES,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    MAX_TOOLS,
+    MAX_TOOLS_BYTES,
+    MESSAGES,
+    NOTE,
+    OBJECTS,
+    OVERRIDDEN,
+    TEXT,
+    TOKENS,
+    Parameter,
+    never,
+)
+from any_agent.completions.params.values import Schema
+
+_TEXTS: Schema = {"anyOf": [{"type": "string"}, OBJECTS]}
+_HONOURED = (
+    Parameter(
+        "model", "honoured", TEXT, "Any name is the policy; the answer repeats it.", MESSAGES
+    ),
+    Parameter(
+        "max_tokens",
+        "honoured",
+        TOKENS,
+        "The most tokens of the answer, if the context and `sampling.max_new_tokens` leave so "
+        "many.",
+        MESSAGES,
+    ),
+    Parameter(
+        "messages",
+        "honoured",
+        {**OBJECTS, "minItems": 1},
+        "The conversation: text, `tool_use` and `tool_result`, `thinking`. It ends with a "
+        "user's message: answers are not prefilled.",
+        MESSAGES,
+    ),
+    Parameter(
+        "system",
+        "honoured",
+        _TEXTS,
+        "A text, or text blocks, which are joined as they are. Claude Code's "
+        "`x-anthropic-billing-header`, another one with each request, is left out.",
+        MESSAGES,
+        checked=False,
+    ),
+    Parameter(
+        "tools",
+        "honoured",
+        {**OBJECTS, "maxItems": MAX_TOOLS},
+        "What the model may call, each with a name of its own and an `input_schema`; together at "
+        f"most {MAX_TOOLS_BYTES >> 20} MiB of JSON. `strict` is not enforced. Anthropic's own "
+        "tools without an `input_schema` are refused by name. With `eager_input_streaming` a "
+        "call's input is streamed as it is sampled, whether or not it becomes JSON; else it comes "
+        "when it is whole.",
+        MESSAGES,
+        checked=False,
+    ),
+    Parameter(
+        "tool_choice",
+        "honoured",
+        {"type": "object"},
+        "`auto`, `any`, `tool` by name, `none`: as `auto`, `required`, a function and `none` of "
+        "`/v1/chat/completions`. With `disable_parallel_tool_use` the answer ends after one call.",
+        MESSAGES,
+        untrainable="tool_choice",
+        checked=False,
+    ),
+    Parameter("stream", "honoured", BOOLEAN, "Server-sent events, as the tokens come.", MESSAGES),
+    Parameter(
+        "stop_sequences",
+        "honoured",
+        {
+            "type": "array",
+            "maxItems": MAX_STOPS,
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+        },
+        "The text ends before the first of these; the ids end with the token that completes it.",
+        MESSAGES,
+    ),
+    Parameter(
+        "temperature",
+        "honoured",
+        {"type": "number", "minimum": 0, "maximum": 2},
+        "0 is greedy.",
+        MESSAGES,
+        train=OVERRIDDEN,
+        untrainable="truncated_sampling",
+    ),
+    Parameter(
+        "top_p",
+        "honoured",
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "Only the likeliest tokens that together have this probability.",
+        MESSAGES,
+        train=OVERRIDDEN,
+        untrainable="truncated_sampling",
+    ),
+    Parameter(
+        "top_k",
+        "honoured",
+        {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
+        "Only so many of the likeliest tokens; -1 and 0 are off.",
+        MESSAGES,
+        train=OVERRIDDEN,
+        untrainable="truncated_sampling",
+    ),
+    Parameter(
+        "thinking",
+        "honoured",
+        {"type": "object"},
+        "`enabled` and `disabled` turn the model's thinking on and off, where its template has a "
+        "switch; `adaptive` leaves it as the run has it. `budget_tokens` is recorded: the answer's "
+        "`max_tokens` holds for both. `display: omitted` leaves the text out of the answer.",
+        MESSAGES,
+        checked=False,
+    ),
+    Parameter(
+        "output_config",
+        "honoured",
+        {"type": "object"},
+        "`effort`, as `reasoning_effort`, without effect where thinking is disabled; `format`: a "
+        f"`json_schema` of at most {MAX_SCHEMA_BYTES >> 10} KiB, not together with tools that the "
+        "model may call.",
+        MESSAGES,
+        untrainable="grammar",
+        checked=False,
+    ),
+    Parameter(
+        "output_format",
+        "honoured",
+        {"type": "object"},
+        "As `format` of `output_config`, where it stood before.",
+        MESSAGES,
+        untrainable="grammar",
+        checked=False,
+    ),
+)
+_CACHE = "The cache finds prompts by itself."
+_NOTED: tuple[tuple[str, Schema, str], ...] = (
+    ("metadata", NOTE, "Who the user is; for a session's own, see `start_session`."),
+    ("service_tier", TEXT, "There is one."),
+    ("cache_control", NOTE, f"{_CACHE} In blocks and tools it is not even recorded."),
+    ("inference_geo", TEXT, "It runs where it runs."),
+    ("speed", TEXT, "There is one."),
+    ("user_profile_id", TEXT, "Who the user is."),
+    ("diagnostics", NOTE, _CACHE),
+    ("billing_policy", NOTE, "Nothing is billed."),
+    ("anthropic_version", TEXT, "The newest, whichever is asked for."),
+    (
+        "anthropic_beta",
+        {"type": "array", "maxItems": 64, "items": TEXT},
+        "What a beta adds to the body is honoured or refused by its own name.",
+    ),
+)
+_REFUSED = (
+    Parameter(
+        "context_management",
+        "refused",
+        {"type": "object", "x-max-bytes": MAX_NOTE_BYTES},
+        "Edit the messages in the agent; `clear_thinking_20251015` that keeps `all` is so anyway.",
+        MESSAGES,
+        checked=False,
+    ),
+    never("container", "Run code in the agent.", MESSAGES),
+    never("mcp_servers", "Connect to them in the agent, and give their tools as `tools`.", MESSAGES),
+    never("compaction", "Shorten the messages in the agent.", MESSAGES),
+    never("fallbacks", "Try again in the agent.", MESSAGES),
+    never("fallback_credit_token", "Try again in the agent.", MESSAGES),
+    never("thread", "Send the whole conversation.", MESSAGES),
+)
+MESSAGES_ROWS: tuple[Parameter, ...] = (
+    *_HONOURED,
+    *(Parameter(name, "harmless", schema, text, MESSAGES) for name, schema, text in _NOTED),
+    *_REFUSED,
+)
