@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.chat import ChatFormat
-from any_agent.completions import (
-    TOKEN_LIMITS,
-    ChatCall,
-    Delta,
-    Head,
-    parse_chat,
-    parse_completion,
-    require_supported,
-)
+from any_agent.completions import ChatCall, Delta
 from any_agent.completions.answers import Answer
-from any_agent.completions.answers.chat import ChatAnswer
-from any_agent.completions.answers.logprobs import TokenLogprobs
-from any_agent.completions.answers.text import TextAnswer
-from any_agent.engine import Capabilities
-from any_agent.errors import AnyAgentError, Unauthenticated, UnsupportedParameter
+from any_agent.completions.asked import (
+    Asked,
+    Rules,
+    chat_asked,
+    headers_of,
+    text_asked,
+    version_of,
+)
+from any_agent.completions.begin import prepare, require_engine_supports
+from any_agent.errors import AnyAgentError, Unauthenticated
 from any_agent.types import Interaction, SessionMode
 from proxy_ext.calls.call import Item, Listener
 from proxy_ext.calls.inflight import Place
@@ -37,28 +31,11 @@ from proxy_ext.service import Service
 from proxy_ext.sessions.session import Session
 from proxy_ext.wire.http import Client, EventStream, read_json
 
-_NOTHING = Capabilities(
-    top_logprobs=False, penalties=False, min_p=False, logit_bias=False, grammar=False
-)
-_LONG_TEXT = 65_536
-"""Characters; rendering a megabyte takes a second."""
-_LONG_WHOLE = 4 * _LONG_TEXT
-"""Of a whole conversation, which is rendered where its new messages alone cannot be."""
 _MANY_ENTRIES = 10_000
 """Log-probabilities of a whole answer that is written in a thread: each takes a microsecond or two,
 and 20 for each of 8,000 tokens stopped every stream for a quarter of a second."""
 _BATCH = 65_536
 """Bytes of events that are sent at once, if so many are there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A checked request, whichever API it came by."""
-
-    call: ChatCall
-    answer: Callable[[Head, int], Answer]
-    """The shape of its answer; given what is known before the first token, and the weight version
-    of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +47,10 @@ class Asking:
     """Loaded, if there is one: what it recorded stays in memory until the call has begun."""
     mode: SessionMode
     body: Any
+
+    @property
+    def rules(self) -> Rules:
+        return Rules(self.mode, self.service.sampling, self.service.config.model.name)
 
 
 Parse: TypeAlias = Callable[[Asking], Asked]
@@ -86,29 +67,11 @@ async def text_completions(service: Service, request: Request) -> Response:
 
 
 def _chat(asking: Asking) -> Asked:
-    service = asking.service
-    call = parse_chat(asking.body, **parsing(asking))
-    logprobs = token_logprobs(service.completer.chat)
-    return Asked(call, lambda head, version: ChatAnswer(call, head, logprobs, f"v{version}"))
+    return chat_asked(asking.body, asking.rules, asking.service.completer.chat)
 
 
 def _text(asking: Asking) -> Asked:
-    chat = asking.service.completer.chat
-    call = parse_completion(asking.body, **parsing(asking))
-    logprobs = token_logprobs(chat)
-    return Asked(call, lambda head, version: TextAnswer(call, head, logprobs, f"v{version}", chat))
-
-
-def parsing(asking: Asking) -> dict[str, Any]:
-    """What every API's parser is told beside the body."""
-    service = asking.service
-    return {"mode": asking.mode, "sampling": service.sampling, "model": service.config.model.name}
-
-
-@lru_cache(maxsize=4)
-def token_logprobs(chat: ChatFormat) -> TokenLogprobs:
-    """Of a chat format: what is written of its tokens is written once."""
-    return TokenLogprobs(chat)
+    return text_asked(asking.body, asking.rules, asking.service.completer.chat)
 
 
 async def serve(service: Service, request: Request, parse: Parse) -> Response:
@@ -128,7 +91,7 @@ async def serve(service: Service, request: Request, parse: Parse) -> Response:
             if session is not None:
                 await service.sessions.load(session)
             asked = parse(Asking(service, session, mode, body))
-            await _require_supported(service, asked.call)
+            await require_engine_supports(service.completer, asked.call)
             listener = await _begin(
                 service, request, asked.call, session, place=place, tenant=tenant
             )
@@ -139,16 +102,6 @@ async def serve(service: Service, request: Request, parse: Parse) -> Response:
     if asked.call.stream:
         return await _stream(service, request, asked, listener)
     return await _whole(service, request, asked, listener)
-
-
-async def _require_supported(service: Service, call: ChatCall) -> None:
-    """UnsupportedParameter for what the engine cannot do, which is asked only if that matters."""
-    vocabulary = service.completer.chat.vocab_size
-    try:
-        require_supported(call, _NOTHING, vocab_size=vocabulary)
-    except UnsupportedParameter:
-        can = await service.engine.capabilities()
-        require_supported(call, can, vocab_size=vocabulary)
 
 
 async def _whose(service: Service, request: Request) -> tuple[Session | None, str | None]:
@@ -176,7 +129,6 @@ async def _begin(
     tenant: str | None,
 ) -> Listener:
     """The call that the request repeats, or a new one."""
-    completer = service.completer
     tree, mark = None, None
     if session is not None:
         tree, mark = session.tree, mark_of(request, await request.body())
@@ -184,12 +136,7 @@ async def _begin(
             earlier = await take_up(service.calls, session, mark, call)
             if earlier is not None:
                 return earlier
-    past = completer.find(call, tree)
-    whole = past.found.characters if past.found is not None else 0
-    if past.new_characters > _LONG_TEXT or whole > _LONG_WHOLE:
-        prepared = await asyncio.to_thread(completer.prepare, call, tree, past)
-    else:
-        prepared = completer.prepare(call, tree, past)
+    prepared = await prepare(service.completer, call, tree)
     return service.calls.start(
         prepared, session, stream=call.stream, place=place, tenant=tenant, mark=mark
     )
@@ -204,7 +151,7 @@ async def _whole(service: Service, request: Request, asked: Asked, listener: Lis
                 if not isinstance(item, Delta):
                     answers[item.index] = item.interaction
             in_order = [answers[k] for k in sorted(answers)]
-            version = _version(service, in_order)
+            version = version_of(in_order, service.run.version)
             answer = asked.answer(listener.call.head, version)
             if _entries(asked.call, in_order) > _MANY_ENTRIES:
                 body = await asyncio.to_thread(answer.whole, in_order)
@@ -227,7 +174,7 @@ async def _stream(service: Service, request: Request, asked: Asked, listener: Li
     try:
         async with Client(request, on_leave=listener.leave):
             first = await listener.next()
-        version = _version(service, list(listener.call.recorded.values()))
+        version = version_of(list(listener.call.recorded.values()), service.run.version)
         answer = asked.answer(listener.call.head, version)
         headers = _headers(listener, asked.call, version)
     except BaseException:
@@ -294,24 +241,6 @@ def _entries(call: ChatCall, answers: list[Interaction]) -> int:
     return (1 + call.top_logprobs) * sum(len(a.output_ids) for a in answers) * call.logprobs
 
 
-def _version(service: Service, answers: list[Interaction]) -> int:
-    """Of the last token, or, before there is one, of the next."""
-    sampled = [int(a.output_versions[-1]) for a in answers if len(a.output_versions)]
-    return max(sampled, default=service.run.version)
-
-
 def _headers(listener: Listener, call: ChatCall, version: int) -> dict[str, str]:
     head, session = listener.call.head, listener.call.session
-    out = {"x-any-agent-version": str(version)}
-    if head.choices == 1:
-        # Several ones' would be longer than many a proxy lets a header be.
-        out["x-any-agent-interaction"] = head.id
-    if session is not None:
-        out["x-any-agent-session"] = session.id
-    if call.overrides:
-        used = {
-            name: getattr(head.gconfig, "max_new_tokens" if name in TOKEN_LIMITS else name)
-            for name in sorted(call.overrides)
-        }
-        out["x-any-agent-overrides"] = json.dumps(used)
-    return out
+    return headers_of(call, head, version, session.id if session is not None else None)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from any_agent.completions import Prepared
-from proxy_ext.wire import http, serve
+from any_agent.completions import Prepared, begin
+from any_agent.completions import body as bodies
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
 from tests.proxy_ext.test_proxy_refusals import refusal
@@ -91,7 +91,7 @@ async def test_a_long_body_does_not_stop_the_others(
         return prepare(*args)
 
     monkeypatch.setattr(completer, "prepare", slow)
-    monkeypatch.setattr(serve, "_LONG_TEXT", 5)
+    monkeypatch.setattr(begin, "LONG_TEXT", 5)
     body = {"messages": HELLO, "max_tokens": 2}
     call = asyncio.create_task(proxy.post(CHAT, body, session["api_key"]))
     await until(begun.is_set)
@@ -105,7 +105,7 @@ async def test_a_long_body_does_not_stop_the_others(
 async def test_more_values_than_can_be_read_at_once_are_refused(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "MAX_VALUES", 2000)
+    monkeypatch.setattr(bodies, "MAX_VALUES", 2000)
     key = (await proxy.open())["api_key"]
     ids = b'{"prompt": [' + b"20," * 1000 + b"20]}"
     assert (await proxy.post("/v1/completions", ids, key)).status_code == 200

@@ -1,0 +1,81 @@
+"""A checked request with the shape of its answer, and what an answer's headers tell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from any_agent.chat import ChatFormat
+from any_agent.completions.answers import Answer
+from any_agent.completions.answers.chat import ChatAnswer
+from any_agent.completions.answers.logprobs import TokenLogprobs
+from any_agent.completions.answers.text import TextAnswer
+from any_agent.completions.params import TOKEN_LIMITS, ChatCall, parse_chat, parse_completion
+from any_agent.completions.prepared import Head
+from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checked request, whichever API it came by."""
+
+    call: ChatCall
+    answer: Callable[[Head, int], Answer]
+    """The shape of its answer; given what is known before the first token, and the weight version
+    of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What every API's parser is told beside the body."""
+
+    mode: SessionMode
+    sampling: GenerationHyperparameters
+    model: str
+    """What the policy is called where a request names no model."""
+
+
+def chat_asked(body: Any, rules: Rules, chat: ChatFormat) -> Asked:
+    """Of `/chat/completions`; raises as :func:`parse_chat`."""
+    call = parse_chat(body, mode=rules.mode, sampling=rules.sampling, model=rules.model)
+    logprobs = token_logprobs(chat)
+    return Asked(call, lambda head, version: ChatAnswer(call, head, logprobs, f"v{version}"))
+
+
+def text_asked(body: Any, rules: Rules, chat: ChatFormat) -> Asked:
+    """Of `/completions`; raises as :func:`parse_completion`."""
+    call = parse_completion(body, mode=rules.mode, sampling=rules.sampling, model=rules.model)
+    logprobs = token_logprobs(chat)
+    return Asked(call, lambda head, version: TextAnswer(call, head, logprobs, f"v{version}", chat))
+
+
+@lru_cache(maxsize=4)
+def token_logprobs(chat: ChatFormat) -> TokenLogprobs:
+    """Of a chat format: what is written of its tokens is written once."""
+    return TokenLogprobs(chat)
+
+
+def version_of(answers: Sequence[Interaction], serving: int) -> int:
+    """The weight version of the last token; ``serving``, if there is none yet."""
+    sampled = [int(a.output_versions[-1]) for a in answers if len(a.output_versions)]
+    return max(sampled, default=serving)
+
+
+def headers_of(call: ChatCall, head: Head, version: int, session_id: str | None) -> dict[str, str]:
+    """The `x-any-agent-*` headers of an answer."""
+    out = {"x-any-agent-version": str(version)}
+    if head.choices == 1:
+        # Several ones' would be longer than many a proxy lets a header be.
+        out["x-any-agent-interaction"] = head.id
+    if session_id is not None:
+        out["x-any-agent-session"] = session_id
+    if call.overrides:
+        used = {
+            name: getattr(head.gconfig, "max_new_tokens" if name in TOKEN_LIMITS else name)
+            for name in sorted(call.overrides)
+        }
+        out["x-any-agent-overrides"] = json.dumps(used)
+    return out

@@ -1,0 +1,39 @@
+"""What comes between a checked call and its first token, wherever the call came from."""
+
+from __future__ import annotations
+
+import asyncio
+
+from any_agent.completions.complete import Completer
+from any_agent.completions.params import ChatCall, require_supported
+from any_agent.completions.prepared import Prepared
+from any_agent.engine import Capabilities
+from any_agent.errors import UnsupportedParameter
+from any_agent.record import InteractionTree
+
+LONG_TEXT = 65_536
+"""Characters; rendering a megabyte takes a second."""
+LONG_WHOLE = 4 * LONG_TEXT
+"""Of a whole conversation, which is rendered where its new messages alone cannot be."""
+_NOTHING = Capabilities(
+    top_logprobs=False, penalties=False, min_p=False, logit_bias=False, grammar=False
+)
+
+
+async def require_engine_supports(completer: Completer, call: ChatCall) -> None:
+    """UnsupportedParameter for what the engine cannot do, which is asked only if that matters."""
+    vocabulary = completer.chat.vocab_size
+    try:
+        require_supported(call, _NOTHING, vocab_size=vocabulary)
+    except UnsupportedParameter:
+        can = await completer.engine.capabilities()
+        require_supported(call, can, vocab_size=vocabulary)
+
+
+async def prepare(completer: Completer, call: ChatCall, tree: InteractionTree | None) -> Prepared:
+    """As :meth:`Completer.prepare`, in a thread where there is much to render."""
+    past = completer.find(call, tree)
+    whole = past.found.characters if past.found is not None else 0
+    if past.new_characters > LONG_TEXT or whole > LONG_WHOLE:
+        return await asyncio.to_thread(completer.prepare, call, tree, past)
+    return completer.prepare(call, tree, past)
