@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,19 +34,31 @@ async def check_session(lab: Lab, talk: Talk, *, each: int = 1) -> InteractionTr
         if lab.engine.model is not None:
             check_logprobs(lab, tree, node)
         if node.id in talk.delivered:
-            body = talk.asked[node.id]
-            stop = tuple(body.get("stop") or ())
-            check_parsing(lab.fam, tree, node, body.get("tools"), stop)
-            assert heard(talk.delivered[node.id]) == heard(node.output_message)
-            assert talk.finishes[node.id] == node.finish_reason
+            asked, given = talk.asked[node.id], talk.delivered[node.id]
+            check_parsing(lab.fam, tree, node, asked.tools, tuple(asked.stop))
+            assert heard(given) == heard(node.output_message)
+            assert given.finish == node.finish_reason
             if node.continuation is Continuation.EXACT and number % each == 0:
-                check_continuation(lab.fam, tree, node, body["messages"], body.get("tools"))
+                check_continuation(lab.fam, tree, node, list(asked.messages), asked.tools)
     return tree
 
 
 def heard(message: Message) -> dict[str, Any]:
-    """A message's fields that say something."""
-    return {k: v for k, v in message.items() if v and k not in ("role", "index")}
+    """A message's fields that say something; arguments as values, as some APIs have them."""
+    out = {k: v for k, v in message.items() if v and k not in ("role", "index")}
+    if "tool_calls" in out:
+        out["tool_calls"] = [
+            (call["id"], call["function"]["name"], said(call["function"]["arguments"]))
+            for call in out["tool_calls"]
+        ]
+    return out
+
+
+def said(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return ("broken", arguments)
 
 
 def check_ids(lab: Lab, tree: InteractionTree, node: Interaction) -> None:

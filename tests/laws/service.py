@@ -15,6 +15,7 @@ from any_agent.types import Message
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.true_logprobs import TrueModel
 from tests.families import Family
+from tests.laws.apis import CHAT, Api, Asked, Given
 from tests.other_weights import publish_other
 from tests.proxy_ext.proxy_lab import Proxy, config_for, running_proxy, until
 
@@ -79,11 +80,10 @@ class Talk:
 
     lab: Lab
     session: dict[str, Any]
-    delivered: dict[str, Message] = field(default_factory=dict)
+    delivered: dict[str, Given] = field(default_factory=dict)
     """The message by interaction, as the client put it together."""
-    finishes: dict[str, str] = field(default_factory=dict)
-    asked: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The request's body by interaction."""
+    asked: dict[str, Asked] = field(default_factory=dict)
+    """The request by interaction."""
 
     @property
     def key(self) -> str:
@@ -99,38 +99,50 @@ class Talk:
         *outputs: list[int],
         stream: bool,
         retry: int | None = None,
+        api: Api = CHAT,
+        previous: bool = False,
         **fields: Any,
-    ) -> list[Message]:
+    ) -> list[Given]:
         """One call whose choices the engine speaks so; the choices' messages."""
         for output in outputs:
             self.lab.engine.say(output)
-        body = {"model": "m", "messages": list(messages), "stream": stream, **fields}
+        known = {"tools", "max_tokens", "stop"}
+        asked = Asked(
+            messages,
+            stream=stream,
+            previous=previous,
+            fields={k: v for k, v in fields.items() if k not in known},
+            **{k: v for k, v in fields.items() if k in known},
+        )
         headers = {"authorization": f"Bearer {self.key}"}
         if retry is not None:
             headers["x-stainless-retry-count"] = str(retry)
         request = self.lab.proxy.http.stream(
-            "POST", "/v1/chat/completions", content=orjson.dumps(body), headers=headers
+            "POST", api.path, content=orjson.dumps(api.body(asked)), headers=headers
         )
         async with request as response:
             data = await response.aread()
             assert response.status_code == 200, data
-        choices = _streamed(data) if stream else _whole(data)
-        count = fields.get("n") or 1
-        assert sorted(choices) == list(range(count))
-        for index, (id, finish, message) in choices.items():
-            name = id if count == 1 else f"{id}.{index}"
-            self.delivered[name] = message
-            self.finishes[name] = finish
-            self.asked[name] = body
-        return [choices[index][2] for index in range(count)]
+        choices = api.streamed(data) if stream else api.whole(data)
+        assert len(choices) == (fields.get("n") or 1)
+        for given in choices:
+            self.delivered[given.interaction] = given
+            self.asked[given.interaction] = asked
+        return choices
 
     async def leave(
-        self, messages: Sequence[Message], output: list[int], *, stream: bool, retry: int | None
+        self,
+        messages: Sequence[Message],
+        output: list[int],
+        *,
+        stream: bool,
+        retry: int | None,
+        api: Api = CHAT,
     ) -> None:
         """Ask, and hang up when the engine has sampled some tokens and waits."""
         engine = self.lab.engine
         before = len(engine.requests)
-        asked = asyncio.create_task(self.ask(messages, output, stream=stream, retry=retry))
+        asked = asyncio.create_task(self.ask(messages, output, stream=stream, retry=retry, api=api))
         await until(lambda: len(engine.requests) > before)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
@@ -138,41 +150,3 @@ class Talk:
     async def end(self, reward: float = 1.0) -> None:
         done = await self.lab.proxy.post("/rl/v1/finalize", {"final_reward": reward}, self.key)
         assert done.status_code == 200, done.text
-
-
-Choices = dict[int, tuple[str, str, Message]]
-"""By index: completion id, finish reason, message."""
-
-
-def _whole(data: bytes) -> Choices:
-    body = orjson.loads(data)
-    return {c["index"]: (body["id"], c["finish_reason"], c["message"]) for c in body["choices"]}
-
-
-def _streamed(data: bytes) -> Choices:
-    lines = [line.removeprefix(b"data: ") for line in data.splitlines() if line]
-    assert lines[-1] == b"[DONE]", lines[-1]
-    out: dict[int, tuple[str, str, Message]] = {}
-    for event in map(orjson.loads, lines[:-1]):
-        for choice in event["choices"]:
-            index = choice["index"]
-            id, finish, message = out.get(index, (event["id"], "", {"role": "assistant"}))
-            assert id == event["id"] and not finish, "nothing follows a choice's end"
-            _add(message, choice["delta"])
-            out[index] = (id, choice.get("finish_reason") or "", message)
-    return out
-
-
-def _add(message: Message, delta: dict[str, Any]) -> None:
-    for key in ("content", "reasoning_content"):
-        if delta.get(key):
-            message[key] = (message.get(key) or "") + delta[key]
-    for part in delta.get("tool_calls") or []:
-        calls = message.setdefault("tool_calls", [])
-        if part["index"] == len(calls):
-            calls.append(
-                {"id": part["id"], "type": "function", "function": {"name": "", "arguments": ""}}
-            )
-        function = calls[part["index"]]["function"]
-        for key in ("name", "arguments"):
-            function[key] += (part.get("function") or {}).get(key) or ""
