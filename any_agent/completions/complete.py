@@ -291,6 +291,8 @@ class Completer:
         }
         if choice.forced:
             request["forced"] = len(choice.forced)
+        if parsed.order:
+            request["order"] = [list(each) for each in parsed.order]
         if sampled.top:
             request["top_logprobs"] = sampled.top.to_json()
         if call.prompts:

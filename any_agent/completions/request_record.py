@@ -22,6 +22,9 @@ class RequestRecord(TypedDict, total=False):
     are no output ids."""
     top_logprobs: dict[str, str]
     """The likeliest tokens at each position, if they were asked for: see ``PackedTop``."""
+    order: list[list[Any]]
+    """What the answer says in which order, where it is not reasoning, content, calls: see
+    ``any_agent.completions.answers.parts``."""
     mixed_cache: bool
     """Whether tokens of several versions were sampled over one cache (`update_mode: in_place`)."""
     text: dict[str, Any]

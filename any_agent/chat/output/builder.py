@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.chat.output.callids import CallIds
-from any_agent.chat.output.message import MessageDelta, ParsedMessage
+from any_agent.chat.output.message import MessageDelta, Order, ParsedMessage
 
 _CONTENT = -1
 _REASONING = -2
+_RANKS = {_REASONING: 0, _CONTENT: 1}
+_CALL_RANK = 2
 
 
 class Trimmed:
@@ -60,6 +62,8 @@ class MessageBuilder:
         self._out: list[MessageDelta] = []
         self._run: list[str] = []
         self._run_kind = _CONTENT
+        self._order: list[list[int]] = []
+        """Kinds, and how many characters of each in a row."""
 
     def content(self, text: str) -> None:
         visible = self._content.push(text)
@@ -78,6 +82,7 @@ class MessageBuilder:
         entry = {"id": call_id, "type": "function"}
         self._calls.append({**entry, "function": {"name": name}})
         self._arguments.append([])
+        self._order.append([index, 0])
         self._end_run()
         first = {"index": index, **entry, "function": {"name": name, "arguments": ""}}
         self._out.append(MessageDelta(tool_calls=[first]))
@@ -104,13 +109,28 @@ class MessageBuilder:
             {**call, "function": {**call["function"], "arguments": "".join(parts)}}
             for call, parts in zip(self._calls, self._arguments, strict=True)
         ]
-        return ParsedMessage(self._content.text(), self._reasoning.text() or None, calls)
+        reasoning = self._reasoning.text() or None
+        return ParsedMessage(self._content.text(), reasoning, calls, self._unusual_order())
+
+    def _unusual_order(self) -> Order:
+        kinds = [kind for kind, _ in self._order]
+        ranks = [_RANKS.get(kind, _CALL_RANK) for kind in kinds]
+        if ranks == sorted(ranks):
+            return []
+        return [
+            ("call", 1) if kind >= 0 else ("content" if kind == _CONTENT else "reasoning", length)
+            for kind, length in self._order
+        ]
 
     def _emit(self, kind: int, text: str) -> None:
         """``kind``: a call's index, or what else it is."""
         if kind != self._run_kind:
             self._end_run()
             self._run_kind = kind
+        if self._order and self._order[-1][0] == kind:
+            self._order[-1][1] += len(text)
+        else:
+            self._order.append([kind, len(text)])
         self._run.append(text)
         self._since_call.append(text)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from any_agent.types import Message
+
+Order: TypeAlias = list[tuple[Literal["reasoning", "content", "call"], int]]
+"""What was said in which order: how many characters of a kind in a row, or one call."""
 
 
 @dataclass(slots=True)
@@ -16,6 +19,8 @@ class ParsedMessage:
     content: str
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    order: Order = field(default_factory=list, compare=False)
+    """Empty, if it is the usual one: reasoning, content, calls."""
 
     def to_message(self) -> Message:
         """The assistant message in OpenAI's form; content is None beside tool calls alone."""

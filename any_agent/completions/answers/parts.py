@@ -1,0 +1,58 @@
+"""What an answer says, in the order in which it was sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from any_agent.types import Interaction, Message
+
+Kind = Literal["reasoning", "content", "call"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Reasoning or content in a row, or one call."""
+
+    kind: Kind
+    text: str = ""
+    call: dict[str, Any] | None = None
+    """In OpenAI's form."""
+
+
+def parts_of(interaction: Interaction) -> list[Part]:
+    """The parts of a recorded answer, none of them empty.
+
+    A stream's deltas have the same ones: a part ends where another kind, or another call, begins.
+    """
+    message = interaction.output_message
+    order = interaction.request.get("order")
+    return _in_order(message, order) if order else _as_usual(message)
+
+
+def _as_usual(message: Message) -> list[Part]:
+    out = []
+    if reasoning := message.get("reasoning_content"):
+        out.append(Part("reasoning", reasoning))
+    if content := message.get("content"):
+        out.append(Part("content", content))
+    out += [Part("call", call=call) for call in message.get("tool_calls") or ()]
+    return out
+
+
+def _in_order(message: Message, order: list[list[Any]]) -> list[Part]:
+    texts = {
+        "reasoning": message.get("reasoning_content") or "",
+        "content": message.get("content") or "",
+    }
+    at = {"reasoning": 0, "content": 0}
+    calls = iter(message.get("tool_calls") or ())
+    out = []
+    for kind, length in order:
+        if kind == "call":
+            out.append(Part("call", call=next(calls)))
+            continue
+        start = at[kind]
+        at[kind] = start + length
+        out.append(Part(kind, texts[kind][start : start + length]))
+    return out
