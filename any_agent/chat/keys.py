@@ -94,6 +94,11 @@ def key_parts(key: bytes) -> tuple[bytes, bytes, bytes]:
     return key[:_CHAIN], key[_CHAIN : _CHAIN + _PART], key[_CHAIN + _PART :]
 
 
+def same_arguments(one: Any, other: Any) -> bool:
+    """Whether two spellings of a call's arguments (text, or values) are one in the normal form."""
+    return canonical_bytes(_arguments(one)) == canonical_bytes(_arguments(other))
+
+
 def is_leading_system(message: Any) -> bool:
     """Whether, at the beginning, it is part of the system prompt and may be merged with others."""
     return (

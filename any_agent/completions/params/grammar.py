@@ -47,7 +47,11 @@ def _response_format(value: Any) -> str | None:
             wanted = require_object(value.get("json_schema"), f"{name}.json_schema")
             schema = wanted.get("schema")
             # OpenAI's schema may be left out: any object will do.
-            return _text({"json_object": True}, name) if schema is None else _schema(schema, name)
+            return (
+                _text({"json_object": True}, name)
+                if schema is None
+                else schema_grammar(schema, name)
+            )
         case str():
             raise UnsupportedParameter(
                 "response_format must be text, json_object or json_schema", param=name
@@ -71,7 +75,7 @@ def _structured(value: Any) -> str | None:
 def _one(kind: str, value: Any, name: str) -> str:
     match kind:
         case "json":
-            return _schema(_parsed(value, name), name)
+            return schema_grammar(_parsed(value, name), name)
         case "regex":
             check(value, TABLE["chat"]["guided_regex"].schema, name)
             return _text({"regex": value}, name)
@@ -91,7 +95,8 @@ def _parsed(value: Any, name: str) -> Any:
         raise InvalidRequest(f"{name} is no JSON", param=name) from None
 
 
-def _schema(schema: Any, name: str) -> str:
+def schema_grammar(schema: Any, name: str) -> str:
+    """Of a JSON schema; InvalidRequest, under the parameter's name, for what is none of ours."""
     if not isinstance(schema, dict):
         raise InvalidRequest(f"the schema of {name} must be an object", param=name)
     level: list[Any] = [schema]
