@@ -28,6 +28,8 @@ from pydantic import (
 from pydantic.types import StringConstraints
 
 from any_agent.errors import ConfigError
+from any_agent.frozen_models import ModelList, check_model_list, secrets_of
+from any_agent.frozen_models import names as frozen_names
 from any_agent.keys import KEY_PREFIXES
 
 ENV_PREFIX = "ANY_AGENT_"
@@ -42,6 +44,10 @@ Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
 def _user() -> str:
     name = re.sub(r"[^A-Za-z0-9._-]", "-", getpass.getuser()) or "user"
     return name if name[0].isalnum() else f"u{name}"
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip(" '\"") for part in text.strip("[] ").split(",") if part.strip()]
 
 
 class _Section(BaseModel):
@@ -62,6 +68,17 @@ class ModelConfig(_Section):
     """Which earlier thinking later turns still see; only `all` continues every turn exactly."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The engine's precision. Training keeps float32 masters."""
+    policy_names: tuple[str, ...] = ()
+    """What calls may name the policy, beside `model.name`, where `model.unknown_model=reject`."""
+    unknown_model: Literal["policy", "reject"] = "policy"
+    """What a call gets that names neither the policy nor a frozen model: the policy, because agents
+    hard-code names; or 404 `model_not_found`."""
+
+    @field_validator("policy_names", mode="before")
+    @classmethod
+    def _listed(cls, names: object) -> object:
+        """On a command line they are separated by commas."""
+        return _split(names) if isinstance(names, str) else names
 
     @field_validator("path")
     @classmethod
@@ -171,9 +188,7 @@ class EngineConfig(_Section):
     @classmethod
     def _listed(cls, urls: object) -> object:
         """On a command line they are separated by commas."""
-        if not isinstance(urls, str):
-            return urls
-        return [url.strip(" '\"") for url in urls.strip("[] ").split(",") if url.strip()]
+        return _split(urls) if isinstance(urls, str) else urls
 
 
 class SessionConfig(_Section):
@@ -306,6 +321,29 @@ class TrainConfig(_Section):
     """Published weight versions kept on disk."""
 
 
+class FrozenConfig(_Section):
+    """Models beside the policy, which are never trained: judges, other providers' models."""
+
+    model_list: tuple[dict[str, Any], ...] = ()
+    """As LiteLLM has it: `model_name`, `litellm_params`, `model_info`; keys only as
+    `os.environ/NAME`."""
+    session_usd: float | None = Field(None, ge=0)
+    """What one session's calls of frozen models may cost; beyond it 402 `spend_cap_exceeded`. None:
+    any amount."""
+    tenant_usd: float | None = Field(None, ge=0)
+    """What one tenant's may cost in this trial, over all ranks: each enforces its share."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds that one call may take, a stream to its end; then it has failed with 504
+    `provider_timeout`."""
+    max_calls: int = Field(64, ge=1)
+    """Calls under way at once on each rank; further ones get 429."""
+
+    @field_validator("model_list", mode="before")
+    @classmethod
+    def _usable(cls, value: object) -> ModelList:
+        return check_model_list(value)
+
+
 class Config(_Section):
     """Every setting of a run; made by :func:`load_config`."""
 
@@ -328,6 +366,7 @@ class Config(_Section):
     sessions: SessionConfig = SessionConfig()  # type: ignore[call-arg]
     rollout: RolloutConfig = RolloutConfig()  # type: ignore[call-arg]
     train: TrainConfig = TrainConfig()  # type: ignore[call-arg]
+    frozen: FrozenConfig = FrozenConfig()  # type: ignore[call-arg]
 
     @model_validator(mode="after")
     def _an_engine_per_rank(self) -> Self:
@@ -350,6 +389,17 @@ class Config(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _one_model_a_name(self) -> Self:
+        policy = {self.model.name, *self.model.policy_names}
+        both = next((name for name in frozen_names(self.frozen.model_list) if name in policy), None)
+        if both is not None:
+            raise ValueError(
+                f"{both} is a name of the policy (model.name, model.policy_names) and of a model "
+                "in frozen.model_list: give one of them another name"
+            )
+        return self
+
     def dump(self) -> dict[str, Any]:
         """Plain data with every secret left out, fit for a file or a log."""
         data = self.model_dump(mode="json", exclude={"server": {"admin_key"}})
@@ -358,7 +408,8 @@ class Config(_Section):
     def secrets(self) -> list[str]:
         """What must appear in no log."""
         key = self.server.admin_key
-        return [key.get_secret_value()] if key is not None else []
+        own = [key.get_secret_value()] if key is not None else []
+        return own + secrets_of(self.frozen.model_list, os.environ)
 
 
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:

@@ -7,6 +7,7 @@ AnyAgentError                      500 internal_error
 │   ├── TemplateError              400 template_error
 │   └── SessionMismatch            400 session_mismatch
 ├── Unauthenticated                401 invalid_api_key
+├── SpendCapExceeded               402 spend_cap_exceeded
 ├── Forbidden                      403 forbidden
 ├── NotFound                       404 not_found
 ├── Conflict                       409 conflict
@@ -19,6 +20,11 @@ AnyAgentError                      500 internal_error
 ├── Unprocessable                  422 unprocessable
 ├── TooManyRequests                429 no_capacity
 ├── ReplyLost                      502 reply_lost
+├── ProviderError                  502 provider_error
+│   ├── ProviderRefused            400 provider_refused
+│   ├── ProviderBusy               429 provider_busy
+│   ├── ProviderUnavailable        503 provider_unavailable
+│   └── ProviderTimeout            504 provider_timeout
 ├── EngineUnavailable              503 engine_unavailable
 ├── EngineMismatch                 500 engine_mismatch
 ├── StoreUnavailable               503 store_unavailable
@@ -129,6 +135,13 @@ class Unauthenticated(AnyAgentError):
     default_code = "invalid_api_key"
 
 
+class SpendCapExceeded(AnyAgentError):
+    """Nothing is left for calls of frozen models. SDKs try a 402 once, and a 429 again."""
+
+    status = 402
+    default_code = "spend_cap_exceeded"
+
+
 class Forbidden(AnyAgentError):
     status = 403
     default_code = "forbidden"
@@ -216,6 +229,40 @@ class ReplyLost(AnyAgentError):
 
     def headers(self) -> dict[str, str]:
         return {"x-should-retry": "true"} if self.repeatable else super().headers()
+
+
+class ProviderError(AnyAgentError):
+    """The provider of a frozen model answered what is no answer, or refuses the operator."""
+
+    status = 502
+    default_code = "provider_error"
+
+
+class ProviderRefused(ProviderError):
+    """It does not take this request."""
+
+    status = 400
+    default_code = "provider_refused"
+
+
+class ProviderBusy(ProviderError):
+    status = 429
+    default_code = "provider_busy"
+    retryable = True
+
+
+class ProviderUnavailable(ProviderError):
+    """It cannot be reached, or fails."""
+
+    status = 503
+    default_code = "provider_unavailable"
+    retryable = True
+
+
+class ProviderTimeout(ProviderError):
+    status = 504
+    default_code = "provider_timeout"
+    retryable = True
 
 
 class EngineUnavailable(AnyAgentError):

@@ -248,6 +248,7 @@ def _type(annotation: str) -> str:
     names |= {"Name": "name", "Path": "folder", "SecretStr": "secret"}
     names |= {"dict[str, float]": "numbers by name"}
     names |= {"tuple[float, float]": "two numbers", "tuple[str, ...]": "list of texts"}
+    names["tuple[dict[str, Any], ...]"] = "list of mappings"
     return names[out]
 
 

@@ -1,0 +1,173 @@
+"""The models beside the policy: LiteLLM's `model_list`, as an operator writes it.
+
+Keys of providers are named, never written: `os.environ/NAME`, as in LiteLLM's own configuration. So
+what a run's folder and its logs show of the list holds none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+from any_agent.errors import ConfigError
+
+ModelList: TypeAlias = tuple[dict[str, Any], ...]
+
+_REFERENCE = "os.environ/"
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
+_ENTRY = {"model_name", "litellm_params", "model_info"}
+_SECRET = re.compile(
+    r"(?:^|_)(?:key|key_id|secret|password|passphrase|credentials?|token|authorization|cookie)$"
+)
+_PRICES = re.compile(r"(?:^|_)cost(?:_|$)")
+_NOT_HERE = {
+    **dict.fromkeys(
+        ("num_retries", "max_retries", "fallbacks", "context_window_fallbacks"),
+        "a call is sent once, to the model that it names: its client retries",
+    ),
+    **dict.fromkeys(
+        ("rpm", "tpm", "max_parallel_requests"),
+        "frozen.max_calls, frozen.session_usd and frozen.tenant_usd bound what is used",
+    ),
+    "litellm_credential_name": "name the key itself, as os.environ/NAME",
+    "stream": "the client's to say",
+}
+_SHORTEST_SECRET = 6
+"""Characters; what is shorter is cut out of no log: too much else would be."""
+
+
+def check_model_list(value: object) -> ModelList:
+    """The list, if it can be used; ValueError says what is wrong with which of its entries."""
+    if value is None or value == "":
+        return ()
+    if not isinstance(value, list | tuple):
+        raise ValueError("must be LiteLLM's list of mappings with model_name and litellm_params")
+    return tuple(_checked(entry, f"entry {k}") for k, entry in enumerate(value))
+
+
+def names(model_list: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What clients call the models, each once, in order."""
+    return list(dict.fromkeys(entry["model_name"] for entry in model_list))
+
+
+def resolved(model_list: ModelList, environ: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The list with the values that it refers to; ConfigError for those that are not there."""
+    missing = sorted({name for name in _references(list(model_list)) if not environ.get(name)})
+    if missing:
+        raise ConfigError(
+            f"frozen.model_list refers to {', '.join(missing)}, which the environment does not "
+            "have: set it where the service is started"
+        )
+    return [_resolved(entry, environ) for entry in model_list]
+
+
+def secrets_of(model_list: ModelList, environ: Mapping[str, str]) -> list[str]:
+    """The values that the list refers to: they must appear in no log."""
+    found = {environ.get(name, "") for name in _references(list(model_list))}
+    return sorted(value for value in found if len(value) >= _SHORTEST_SECRET)
+
+
+def _checked(entry: object, where: str) -> dict[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where} must be a mapping with model_name and litellm_params")
+    name, params = entry.get("model_name"), entry.get("litellm_params")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{where}: model_name must be letters, digits and . _ : / @ -, at most 128, and begin "
+            "with a letter or a digit; patterns such as openai/* are not served"
+        )
+    where = f"{where} ({name})"
+    if unknown := sorted(map(str, entry.keys() - _ENTRY)):
+        raise ValueError(
+            f"{where}: unknown key {unknown[0]}; there are {', '.join(sorted(_ENTRY))}"
+        )
+    if not isinstance(params, Mapping) or not isinstance(params.get("model"), str):
+        raise ValueError(f"{where}: litellm_params needs a model, e.g. openai/gpt-4o-mini")
+    info = entry.get("model_info") or {}
+    if not isinstance(info, Mapping):
+        raise ValueError(f"{where}: model_info must be a mapping")
+    for key, why in _NOT_HERE.items():
+        if key in params:
+            raise ValueError(f"{where}: litellm_params.{key} has no place here: {why}")
+    _check_secrets(where, params)
+    _check_base(where, params)
+    return {
+        "model_name": name,
+        "litellm_params": _with_prices(where, params),
+        "model_info": _with_prices(where, info),
+    }
+
+
+def _with_prices(where: str, values: Mapping[Any, Any]) -> dict[str, Any]:
+    out = {str(key): value for key, value in values.items()}
+    for key in ("input_cost_per_token", "output_cost_per_token"):
+        if out.get(key) is None:
+            continue
+        try:
+            # YAML reads 1e-6 as a text.
+            price = float(out[key])
+        except (TypeError, ValueError):
+            price = -1.0
+        if isinstance(out[key], bool) or not 0 <= price < 1e3:
+            raise ValueError(f"{where}: {key} must be USD for one token, 0 or more")
+        out[key] = price
+    return out
+
+
+def _check_base(where: str, params: Mapping[str, Any]) -> None:
+    base = params.get("api_base") or params.get("base_url")
+    if base is None:
+        return
+    if not isinstance(base, str):
+        raise ValueError(f"{where}: api_base must be a URL")
+    if "@" in urlsplit(base).netloc:
+        raise ValueError(f"{where}: api_base must hold no password; use api_key: os.environ/NAME")
+
+
+def _check_secrets(where: str, value: object, name: str = "litellm_params") -> None:
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            _check_secrets(where, below, f"{name}.{key}")
+        return
+    if isinstance(value, list | tuple):
+        for below in value:
+            _check_secrets(where, below, name)
+        return
+    if not isinstance(value, str) or not value:
+        return
+    last = name.rpartition(".")[2].lower().replace("-", "_")
+    secret = _SECRET.search(last) and not _PRICES.search(last)
+    if value.startswith(_REFERENCE):
+        if not _VARIABLE.fullmatch(value.removeprefix(_REFERENCE)):
+            raise ValueError(f"{where}: {name} names no variable of the environment")
+    elif secret or value.startswith("sk-"):
+        # Without the value: a configuration's errors are shown and logged.
+        raise ValueError(
+            f"{where}: {name} must not stand in a file: write {_REFERENCE}NAME, and set NAME in "
+            "the environment of the service"
+        )
+
+
+def _references(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        if value.startswith(_REFERENCE):
+            yield value.removeprefix(_REFERENCE)
+    elif isinstance(value, Mapping):
+        for below in value.values():
+            yield from _references(below)
+    elif isinstance(value, list | tuple):
+        for below in value:
+            yield from _references(below)
+
+
+def _resolved(value: Any, environ: Mapping[str, str]) -> Any:
+    if isinstance(value, str) and value.startswith(_REFERENCE):
+        return environ[value.removeprefix(_REFERENCE)]
+    if isinstance(value, Mapping):
+        return {key: _resolved(below, environ) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_resolved(below, environ) for below in value]
+    return value
