@@ -260,9 +260,10 @@ class ProviderUnavailable(ProviderError):
 
 
 class ProviderTimeout(ProviderError):
+    """It took too long. It may charge for that, and would for another try."""
+
     status = 504
     default_code = "provider_timeout"
-    retryable = True
 
 
 class EngineUnavailable(AnyAgentError):
