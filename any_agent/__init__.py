@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from any_agent.client import RLClient
     from any_agent.config import Config, load_config
+    from any_agent.direct import EngineOpenAI
     from any_agent.errors import AnyAgentError
     from any_agent.inference import LocalModel, load_engine
     from any_agent.types import Interaction, Trajectory
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AnyAgentError": "any_agent.errors",
     "Config": "any_agent.config",
+    "EngineOpenAI": "any_agent.direct",
     "Interaction": "any_agent.types",
     "LocalModel": "any_agent.inference",
     "ProxyWorkflow": "any_agent.workflow",
@@ -31,6 +33,7 @@ _HOMES = {
 __all__ = [
     "AnyAgentError",
     "Config",
+    "EngineOpenAI",
     "Interaction",
     "LocalModel",
     "ProxyWorkflow",

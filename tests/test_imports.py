@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
     ("chat", "engine", "record"),
     ("completions",),
-    ("workflow",),
+    ("workflow", "direct"),
     ("rollout", "sdk", "inference"),
     (
         "launcher",

@@ -12,6 +12,7 @@ import any_agent
 PUBLIC = [
     "AnyAgentError",
     "Config",
+    "EngineOpenAI",
     "Interaction",
     "LocalModel",
     "ProxyWorkflow",

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from any_agent.chat.bridge import example_roles
 from any_agent.chat.families import BY_MODEL_TYPE, BY_NAME
@@ -20,6 +20,9 @@ from any_agent.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_Where: TypeAlias = Literal["folder", "hub", "cache"]
+"""Where a model's small files are: in its folder, on the Hugging Face hub, or, if anywhere, in what
+was fetched from there before."""
 
 
 class RendererMismatch(ConfigError):
@@ -36,6 +39,26 @@ def load_chat_format(
 ) -> ChatFormat:
     """The chat format of a local model directory, or of a name on the Hugging Face hub.
 
+    Settings and errors are those of :func:`chat_format_of`.
+    """
+    _require_known(thinking_retention)
+    local = Path(model_path).is_dir()
+    tokenizer = _load_tokenizer(model_path, local=local, trust_remote_code=trust_remote_code)
+    where: _Where = "folder" if local else "hub"
+    own = _Loading(model_path, tokenizer, enable_thinking, thinking_retention)
+    return _format(own, where, renderer)
+
+
+def chat_format_of(
+    tokenizer: Any,
+    *,
+    renderer: str = "auto",
+    enable_thinking: bool | None = False,
+    thinking_retention: str = "all",
+) -> ChatFormat:
+    """The chat format of a tokenizer of transformers, whose model's other files are where it came
+    from, if they are on this machine.
+
     ``auto`` writes with the tokenizer's own chat template, and knows the family by name where
     PyPI's ``renderers`` agrees with it; without a template it writes with the family's
     renderer. Any other ``renderer`` is one of these, by name, and writes itself; ``default``
@@ -48,15 +71,23 @@ def load_chat_format(
     Raises:
         ConfigError: no such path, no tokenizer, no template, or one that cannot be rendered.
     """
+    _require_known(thinking_retention)
+    path = str(getattr(tokenizer, "name_or_path", "") or "(a tokenizer without a path)")
+    own = _Loading(path, tokenizer, enable_thinking, thinking_retention)
+    return _format(own, "folder" if Path(path).is_dir() else "cache", renderer)
+
+
+def _require_known(thinking_retention: str) -> None:
     if thinking_retention not in ("all", "tool_cycle", "template"):
         raise ConfigError(
             f"thinking_retention is {thinking_retention!r}: use all, tool_cycle or template"
         )
-    local = Path(model_path).is_dir()
-    tokenizer = _load_tokenizer(model_path, local=local, trust_remote_code=trust_remote_code)
-    own = _Loading(model_path, tokenizer, enable_thinking, thinking_retention)
+
+
+def _format(own: _Loading, where: _Where, renderer: str) -> ChatFormat:
+    model_path, tokenizer = own.path, own.tokenizer
     if renderer == "auto":
-        name, made = own.known_family(_family(tokenizer, model_path, local=local))
+        name, made = own.known_family(_family(tokenizer, model_path, where))
     else:
         name, made = renderer, own.renderer(renderer)
         if difference := own.difference(made):
@@ -67,19 +98,19 @@ def load_chat_format(
     family = BY_NAME.get(name)
     vocab = tokenizer.get_vocab()
     named = [vocab[token] for token in (family.stops if family else ()) if token in vocab]
-    stops = [*named, *made.get_stop_token_ids(), *_generation_stops(model_path, local=local)]
+    stops = [*named, *made.get_stop_token_ids(), *_generation_stops(model_path, where)]
     writer: Writer
     if own.template is not None and (renderer == "auto" or name == "default"):
         writer = TemplateWriter(
             own.template,
             tuple(dict.fromkeys(stops)),
-            retention=thinking_retention,
-            may_think=enable_thinking is not False,
+            retention=own.retention,
+            may_think=own.enable_thinking is not False,
         )
     else:
         writer = RendererWriter(tokenizer, made, stops)
     chat = ChatFormat(
-        tokenizer, made, stops, writer, name=name, keeps_thinking=thinking_retention == "all"
+        tokenizer, made, stops, writer, name=name, keeps_thinking=own.retention == "all"
     )
     showing = showing_of(chat)
     if not showing.tools:
@@ -102,10 +133,10 @@ class _Loading:
     def __init__(
         self, path: str, tokenizer: Any, enable_thinking: bool | None, retention: str
     ) -> None:
-        self._path = path
-        self._tokenizer = tokenizer
-        self._enable_thinking = enable_thinking
-        self._retention = retention
+        self.path = path
+        self.tokenizer = tokenizer
+        self.enable_thinking = enable_thinking
+        self.retention = retention
         settings = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         has = bool(getattr(tokenizer, "chat_template", None))
         self.template = Template(tokenizer, settings) if has else None
@@ -119,15 +150,15 @@ class _Loading:
             _ = template.known_settings
         except TemplateSyntaxError as e:
             raise ConfigError(
-                f"the chat template of {self._path} is no valid Jinja: line {e.lineno}: {e.message}"
+                f"the chat template of {self.path} is no valid Jinja: line {e.lineno}: {e.message}"
             ) from None
         except Exception as e:
-            raise ConfigError(f"the chat template of {self._path} cannot be read: {e}") from e
+            raise ConfigError(f"the chat template of {self.path} cannot be read: {e}") from e
 
     def known_family(self, name: str) -> tuple[str, Any]:
         """The family's name and renderer where it agrees with the template, else the default."""
         family = BY_NAME.get(name)
-        vocab = self._tokenizer.get_vocab()
+        vocab = self.tokenizer.get_vocab()
         if name == "default" or (family and any(t not in vocab for t in family.stops[:1])):
             return "default", self._default()
         try:
@@ -136,30 +167,30 @@ class _Loading:
             if self.template is None:
                 raise
             # Its vocabulary is elsewhere, for one; the template is here.
-            log.info("%s: %s; its chat template is used", self._path, e)
+            log.info("%s: %s; its chat template is used", self.path, e)
             return name, self._default()
         difference = self.difference(made)
         if difference is None:
             return name, made
-        log.warning("%s: renderer %s: %s; using the chat template", self._path, name, difference)
+        log.warning("%s: renderer %s: %s; using the chat template", self.path, name, difference)
         return "default", self._default()
 
     def _default(self) -> Any:
         made = self.renderer("default")
         if difference := self.difference(made):
-            raise ConfigError(f"{self._path}: renderer default {difference}")
+            raise ConfigError(f"{self.path}: renderer default {difference}")
         return made
 
     def renderer(self, name: str) -> Any:
         if name == "default" and self.template is None:
             raise ConfigError(
-                f"{self._path}: the tokenizer has no chat template: give it one "
+                f"{self.path}: the tokenizer has no chat template: give it one "
                 "(chat_template.jinja), or name this model's renderer (model.renderer)"
             )
-        return _make(self._tokenizer, name, self._enable_thinking, self._retention)
+        return _make(self.tokenizer, name, self.enable_thinking, self.retention)
 
     def difference(self, made: Any) -> str | None:
-        return _difference(self._tokenizer, self.template, made)
+        return _difference(self.tokenizer, self.template, made)
 
 
 def _load_tokenizer(model_path: str, *, local: bool, trust_remote_code: bool) -> Any:
@@ -179,7 +210,7 @@ def _load_tokenizer(model_path: str, *, local: bool, trust_remote_code: bool) ->
     return tokenizer
 
 
-def _family(tokenizer: Any, model_path: str, *, local: bool) -> str:
+def _family(tokenizer: Any, model_path: str, where: _Where) -> str:
     from renderers.base import MODEL_RENDERER_MAP
 
     by_name = MODEL_RENDERER_MAP.get(model_path) or MODEL_RENDERER_MAP.get(
@@ -187,7 +218,7 @@ def _family(tokenizer: Any, model_path: str, *, local: bool) -> str:
     )
     if by_name is not None:
         return str(by_name)
-    model_type = _read_config(model_path, "config.json", local=local).get("model_type")
+    model_type = _read_config(model_path, "config.json", where).get("model_type")
     name = BY_MODEL_TYPE.get(str(model_type), "default")
     if name == "deepseek-v3" and "<think>" in str(getattr(tokenizer, "chat_template", "")):
         # One model type; R1's template opens the reasoning itself.
@@ -249,20 +280,26 @@ def _difference(tokenizer: Any, template: Template | None, renderer: Any) -> str
     return None if rendered else f"meets a chat template that cannot be rendered: {failure}"
 
 
-def _generation_stops(model_path: str, *, local: bool) -> list[int]:
+def _generation_stops(model_path: str, where: _Where) -> list[int]:
     """The end tokens of generation_config.json, where a model keeps more than one."""
-    eos = _read_config(model_path, "generation_config.json", local=local).get("eos_token_id")
+    eos = _read_config(model_path, "generation_config.json", where).get("eos_token_id")
     values = eos if isinstance(eos, list) else [eos]
     return [i for i in values if isinstance(i, int)]
 
 
-def _read_config(model_path: str, name: str, *, local: bool) -> dict[str, Any]:
-    if local:
-        path: str | None = str(Path(model_path) / name)
-    else:
+def _read_config(model_path: str, name: str, where: _Where) -> dict[str, Any]:
+    path: str | Path | None = None
+    if where == "folder":
+        path = Path(model_path) / name
+    elif _HUB_NAME.fullmatch(model_path):
         from transformers.utils import cached_file
 
-        path = cached_file(model_path, name, _raise_exceptions_for_missing_entries=False)
+        path = cached_file(
+            model_path,
+            name,
+            local_files_only=where == "cache",
+            _raise_exceptions_for_missing_entries=False,
+        )
     try:
         value = json.loads(Path(path).read_text()) if path else {}
     except (OSError, ValueError):

@@ -209,6 +209,10 @@ class EmbeddedEngine:
         self._generations[request.rid] = generation
         return generation
 
+    async def context_length(self) -> int:
+        """Tokens of prompt and output together that a request may have."""
+        return self.loaded.context_length
+
     async def capabilities(self) -> Capabilities:
         """What requests may ask for."""
         return self.can

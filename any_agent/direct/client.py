@@ -1,0 +1,231 @@
+"""`EngineOpenAI`: OpenAI's asynchronous client on an engine in this process."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping
+from functools import lru_cache
+from os import PathLike
+from typing import Any, Literal, Self
+
+from openai import AsyncOpenAI
+
+from any_agent.chat import ChatFormat, chat_format_of, load_chat_format
+from any_agent.completions.asked import Rules
+from any_agent.completions.untrainable import bent
+from any_agent.config import NAME_PATTERN, SamplingConfig
+from any_agent.direct.session import DirectSession, Exported, finite, finite_discount
+from any_agent.direct.transport import BASE_URL, InProcessClient
+from any_agent.engine import InferenceEngine
+from any_agent.errors import ConfigError
+from any_agent.types import GenerationHyperparameters, Interaction, SessionMode, Trajectory
+
+_OURS = ("base_url", "http_client")
+
+
+class EngineOpenAI(AsyncOpenAI):
+    """OpenAI's client, without HTTP: its calls are sampled by ``engine`` and recorded here.
+
+    One client is one session: what its calls say to each other is one trajectory, whose rewards
+    are given by :meth:`set_reward` and which :meth:`trajectory` or :meth:`export_interactions`
+    hand out. Calls may run side by side. Everything else is the SDK's: streams, helpers, raw
+    responses, time-outs, retries, errors.
+
+    ``tokenizer`` is a :class:`ChatFormat`, a tokenizer of transformers, or the path or hub name of
+    one; the three settings of thinking and rendering are of the last two, and mean what they mean
+    in :class:`~any_agent.config.ModelConfig`.
+    ``mode`` ``train``: ``sampling`` replaces what calls ask for, as a service does it in train
+    sessions, and must not truncate; ``eval``: calls are sampled as they ask. ``context_length`` is
+    asked of the engine, else of the tokenizer, where it is not given. ``keeps_cache``: the
+    engine's weight updates keep the cache of calls under way. ``options`` are the SDK's, such as
+    ``timeout`` and ``max_retries``.
+
+    Raises ConfigError for what cannot be trained or rendered with.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        tokenizer: ChatFormat | str | PathLike[str] | Any,
+        *,
+        mode: SessionMode | Literal["train", "eval"] = SessionMode.TRAIN,
+        sampling: GenerationHyperparameters | None = None,
+        context_length: int | None = None,
+        model: str = "policy",
+        session_id: str | None = None,
+        renderer: str = "auto",
+        enable_thinking: bool | None = None,
+        thinking_retention: Literal["all", "tool_cycle", "template"] = "all",
+        keeps_cache: bool = False,
+        _session: DirectSession | None = None,
+        **options: Any,
+    ) -> None:
+        if _session is None:
+            _refuse_http(options)
+            session = DirectSession(
+                _session_id(session_id),
+                engine,
+                _chat_format(tokenizer, renderer, enable_thinking, thinking_retention),
+                _rules(SessionMode(mode), sampling, model),
+                context_length=context_length,
+                keeps_cache=keeps_cache,
+            )
+            options |= {"base_url": BASE_URL, "http_client": InProcessClient(session)}
+            options["api_key"] = options.get("api_key") or "none"
+        else:
+            session = _session
+        super().__init__(**options)
+        self._session = session
+
+    def copy(self, **options: Any) -> Self:
+        """Of the same session, with other options of the SDK."""
+        _refuse_http(options)
+        more = dict(options.pop("_extra_kwargs", None) or {})
+        own = {
+            "engine": self._session.engine,
+            "tokenizer": self._session.chat,
+            "_session": self._session,
+        }
+        return super().copy(**options, _extra_kwargs=more | own)
+
+    with_options = copy
+
+    @property
+    def engine(self) -> InferenceEngine:
+        return self._session.engine
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        return self._session.chat
+
+    @property
+    def session_id(self) -> str:
+        return self._session.id
+
+    @property
+    def interactions(self) -> list[Interaction]:
+        """What is recorded, in the order of its recording: parents before children."""
+        return list(self._session.tree)
+
+    def get_interaction(self, id: str) -> Interaction | None:
+        """The recorded call of this id; of several choices each is ``<id>.<index>``."""
+        return self._session.tree.get(id)
+
+    def set_reward(self, id: str, reward: float) -> None:
+        """Reward one completion; giving it another one replaces it.
+
+        Raises NotFound, or InvalidRequest for a reward that is not finite, and for a completion of
+        several choices, each of which has its own (``<id>.<index>``).
+        """
+        self._session.set_reward(id, reward)
+
+    def set_last_reward(self, reward: float) -> None:
+        """Reward the completion that was recorded last; Unprocessable if there is none."""
+        self._session.set_last_reward(reward)
+
+    def set_final_reward(self, reward: float) -> None:
+        """Reward the session: it is added to every leaf of its tree."""
+        self._session.final_reward = finite(reward)
+
+    def apply_reward_discount(self, discount: float = 1.0) -> dict[str, float]:
+        """Let rewards run back with this discount, and look at them.
+
+        ``r(parent) = own(parent) + discount * mean(r(children))``, by the id of each interaction.
+        Own rewards stay as they are, so it may be called again, and exports of later rewards heed
+        it, too. Until it is called the discount is 1.
+        """
+        self._session.discount = finite_discount(discount)
+        return self._session.rewards()
+
+    def export_interactions(
+        self, style: Literal["individual", "concat"] = "individual"
+    ) -> dict[str, Exported]:
+        """What is recorded, by id, with final rewards and as rows of tensors.
+
+        ``individual``: every interaction a row; ``concat``: a row for each leaf, which trains on
+        every output of its path. Raises Unprocessable where a path is not token-exact, and
+        InvalidRequest for another style.
+        """
+        return self._session.export(style)
+
+    def trajectory(
+        self,
+        *,
+        group_id: str | None = None,
+        task_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Trajectory:
+        """The session as workflows hand it to the trainer, which applies the discount itself: the
+        interactions have their own rewards. Without ``group_id`` it is a group of its own."""
+        return self._session.trajectory(group_id, task_id, metadata or {})
+
+
+def _refuse_http(options: Mapping[str, Any]) -> None:
+    for name in _OURS:
+        if options.get(name) is not None:
+            raise TypeError(f"EngineOpenAI makes no HTTP requests: leave out {name}")
+
+
+def _session_id(given: str | None) -> str:
+    if given is None:
+        return f"direct-{uuid.uuid4().hex}"
+    if not re.fullmatch(NAME_PATTERN, given):
+        raise ConfigError(f"session_id {given[:80]!r} does not match {NAME_PATTERN}")
+    return given
+
+
+def _rules(mode: SessionMode, sampling: GenerationHyperparameters | None, model: str) -> Rules:
+    if sampling is None:
+        run = SamplingConfig()  # type: ignore[call-arg]
+        sampling = GenerationHyperparameters(
+            max_new_tokens=run.max_new_tokens, temperature=run.temperature
+        )
+    if mode is SessionMode.TRAIN and (why := bent(sampling)):
+        raise ConfigError(
+            f"what is sampled so cannot be trained on ({why}): sampling must have a temperature "
+            'above 0 and leave the other fields that bend the distribution alone, or mode "eval"'
+        )
+    return Rules(mode, sampling, model)
+
+
+def _chat_format(
+    tokenizer: Any, renderer: str, enable_thinking: bool | None, thinking_retention: str
+) -> ChatFormat:
+    if isinstance(tokenizer, ChatFormat):
+        return tokenizer
+    if isinstance(tokenizer, str | PathLike):
+        return _loaded(str(tokenizer), renderer, enable_thinking, thinking_retention)
+    template = getattr(tokenizer, "chat_template", None)
+    # A template may be set on it later; some models have several, by name.
+    key = template if isinstance(template, str | None) else repr(template)
+    return _made(tokenizer, key, renderer, enable_thinking, thinking_retention)
+
+
+# A workflow makes a client for each of thousands of episodes; a chat format takes a second.
+@lru_cache(maxsize=4)
+def _loaded(
+    path: str, renderer: str, enable_thinking: bool | None, thinking_retention: str
+) -> ChatFormat:
+    return load_chat_format(
+        path,
+        renderer=renderer,
+        enable_thinking=enable_thinking,
+        thinking_retention=thinking_retention,
+    )
+
+
+@lru_cache(maxsize=4)
+def _made(
+    tokenizer: Any,
+    template: str | None,
+    renderer: str,
+    enable_thinking: bool | None,
+    thinking_retention: str,
+) -> ChatFormat:
+    return chat_format_of(
+        tokenizer,
+        renderer=renderer,
+        enable_thinking=enable_thinking,
+        thinking_retention=thinking_retention,
+    )

@@ -1,0 +1,71 @@
+"""One call's choices while they are sampled, side by side, in tasks of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+
+from any_agent.completions import Completer, Completion, Delta, Prepared
+from any_agent.completions.prepared import Completed
+from any_agent.completions.refused import in_the_agents_words
+from any_agent.errors import AnyAgentError
+
+log = logging.getLogger(__name__)
+
+
+class Running:
+    """A call under way; :meth:`close` it, whatever happened."""
+
+    def __init__(
+        self, completer: Completer, prepared: Prepared, *, session_id: str, stream: bool
+    ) -> None:
+        self.prepared = prepared
+        self._completer = completer
+        self._session_id = session_id
+        self._stream = stream
+        # Bounded by the call's tokens: an engine samples no more of them.
+        self._items: asyncio.Queue[Completed | AnyAgentError] = asyncio.Queue()
+        self._tasks = [asyncio.create_task(self._sample(k)) for k in range(len(prepared.choices))]
+
+    async def next(self) -> Delta | Completion:
+        """What comes next of any choice; raises what one of them failed with."""
+        item = await self._items.get()
+        if isinstance(item, AnyAgentError):
+            raise item
+        return item
+
+    async def whole(self) -> list[Completion]:
+        """All choices in their order, when they have ended."""
+        ended: dict[int, Completion] = {}
+        while len(ended) < len(self.prepared.choices):
+            item = await self.next()
+            if isinstance(item, Completion):
+                ended[item.choice.index] = item
+        return [ended[k] for k in sorted(ended)]
+
+    def fail(self, error: AnyAgentError) -> None:
+        """End it so; what it has produced so far is still heard before."""
+        for task in self._tasks:
+            task.cancel()
+        self._items.put_nowait(error)
+
+    async def close(self) -> None:
+        """Cancel in the engine what has not ended; who waits for more is told."""
+        self.fail(AnyAgentError("the call was closed"))
+        await asyncio.wait(self._tasks)
+
+    async def _sample(self, index: int) -> None:
+        run = self._completer.run(
+            self.prepared, index, session_id=self._session_id, stream=self._stream
+        )
+        try:
+            async with aclosing(run) as items:
+                async for item in items:
+                    self._items.put_nowait(item)
+        except AnyAgentError as error:
+            self._items.put_nowait(in_the_agents_words(error, self.prepared.call))
+        except Exception:
+            log.exception("a model call failed")
+            failure = AnyAgentError("the call failed inside the client; see the log")
+            self._items.put_nowait(failure)

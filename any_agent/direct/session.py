@@ -1,0 +1,191 @@
+"""What one client recorded: a session's tree, its rewards, its exported forms."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from any_agent.chat import ChatFormat
+from any_agent.completions import Completer, Completion, completion_of
+from any_agent.completions.asked import Rules
+from any_agent.direct.running import Running
+from any_agent.engine import InferenceEngine
+from any_agent.errors import ConfigError, InvalidRequest, NotFound, SessionClosed, Unprocessable
+from any_agent.record import InteractionTree, Row, export_rows, propagate_rewards, to_tensors
+from any_agent.types import Interaction, Message, Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+_NO_LIMIT = 10**9
+"""Transformers says more than this where a tokenizer knows no longest input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """An exported interaction: a whole path's leaf in the style ``concat``."""
+
+    interaction: Interaction
+    reward: float
+    """r: its own reward and what ran back from its children."""
+    row: Row
+    """Its tensors' values as numpy arrays, unshifted, shapes [seq_len]."""
+    tree: InteractionTree
+
+    @property
+    def messages(self) -> list[Message]:
+        """The request's."""
+        return self.tree.messages(self.interaction.id)
+
+    def to_tensor_dict(self) -> dict[str, torch.Tensor]:
+        """The row as torch tensors of the same shapes and types."""
+        return to_tensors(self.row)
+
+
+class DirectSession:
+    """The session of one client."""
+
+    def __init__(
+        self,
+        id: str,
+        engine: InferenceEngine,
+        chat: ChatFormat,
+        rules: Rules,
+        *,
+        context_length: int | None,
+        keeps_cache: bool,
+    ) -> None:
+        """ConfigError if nobody says how long the context is."""
+        self.id = id
+        self.rules = rules
+        self.chat = chat
+        self.engine = engine
+        self.tree = InteractionTree()
+        self.final_reward: float | None = None
+        self.discount = 1.0
+        self.closed = False
+        self.calls: set[Running] = set()
+        self._keeps_cache = keeps_cache
+        self._context_length = _context_length(engine, chat, context_length)
+        self._completer: Completer | None = None
+
+    async def completer(self) -> Completer:
+        """EngineUnavailable if the engine was to say how long its context is, and is away."""
+        if self._completer is None:
+            length = await self._context_length()
+            # Several first calls may have asked.
+            self._completer = self._completer or Completer(
+                self.engine, self.chat, context_length=length, keeps_cache=self._keeps_cache
+            )
+        return self._completer
+
+    def require_open(self) -> None:
+        if self.closed:
+            raise SessionClosed(
+                "this client was closed: what it recorded can be exported; make another one for "
+                "the next session"
+            )
+
+    def record(self, completion: Completion) -> None:
+        """Nothing may be awaited between this and the answer's being handed over."""
+        self.require_open()
+        self.tree.add(completion.interaction, completion.key)
+
+    async def close(self) -> None:
+        """End the calls under way; nothing of them is recorded."""
+        self.closed = True
+        calls = list(self.calls)
+        for call in calls:
+            call.fail(SessionClosed("the client was closed during the call"))
+        await asyncio.gather(*(call.close() for call in calls))
+
+    def set_reward(self, interaction_id: str, reward: float) -> None:
+        self._chosen(interaction_id).reward = finite(reward)
+
+    def set_last_reward(self, reward: float) -> None:
+        if not len(self.tree):
+            raise Unprocessable("there is no completion to reward yet", code="no_interactions")
+        last = self.tree.last().id
+        self.set_reward(completion_of(last) or last, reward)
+
+    def rewards(self) -> dict[str, float]:
+        """r of every interaction, with this session's discount."""
+        return propagate_rewards(self.tree, discount=self.discount, final_reward=self.final_reward)
+
+    def export(self, style: str) -> dict[str, Exported]:
+        rewards = self.rewards()
+        rows = export_rows(self.tree, rewards, style)
+        return {
+            id: Exported(replace(self.tree[id]), rewards[id], row, self.tree)
+            for id, row in rows.items()
+        }
+
+    def trajectory(
+        self, group_id: str | None, task_id: str | None, metadata: Mapping[str, Any]
+    ) -> Trajectory:
+        return Trajectory(
+            session_id=self.id,
+            group_id=group_id or self.id,
+            interactions=[replace(interaction) for interaction in self.tree],
+            final_reward=self.final_reward,
+            task_id=task_id,
+            metadata=dict(metadata),
+        )
+
+    def _chosen(self, interaction_id: str) -> Interaction:
+        found = self.tree.get(interaction_id)
+        if found is not None:
+            return found
+        if any(completion_of(one.id) == interaction_id for one in self.tree):
+            raise InvalidRequest(
+                f"completion {interaction_id} has several choices, each with a reward of its own: "
+                f"name one by its index, as {interaction_id}.0",
+                param="id",
+                code="choice_needed",
+            )
+        raise NotFound(
+            f"nothing is recorded under the id {str(interaction_id)[:80]!r}",
+            code="completion_not_found",
+        )
+
+
+def finite_discount(discount: float) -> float:
+    """It; InvalidRequest if it is none."""
+    value = finite(discount, "discount")
+    if not 0 <= value <= 1:
+        raise InvalidRequest(f"discount is {discount}: it lies within 0 and 1", param="discount")
+    return value
+
+
+def finite(value: Any, name: str = "reward") -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise InvalidRequest(
+            f"{name} is {type(value).__name__}: a number is needed", param=name
+        ) from None
+    if not math.isfinite(number):
+        raise InvalidRequest(f"{name} is {number}: it must be finite", param=name)
+    return number
+
+
+def _context_length(
+    engine: InferenceEngine, chat: ChatFormat, given: int | None
+) -> Callable[[], Awaitable[int]]:
+    """How to learn it: as given, else from the engine, else from the tokenizer."""
+    asks: Callable[[], Awaitable[int]] | None = getattr(engine, "context_length", None)
+    if given is None and callable(asks):
+        return asks
+    limit = given or getattr(chat.tokenizer, "model_max_length", None)
+    if not isinstance(limit, int) or not 1 <= limit < _NO_LIMIT:
+        raise ConfigError(
+            "neither the engine nor the tokenizer says how long the context is: give context_length"
+        )
+
+    async def known() -> int:
+        return limit
+
+    return known

@@ -1,0 +1,256 @@
+"""A transport of httpx whose other end is in this process: the SDK above it stays as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias, TypeVar
+
+import httpx
+import orjson
+
+from any_agent.chat import ChatFormat
+from any_agent.completions import Completion, Delta, Head
+from any_agent.completions.answers import Answer
+from any_agent.completions.asked import (
+    Asked,
+    Rules,
+    chat_asked,
+    headers_of,
+    text_asked,
+    version_of,
+)
+from any_agent.completions.begin import prepare, require_engine_supports
+from any_agent.completions.body import json_of
+from any_agent.direct.running import Running
+from any_agent.direct.session import DirectSession
+from any_agent.errors import AnyAgentError, NotFound
+from any_agent.record import InteractionTree
+from any_agent.types import Interaction
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+BASE_PATH = "/v1"
+BASE_URL = f"http://engine.invalid{BASE_PATH}"
+"""Of requests that never leave the process."""
+_MANY_ENTRIES = 10_000
+"""Log-probabilities of a whole answer that is written in a thread."""
+
+Parse: TypeAlias = Callable[[Any, Rules, ChatFormat, InteractionTree], Asked]
+
+_CALLS: dict[str, Parse] = {
+    "/chat/completions": lambda body, rules, chat, _: chat_asked(body, rules, chat),
+    "/completions": lambda body, rules, chat, _: text_asked(body, rules, chat),
+}
+
+
+class InProcessClient(httpx.AsyncClient):
+    """Sends everything to one session. Once closed it says so, instead of failing to connect."""
+
+    def __init__(self, session: DirectSession) -> None:
+        # Not of the environment: a proxy named there would be sent what is meant for us.
+        super().__init__(transport=InProcess(session), trust_env=False)
+        self.session = session
+
+    async def aclose(self) -> None:
+        await self.session.close()
+
+    @property
+    def is_closed(self) -> bool:
+        return self.session.closed
+
+
+class InProcess(httpx.AsyncBaseTransport):
+    """Answers as a service would that has one session.
+
+    The read time-out is kept: the longest wait for a whole answer, or between a stream's events.
+    """
+
+    def __init__(self, session: DirectSession) -> None:
+        self._session = session
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        patience = _Patience(request)
+        try:
+            return await patience(self._answer(request, patience))
+        except AnyAgentError as error:
+            return _refusal(error)
+        except httpx.TimeoutException:
+            raise
+        except Exception:
+            log.exception("a request failed")
+            return _refusal(AnyAgentError("the call failed inside the client; see the log"))
+
+    async def _answer(self, request: httpx.Request, patience: _Patience) -> httpx.Response:
+        self._session.require_open()
+        path = request.url.path.removeprefix(BASE_PATH)
+        if request.method == "GET" and (path == "/models" or path.startswith("/models/")):
+            return _json(self._models(path.removeprefix("/models").strip("/")))
+        parse = _CALLS.get(path) if request.method == "POST" else None
+        if parse is None:
+            raise NotFound(
+                f"{request.method} {request.url.path} is not there: this client speaks "
+                f"{', '.join(sorted(_CALLS))} and /models to an engine in this process"
+            )
+        session = self._session
+        completer = await session.completer()
+        body = await json_of(await request.aread())
+        asked = parse(body, session.rules, session.chat, session.tree)
+        await require_engine_supports(completer, asked.call)
+        prepared = await prepare(completer, asked.call, session.tree)
+        session.require_open()
+        stream = asked.call.stream
+        running = Running(completer, prepared, session_id=session.id, stream=stream)
+        session.calls.add(running)
+        return await _Call(session, asked, running).response(stream, patience)
+
+    def _models(self, name: str) -> dict[str, Any]:
+        own = self._session.rules.model
+        model = {"id": own, "object": "model", "created": 0, "owned_by": "any-agent"}
+        if not name:
+            return {"object": "list", "data": [model]}
+        if name != own:
+            raise NotFound(
+                f"there is no model {name[:80]!a}; the policy is called {own!a}",
+                code="model_not_found",
+                param="model",
+            )
+        return model
+
+
+class _Call:
+    """A call that has begun, and its answer's shape."""
+
+    def __init__(self, session: DirectSession, asked: Asked, running: Running) -> None:
+        self.session = session
+        self._asked = asked
+        self.running = running
+        self._head = Head.of(running.prepared)
+
+    async def response(self, stream: bool, patience: _Patience) -> httpx.Response:
+        try:
+            return await (self._stream(patience) if stream else self._whole())
+        except BaseException:
+            await self.end()
+            raise
+
+    async def end(self) -> None:
+        await self.running.close()
+        self.session.calls.discard(self.running)
+
+    async def _whole(self) -> httpx.Response:
+        ended = await self.running.whole()
+        await self.end()
+        answers = [completion.interaction for completion in ended]
+        answer, headers = self._shape(answers)
+        call = self._asked.call
+        entries = (1 + call.top_logprobs) * sum(len(a.output_ids) for a in answers)
+        if call.logprobs and entries > _MANY_ENTRIES:
+            body = await asyncio.to_thread(answer.whole, answers)
+        else:
+            body = answer.whole(answers)
+        # All of them or none: a caller that was cancelled got none.
+        for completion in ended:
+            self.session.record(completion)
+        return _json_bytes(body, headers)
+
+    async def _stream(self, patience: _Patience) -> httpx.Response:
+        # What fails before the first token is an error by its status.
+        first = await self.running.next()
+        answer, headers = self._shape([])
+        events = _Events(self, answer, first, patience)
+        headers |= {"content-type": "text/event-stream", "cache-control": "no-cache"}
+        return httpx.Response(200, headers=headers, stream=events)
+
+    def _shape(self, answers: list[Interaction]) -> tuple[Answer, dict[str, str]]:
+        version = version_of(answers, self.session.engine.version)
+        headers = headers_of(self._asked.call, self._head, version, self.session.id)
+        return self._asked.answer(self._head, version), headers
+
+
+class _Events(httpx.AsyncByteStream):
+    """A call's events, each when it is asked for; leaving early cancels what is not sampled yet.
+
+    A choice is recorded when the event that ends it is taken.
+    """
+
+    def __init__(
+        self, call: _Call, answer: Answer, first: Delta | Completion, patience: _Patience
+    ) -> None:
+        self._call = call
+        self._answer = answer
+        self._first: Delta | Completion | None = first
+        self._patience = patience
+        self._begun: set[int] = set()
+        self._ended: dict[int, Interaction] = {}
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        choices = len(self._call.running.prepared.choices)
+        try:
+            while len(self._ended) < choices:
+                try:
+                    event = self._event(await self._next())
+                except AnyAgentError as error:
+                    # The status is told already.
+                    event = self._answer.failed(error)
+                    choices = 0
+                if event:
+                    yield event
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._call.end()
+
+    async def _next(self) -> Delta | Completion:
+        item, self._first = self._first, None
+        return item if item is not None else await self._patience(self._call.running.next())
+
+    def _event(self, item: Delta | Completion) -> bytes:
+        answer = self._answer
+        index = item.index if isinstance(item, Delta) else item.choice.index
+        start = b"" if index in self._begun else answer.start(index)
+        self._begun.add(index)
+        if isinstance(item, Delta):
+            return start + answer.delta(item)
+        self._call.session.record(item)
+        self._ended[index] = item.interaction
+        end = start + answer.end(index, item.interaction)
+        if len(self._ended) < len(self._call.running.prepared.choices):
+            return end
+        return end + answer.last([self._ended[k] for k in sorted(self._ended)])
+
+
+class _Patience:
+    """How long a request's sender waits."""
+
+    def __init__(self, request: httpx.Request) -> None:
+        self._request = request
+        self._seconds: float | None = request.extensions.get("timeout", {}).get("read")
+
+    async def __call__(self, work: Awaitable[T]) -> T:
+        """The result of the work; httpx.ReadTimeout if it takes longer."""
+        try:
+            async with asyncio.timeout(self._seconds) as limit:
+                return await work
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise httpx.ReadTimeout(
+                f"the engine said nothing for {self._seconds:g} s", request=self._request
+            ) from None
+
+
+def _refusal(error: AnyAgentError) -> httpx.Response:
+    headers = {**error.headers(), "content-type": "application/json"}
+    return httpx.Response(error.status, headers=headers, content=orjson.dumps(error.body()))
+
+
+def _json(data: Any) -> httpx.Response:
+    return _json_bytes(orjson.dumps(data), {})
+
+
+def _json_bytes(body: bytes, headers: dict[str, str]) -> httpx.Response:
+    return httpx.Response(200, headers=headers | {"content-type": "application/json"}, content=body)
