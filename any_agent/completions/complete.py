@@ -225,6 +225,7 @@ class Completer:
             choice.id, choice.prompt.ids, choice.gconfig, top_logprobs=call.top_logprobs
         )
         sampled = _Sampled()
+        matched: str | None = None
         async with aclosing(self.engine.generate(request, stream=stream)) as chunks:
             async for chunk in chunks:
                 ids, logprobs, top = chunk.output_ids, chunk.logprobs, chunk.top_logprobs
@@ -254,7 +255,9 @@ class Completer:
                         yield Delta(delta, [], [], None, index)
                 if parsed is not None:
                     reason = chunk.stop_reason or "stop"
-                    yield self._completion(prepared, choice, parsed, reason, session_id, sampled)
+                    yield self._completion(
+                        prepared, choice, parsed, reason, session_id, sampled, matched_stop=matched
+                    )
                     return
         raise EngineUnavailable("the engine ended without an end", retry_after=2)
 
@@ -279,6 +282,7 @@ class Completer:
         session_id: str,
         sampled: _Sampled,
         untrainable: str | None = None,
+        matched_stop: str | None = None,
     ) -> Completion:
         call, prompt = prepared.call, choice.prompt
         message = _message(call, parsed)
@@ -293,6 +297,8 @@ class Completer:
             request["forced"] = len(choice.forced)
         if parsed.order:
             request["order"] = [list(each) for each in parsed.order]
+        if matched_stop in choice.gconfig.stop:
+            request["matched_stop"] = choice.gconfig.stop.index(matched_stop)
         if sampled.top:
             request["top_logprobs"] = sampled.top.to_json()
         if call.prompts:

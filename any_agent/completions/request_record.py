@@ -25,6 +25,8 @@ class RequestRecord(TypedDict, total=False):
     order: list[list[Any]]
     """What the answer says in which order, where it is not reasoning, content, calls: see
     ``any_agent.completions.answers.parts``."""
+    matched_stop: int
+    """Which of ``gconfig.stop`` ended the answer."""
     mixed_cache: bool
     """Whether tokens of several versions were sampled over one cache (`update_mode: in_place`)."""
     text: dict[str, Any]
