@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from any_agent.completions.body import json_of
-from any_agent.errors import InvalidRequest
+from any_agent.errors import AnyAgentError, InvalidRequest
 
 T = TypeVar("T")
 
@@ -26,6 +26,11 @@ class JSONResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return orjson.dumps(content)
+
+
+def error_response(error: AnyAgentError, status: int | None = None) -> Response:
+    """An error as an answer, with its own status unless another one is given."""
+    return JSONResponse(error.body(), status_code=status or error.status, headers=error.headers())
 
 
 async def read_json(request: Request) -> Any:
