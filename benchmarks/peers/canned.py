@@ -29,6 +29,9 @@ class CannedEngine:
         # An answer is the same bytes every time, so that the engine takes little of the machine.
         self._sglang_answer = functools.cache(self._sglang_answer)  # type: ignore[method-assign]
         self._openai_answer = functools.cache(self._openai_answer)  # type: ignore[method-assign]
+        self._responses_answer = functools.cache(  # type: ignore[method-assign]
+            self._responses_answer
+        )
 
     async def info(self, _: web.Request) -> web.Response:
         return web.json_response({"context_length": CONTEXT, "weight_version": "0"})
@@ -47,6 +50,11 @@ class CannedEngine:
         body = orjson.loads(await request.read())
         size = min(len(self._ids), body.get("max_tokens") or len(self._ids))
         return await self._send(request, self._openai_answer(size, bool(body.get("stream"))))
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        body = orjson.loads(await request.read())
+        size = min(len(self._ids), body.get("max_output_tokens") or len(self._ids))
+        return await self._send(request, self._responses_answer(size, bool(body.get("stream"))))
 
     async def _send(self, request: web.Request, parts: list[bytes]) -> web.StreamResponse:
         if len(parts) == 1:
@@ -107,6 +115,42 @@ class CannedEngine:
             events.append(_event({**base, "object": "chat.completion.chunk", "choices": [choice]}))
         return [*events, b"data: [DONE]\n\n"]
 
+    def _responses_answer(self, size: int, stream: bool) -> list[bytes]:
+        texts = self._texts[: size - 1]
+        part = {"type": "output_text", "text": "".join(texts), "annotations": [], "logprobs": []}
+        item = {
+            "type": "message",
+            "id": "msg_canned",
+            "status": "completed",
+            "role": "assistant",
+            "content": [part],
+        }
+        whole = {**_RESPONSE, "status": "completed", "output": [item], "usage": _usage(size)}
+        if not stream:
+            return [orjson.dumps(whole)]
+        begun = {**_RESPONSE, "status": "in_progress", "output": [], "usage": None}
+        at = {"item_id": "msg_canned", "output_index": 0, "content_index": 0}
+        opened = {**item, "status": "in_progress", "content": []}
+        events: list[tuple[str, dict[str, Any]]] = [
+            ("created", {"response": begun}),
+            ("in_progress", {"response": begun}),
+            ("output_item.added", {"output_index": 0, "item": opened}),
+            ("content_part.added", {**at, "part": {**part, "text": ""}}),
+            *(("output_text.delta", {**at, "delta": text, "logprobs": []}) for text in texts),
+            ("output_text.done", {**at, "text": part["text"], "logprobs": []}),
+            ("content_part.done", {**at, "part": part}),
+            ("output_item.done", {"output_index": 0, "item": item}),
+            ("completed", {"response": whole}),
+        ]
+        return [
+            b"event: response.%b\n%b"
+            % (
+                name.encode(),
+                _event({"type": f"response.{name}", "sequence_number": k, **data}),
+            )
+            for k, (name, data) in enumerate(events)
+        ]
+
     def _entry(self, k: int, size: int) -> dict[str, Any]:
         text = "<|im_end|>" if k == size - 1 else self._texts[k]
         return {
@@ -115,6 +159,33 @@ class CannedEngine:
             "bytes": list(text.encode()),
             "top_logprobs": [],
         }
+
+
+_RESPONSE = {
+    "id": "resp_canned",
+    "object": "response",
+    "created_at": 1,
+    "model": "policy",
+    "error": None,
+    "incomplete_details": None,
+    "instructions": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "temperature": 1.0,
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": 1.0,
+}
+
+
+def _usage(size: int) -> dict[str, Any]:
+    return {
+        "input_tokens": PROMPT,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": size,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": PROMPT + size,
+    }
 
 
 def _event(data: Any) -> bytes:
@@ -134,6 +205,7 @@ def main() -> None:
         app.router.add_post(f"/{name}", engine.control)
     app.router.add_post("/generate", engine.generate)
     app.router.add_post("/v1/chat/completions", engine.chat)
+    app.router.add_post("/v1/responses", engine.responses)
     uvloop.install()
     web.run_app(app, host="127.0.0.1", port=args.port, access_log=None, print=None)
 
