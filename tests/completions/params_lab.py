@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from any_agent.completions.messages import parse_messages
 from any_agent.completions.params import ChatCall, parse_chat, parse_completion
 from any_agent.completions.params.rows import Api
 from any_agent.types import GenerationHyperparameters, SessionMode
@@ -12,8 +14,16 @@ RUN = GenerationHyperparameters(max_new_tokens=100)
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {}}}
 OTHER: dict[str, Any] = {"type": "function", "function": {"name": "g"}}
 USER = [{"role": "user", "content": "hi"}]
-BODIES: dict[Api, dict[str, Any]] = {"chat": {"messages": USER}, "completions": {"prompt": "hi"}}
-PARSERS = {"chat": parse_chat, "completions": parse_completion}
+BODIES: dict[Api, dict[str, Any]] = {
+    "chat": {"messages": USER},
+    "completions": {"prompt": "hi"},
+    "messages": {"messages": USER, "max_tokens": 100},
+}
+PARSERS: dict[Api, Callable[..., ChatCall]] = {
+    "chat": parse_chat,
+    "completions": parse_completion,
+    "messages": lambda body, **told: parse_messages(body, **told).chat,
+}
 _LEAST: Any = object()
 
 

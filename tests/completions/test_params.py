@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, get_type_hints
 
 import pytest
+from anthropic.types import message_create_params
+from anthropic.types.beta import message_create_params as beta_message_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
@@ -17,6 +20,8 @@ from tests.completions.params_lab import BODIES, RUN, TOOL, parse
 ROWS = [(api, row) for row in PARAMETERS for api in row.apis]
 HARMLESS = [each for each in ROWS if each[1].kind == "harmless"]
 REFUSED = [each for each in ROWS if each[1].kind == "refused"]
+HEADERS = {"betas", "workspace_id"}
+"""Anthropic's SDK sends them as such."""
 HONOURED = [each for each in ROWS if each[1].kind == "honoured"]
 STRANGE: tuple[Any, ...] = ({"a": 1}, "x", 7, -1.5, True, ["x"], [[]], 10**400, float("nan"))
 
@@ -26,11 +31,16 @@ def named(each: tuple[Api, Parameter]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("api", "module"),
-    [("chat", chat_create_params), ("completions", completion_create_params)],
+    ("api", "kind"),
+    [
+        ("chat", chat_create_params.CompletionCreateParamsBase),
+        ("completions", completion_create_params.CompletionCreateParamsBase),
+        ("messages", message_create_params.MessageCreateParamsBase),
+        ("messages", beta_message_create_params.MessageCreateParamsBase),
+    ],
 )
-def test_every_parameter_of_the_installed_sdk_has_a_row(api: Api, module: Any) -> None:
-    names = set(get_type_hints(module.CompletionCreateParamsBase)) | {"stream"}
+def test_every_parameter_of_the_installed_sdk_has_a_row(api: Api, kind: Any) -> None:
+    names = set(get_type_hints(kind)) - HEADERS | {"stream"}
     assert len(names) > 15
     assert not names - TABLE[api].keys()
 
@@ -49,7 +59,9 @@ def test_null_is_as_if_it_were_left_out(each: tuple[Api, Parameter]) -> None:
 @pytest.mark.parametrize("each", HARMLESS, ids=map(named, HARMLESS))
 def test_harmless_ones_are_recorded_and_change_nothing(each: tuple[Api, Parameter]) -> None:
     api, row = each
-    value = {"object": {"a": 1}, "string": "x", "integer": 7, "boolean": True}[row.schema["type"]]
+    value = {"object": {"a": 1}, "string": "x", "integer": 7, "boolean": True, "array": ["x"]}[
+        row.schema["type"]
+    ]
     call = parse(api=api, **{row.name: value})
     assert call.recorded == {row.name: value}
     assert (call.gconfig, call.untrainable) == (parse(api=api).gconfig, None)
@@ -65,7 +77,7 @@ def test_what_has_no_valid_form_is_refused_by_name(each: tuple[Api, Parameter]) 
             parse(api=api, **{row.name: value})
         except InvalidRequest as error:
             refused += 1
-            assert (error.param or "").split(".")[0] == row.name
+            assert re.split(r"[.\[]", error.param or "")[0] == row.name
             assert row.name in error.message
             assert len(error.message) < 400
     assert refused >= 4
@@ -109,18 +121,26 @@ BENDING: dict[str, Any] = {
     "structured_outputs": {"regex": "a+"},
     "regex": "a+",
 }
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
+BENDING_MESSAGES: dict[str, Any] = {
+    "tool_choice": {"type": "any"},
+    "output_config": {"format": FORMAT},
+    "output_format": FORMAT,
+}
+TOOLS: dict[Api, dict[str, Any]] = {"messages": {"name": "f", "input_schema": {"type": "object"}}}
 
 
 @pytest.mark.parametrize("each", HONOURED, ids=map(named, HONOURED))
 def test_what_bends_the_distribution_is_untrainable(each: tuple[Api, Parameter]) -> None:
     api, row = each
-    assert (row.untrainable is not None) == (row.name in BENDING)
+    bending = BENDING | (BENDING_MESSAGES if api == "messages" else {})
+    assert (row.untrainable is not None) == (row.name in bending)
     if row.untrainable is None:
         return
     assert row.untrainable in REASONS
-    fields = {row.name: BENDING[row.name]}
+    fields = {row.name: bending[row.name]}
     if row.name == "tool_choice":
-        fields["tools"] = [TOOL]
+        fields["tools"] = [TOOLS.get(api, TOOL)]
     assert parse("eval", api=api, **fields).untrainable == row.untrainable
     trained = parse("train", api=api, **fields)
     if row.train:

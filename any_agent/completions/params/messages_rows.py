@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from any_agent.completions.params.rows import (
     BOOLEAN,
-    MAX_NOTE_BYTES,
     MAX_SCHEMA_BYTES,
     MAX_STOP_LENGTH,
     MAX_STOPS,
@@ -18,6 +19,7 @@ from any_agent.completions.params.rows import (
     TOKENS,
     Parameter,
     never,
+    only,
 )
 from any_agent.completions.params.values import Schema
 
@@ -57,9 +59,8 @@ _HONOURED = (
         {**OBJECTS, "maxItems": MAX_TOOLS},
         "What the model may call, each with a name of its own and an `input_schema`; together at "
         f"most {MAX_TOOLS_BYTES >> 20} MiB of JSON. `strict` is not enforced. Anthropic's own "
-        "tools without an `input_schema` are refused by name. With `eager_input_streaming` a "
-        "call's input is streamed as it is sampled, whether or not it becomes JSON; else it comes "
-        "when it is whole.",
+        "tools without an `input_schema` are refused by name. A streamed call's input comes when "
+        "it is whole, whatever `eager_input_streaming` says.",
         MESSAGES,
         checked=False,
     ),
@@ -160,17 +161,19 @@ _NOTED: tuple[tuple[str, Schema, str], ...] = (
         "What a beta adds to the body is honoured or refused by its own name.",
     ),
 )
+_KEPT: tuple[Any, ...] = ("all", {"type": "all"})
 _REFUSED = (
-    Parameter(
+    only(
         "context_management",
-        "refused",
-        {"type": "object", "x-max-bytes": MAX_NOTE_BYTES},
-        "Edit the messages in the agent; `clear_thinking_20251015` that keeps `all` is so anyway.",
-        MESSAGES,
-        checked=False,
+        {"edits": []},
+        *({"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in _KEPT),
+        then="Edit the messages in the agent.",
+        apis=MESSAGES,
     ),
     never("container", "Run code in the agent.", MESSAGES),
-    never("mcp_servers", "Connect to them in the agent, and give their tools as `tools`.", MESSAGES),
+    never(
+        "mcp_servers", "Connect to them in the agent, and give their tools as `tools`.", MESSAGES
+    ),
     never("compaction", "Shorten the messages in the agent.", MESSAGES),
     never("fallbacks", "Try again in the agent.", MESSAGES),
     never("fallback_credit_token", "Try again in the agent.", MESSAGES),

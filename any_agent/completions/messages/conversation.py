@@ -1,0 +1,181 @@
+"""Anthropic's `system` and `messages` as chat messages.
+
+An assistant's turn is one message, whichever blocks it has and in however many pieces it comes. A
+user's turn is a tool's message for each result, then the user's for its text.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from any_agent.completions.messages.callids import call_id
+from any_agent.completions.messages.inputs import arguments_of
+from any_agent.completions.params.values import shown
+from any_agent.errors import InvalidRequest, UnsupportedParameter
+from any_agent.types import Message
+
+_BILLING = "x-anthropic-billing-header:"
+"""Claude Code's, in the first block of its system prompt; another one in each request."""
+_PREFILL = (
+    "messages ends with an assistant's message: answers are not prefilled here; end with a user's"
+)
+_UNREADABLE = {
+    "image": "this model reads text only",
+    "document": "this model reads text only: put it into a text block",
+    "search_result": "this model reads text only: put it into a text block",
+    "container_upload": "there are no containers here",
+}
+
+
+def conversation_of(system: Any, messages: list[Any]) -> list[Message]:
+    """The chat messages; InvalidRequest or UnsupportedParameter names what is wrong."""
+    out: list[Message] = []
+    if system is not None:
+        text = _system_text(system)
+        if text:
+            out.append({"role": "system", "content": text})
+    before = ""
+    for i, message in enumerate(messages):
+        if type(message) is not dict:
+            _wrong(f"messages[{i}]", "must be an object")
+        role, content = message.get("role"), message.get("content")
+        if role == "user":
+            if type(content) is str:
+                out.append({"role": "user", "content": content})
+            else:
+                _user_turn(out, content, i)
+        elif role == "assistant":
+            said = _assistant_turn(content, i)
+            if before == "assistant":
+                _merge(out[-1], said)
+            else:
+                out.append(said)
+        elif role == "system":
+            out.append({"role": "system", "content": _text(content, f"messages[{i}].content")})
+        else:
+            _wrong(f"messages[{i}].role", "must be user, assistant or system")
+        before = role
+    if before == "assistant":
+        raise InvalidRequest(_PREFILL, param="messages")
+    return out
+
+
+def _system_text(system: Any) -> str:
+    if isinstance(system, str):
+        return _without_billing(system)
+    if not isinstance(system, list):
+        raise InvalidRequest("system must be a string or a list of text blocks", param="system")
+    texts = [_text_block(block, f"system[{k}]") for k, block in enumerate(system)]
+    return "".join(map(_without_billing, texts))
+
+
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2] if text.startswith(_BILLING) else text
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        _wrong(where, "must be a string or a list of content blocks")
+    return "".join([_text_block(block, f"{where}[{k}]") for k, block in enumerate(content)])
+
+
+def _text_block(block: Any, where: str) -> str:
+    text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
+    if not isinstance(text, str):
+        _refuse(block, where, 'must be {"type": "text", "text": ...}')
+    return text
+
+
+def _user_turn(out: list[Message], content: Any, i: int) -> None:
+    if not isinstance(content, list):
+        _wrong(f"messages[{i}].content", "must be a string or a list of content blocks")
+    texts: list[str] = []
+    for k, block in enumerate(content):
+        kind = block.get("type") if type(block) is dict else None
+        if kind == "text" and type(block.get("text")) is str:
+            texts.append(block["text"])
+        elif kind == "tool_result":
+            out.append(_result(block, f"messages[{i}].content[{k}]"))
+        else:
+            where = f"messages[{i}].content[{k}]"
+            _refuse(block, where, 'must be a "text" or "tool_result" block')
+    if texts or not content:
+        out.append({"role": "user", "content": "".join(texts)})
+
+
+def _result(block: dict[str, Any], where: str) -> Message:
+    id = block.get("tool_use_id")
+    if not isinstance(id, str) or not id:
+        _wrong(f"{where}.tool_use_id", "must be a non-empty string")
+    content = block.get("content")
+    text = "" if content is None else _text(content, f"{where}.content")
+    failed = block.get("is_error")
+    if failed is not None and not isinstance(failed, bool):
+        _wrong(f"{where}.is_error", "must be true or false")
+    if failed and "error" not in text.lower():
+        # Chat templates have no other place for it.
+        text = f"Error: {text}" if text else "Error"
+    return {"role": "tool", "tool_call_id": call_id(id), "content": text}
+
+
+def _assistant_turn(content: Any, i: int) -> Message:
+    if isinstance(content, str):
+        return {"role": "assistant", "content": content}
+    if not isinstance(content, list):
+        _wrong(f"messages[{i}].content", "must be a string or a list of content blocks")
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for k, block in enumerate(content):
+        kind = block.get("type") if type(block) is dict else None
+        if kind == "text" and type(block.get("text")) is str:
+            texts.append(block["text"])
+        elif kind == "tool_use":
+            calls.append(_call(block, f"messages[{i}].content[{k}]"))
+        elif kind == "thinking" and type(block.get("thinking")) is str:
+            thoughts.append(block["thinking"])
+        elif kind != "redacted_thinking":
+            where = f"messages[{i}].content[{k}]"
+            _refuse(block, where, 'must be a "text", "tool_use" or "thinking" block')
+    said: Message = {"role": "assistant", "content": "".join(texts)}
+    if any(thoughts):
+        said["reasoning_content"] = "".join(thoughts)
+    if calls:
+        said["tool_calls"] = calls
+    return said
+
+
+def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
+    id, name, given = block.get("id"), block.get("name"), block.get("input")
+    if not isinstance(id, str) or not id:
+        _wrong(f"{where}.id", "must be a non-empty string")
+    if not isinstance(name, str) or not name:
+        _wrong(f"{where}.name", "must be a non-empty string")
+    if type(given) is not dict:
+        _wrong(f"{where}.input", "must be an object")
+    function = {"name": name, "arguments": arguments_of(given)}
+    return {"id": call_id(id), "type": "function", "function": function}
+
+
+def _merge(said: Message, more: Message) -> None:
+    """An assistant's turn goes on: some clients send each block as a message of its own."""
+    said["content"] += more["content"]
+    for key in ("reasoning_content", "tool_calls"):
+        if key in more:
+            said[key] = said[key] + more[key] if key in said else more[key]
+
+
+def _refuse(block: Any, where: str, wanted: str) -> NoReturn:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if isinstance(kind, str) and kind in _UNREADABLE:
+        _wrong(where, f"is {kind}: {_UNREADABLE[kind]}")
+    if isinstance(kind, str) and kind not in ("text", "thinking", "tool_use", "tool_result"):
+        message = f"{where} is a block of type {shown(kind)}, which is not supported here"
+        raise UnsupportedParameter(message, param=where)
+    _wrong(where, wanted)
+
+
+def _wrong(where: str, what: str) -> NoReturn:
+    raise InvalidRequest(f"{where} {what}", param=where)

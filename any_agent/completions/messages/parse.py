@@ -1,0 +1,104 @@
+"""A `/v1/messages` body to a checked call, by the table of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from any_agent.completions.messages.conversation import conversation_of
+from any_agent.completions.messages.thinking import format_of, thinking_of
+from any_agent.completions.messages.tools import messages_tools
+from any_agent.completions.params.call import ChatCall
+from any_agent.completions.params.parse import sort_out, untrainable_by
+from any_agent.completions.params.sampling import sampling_of
+from any_agent.errors import InvalidRequest
+from any_agent.types import GenerationHyperparameters, SessionMode
+
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k")
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesCall:
+    """A checked request, and what of it only its answer needs."""
+
+    chat: ChatCall
+    hides_thinking: bool = False
+    """The answer has no thinking, only its signature."""
+
+
+def parse_messages(
+    body: Any,
+    *,
+    mode: SessionMode,
+    sampling: GenerationHyperparameters,
+    model: str,
+    known_settings: Set[str] = frozenset(),
+) -> MessagesCall:
+    """Check a `/v1/messages` body; ``known_settings``: those of the model's chat template.
+
+    In train sessions the run's ``sampling`` replaces the agent's, and tokens are the least of
+    both. Raises InvalidRequest or UnsupportedParameter, naming the parameter.
+    """
+    body, recorded = sort_out(body, "messages")
+    if body.get("max_tokens") is None:
+        raise InvalidRequest(
+            "max_tokens is required: the most tokens that the answer may have", param="max_tokens"
+        )
+    return _call(body, recorded, mode, sampling, model, known_settings)
+
+
+def parse_count(body: Any, *, model: str, known_settings: Set[str] = frozenset()) -> ChatCall:
+    """Check a `/v1/messages/count_tokens` body, which need not say how much may be answered."""
+    body, recorded = sort_out(body, "messages")
+    run = GenerationHyperparameters()
+    return _call(body, recorded, SessionMode.EVAL, run, model, known_settings).chat
+
+
+def _call(
+    body: Mapping[str, Any],
+    recorded: dict[str, Any],
+    mode: SessionMode,
+    sampling: GenerationHyperparameters,
+    model: str,
+    known_settings: Set[str],
+) -> MessagesCall:
+    messages = body.get("messages")
+    if not messages:
+        raise InvalidRequest("messages must be a list of at least one message", param="messages")
+    tools = messages_tools(body)
+    grammar, asked_by = format_of(body)
+    if grammar is not None and tools.told:
+        raise InvalidRequest(
+            f"an answer of a given format cannot be a call: leave {asked_by} out, or the tools "
+            "(tool_choice: none)",
+            param=asked_by,
+        )
+    thinking = thinking_of(body, known_settings)
+    asked = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    gconfig, overrides = sampling_of(
+        asked | {"stop": body.get("stop_sequences")},
+        mode=mode,
+        run=sampling,
+        tokens=sampling.max_new_tokens,
+        grammar=grammar,
+    )
+    chat = ChatCall(
+        model=body.get("model") or model,
+        messages=conversation_of(body.get("system"), messages),
+        tools=tools.told,
+        gconfig=gconfig,
+        stream=bool(body.get("stream")),
+        include_usage=True,
+        logprobs=False,
+        overrides=overrides,
+        recorded=recorded | thinking.recorded,
+        template_kwargs=thinking.template,
+        reasoning_effort=thinking.effort,
+        forced_call=tools.forced,
+        parallel_tool_calls=tools.parallel,
+        format_parameter=asked_by,
+        untrainable=untrainable_by(gconfig, tools.forced),
+        id_prefix="msg_",
+    )
+    return MessagesCall(chat, thinking.hidden)
