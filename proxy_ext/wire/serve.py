@@ -136,6 +136,7 @@ async def _begin(
             earlier = await take_up(service.calls, session, mark, call)
             if earlier is not None:
                 return earlier
+    await service.calls.turns.next()
     prepared = await prepare(service.completer, call, tree)
     return service.calls.start(
         prepared, session, stream=call.stream, place=place, tenant=tenant, mark=mark
