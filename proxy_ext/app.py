@@ -159,25 +159,27 @@ def _add_health_routes(app: FastAPI) -> None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    async def known(_: Request, error: Exception) -> Response:
+    async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, AnyAgentError)
-        return error_response(error)
+        return error_response(error, request.url.path)
 
-    async def invalid(_: Request, error: Exception) -> Response:
+    async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(_validation_error(error))
+        return error_response(_validation_error(error), request.url.path)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        path = request.url.path
         if error.status_code == 404:
-            return error_response(NotFound(f"there is no route {request.url.path[:200]}"))
+            return error_response(NotFound(f"there is no route {path[:200]}"), path)
         cause = error.__cause__
         if isinstance(cause, AnyAgentError):
             # FastAPI wraps what goes wrong while it reads a body.
-            return error_response(cause)
+            return error_response(cause, path)
         if cause is not None:
-            return error_response(InvalidRequest("the body is not valid JSON", code="invalid_json"))
-        response = error_response(InvalidRequest(str(error.detail)), error.status_code)
+            unreadable = InvalidRequest("the body is not valid JSON", code="invalid_json")
+            return error_response(unreadable, path)
+        response = error_response(InvalidRequest(str(error.detail)), path, error.status_code)
         # Of another method: which there are.
         response.headers.update(error.headers or {})
         return response
@@ -186,8 +188,9 @@ def _add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, Replayed)
         return error.response
 
-    async def unknown(_: Request, error: Exception) -> Response:
-        return error_response(AnyAgentError("the service failed; its log says why"))
+    async def unknown(request: Request, error: Exception) -> Response:
+        failed = AnyAgentError("the service failed; its log says why")
+        return error_response(failed, request.url.path)
 
     app.add_exception_handler(AnyAgentError, known)
     app.add_exception_handler(Replayed, replayed)

@@ -79,4 +79,4 @@ class UnderWay:
                     raise
         # What has begun is not ended: a client must not take it for whole.
         if not begun:
-            await send_error(send, draining())
+            await send_error(send, draining(), scope["path"])

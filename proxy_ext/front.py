@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from any_agent.access import CLIENT_HEADER, authorize
 from any_agent.access import Scope as KeyScope
 from any_agent.audit import AuditLog
+from any_agent.error_shapes import shaped
 from any_agent.errors import AnyAgentError, Forbidden, NotFound, PayloadTooLarge, Unauthenticated
 from any_agent.keys import key_id, session_prefix
 from any_agent.logs import Redactor
@@ -59,7 +60,7 @@ class Front:
         try:
             held = self.bounds.enter()
         except AnyAgentError as error:
-            await send_error(send, error)
+            await send_error(send, error, scope["path"])
             return
         try:
             await self._answer(scope, self._limited(receive, held), send)
@@ -70,7 +71,7 @@ class Front:
         try:
             self._check(scope)
         except AnyAgentError as error:
-            await send_error(send, error)
+            await send_error(send, error, scope["path"])
             return
         scope = _as_json(_without_prefix(scope))
         if (scope["method"], scope["path"]) in LITELLM:
@@ -79,7 +80,7 @@ class Front:
         template = template_of(scope["path"])
         if template is None:
             path = _redact(scope["path"])[:200]
-            await send_error(send, NotFound(f"there is no route {path}"))
+            await send_error(send, NotFound(f"there is no route {path}"), scope["path"])
             return
         rule = RULES.get((scope["method"], template))
         if rule is None:
@@ -92,7 +93,7 @@ class Front:
         except AnyAgentError as error:
             if isinstance(error, Unauthenticated | Forbidden):
                 self._refused(request, template, error)
-            await send_error(send, error)
+            await send_error(send, error, scope["path"])
             return
         if rule.audited:
             send = self._audited(request, template, send)
@@ -203,10 +204,11 @@ def _as_json(scope: Scope) -> Scope:
     return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
 
 
-async def send_error(send: Send, error: AnyAgentError) -> None:
-    """Answer an error in OpenAI's shape, below any framework."""
-    body = orjson.dumps(error.body())
-    headers: dict[str, Any] = {"content-type": "application/json", **error.headers()}
+async def send_error(send: Send, error: AnyAgentError, path: str) -> None:
+    """Answer an error in the shape of its API, below any framework."""
+    said, more = shaped(error, path)
+    body = orjson.dumps(said)
+    headers: dict[str, Any] = {"content-type": "application/json", **more}
     headers["content-length"] = str(len(body))
     raw = [(k.lower().encode(), str(v).encode()) for k, v in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})

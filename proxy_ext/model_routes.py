@@ -15,6 +15,7 @@ from any_agent.errors import AnyAgentError
 from proxy_ext.rl.common import service_of
 from proxy_ext.service import Service
 from proxy_ext.wire.http import error_response
+from proxy_ext.wire.messages import count, messages
 from proxy_ext.wire.serve import chat_completions, text_completions
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ Handler: TypeAlias = Callable[[Service, Request], Awaitable[Response]]
 HANDLERS: dict[str, Handler] = {
     "/chat/completions": chat_completions,
     "/completions": text_completions,
+    "/messages": messages,
+    "/messages/count_tokens": count,
 }
 """Each under `/v1`, too: clients differ in whether their base URL ends in it."""
 _BY_PATH = {prefix + path: handler for path, handler in HANDLERS.items() for prefix in ("/v1", "")}
@@ -49,10 +52,11 @@ class ModelRoutes:
         try:
             response = await handler(service_of(request), request)
         except AnyAgentError as error:
-            response = error_response(error)
+            response = error_response(error, scope["path"])
         except Exception:
             log.exception("a model call failed")
-            response = error_response(AnyAgentError("the service failed; its log says why"))
+            failed = AnyAgentError("the service failed; its log says why")
+            response = error_response(failed, scope["path"])
         await response(scope, receive, send)
 
 

@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute, iter_route_contexts
 
 from any_agent import protocol
 from any_agent.access import Scope
+from any_agent.error_shapes import is_messages
 from proxy_ext.openapi_bodies import BODIES, EXAMPLES, PAGES, RULES_BETWEEN, SCHEMAS
 from proxy_ext.rl import areal, areal_export
 from proxy_ext.rl.common import receipt_of
@@ -46,6 +47,8 @@ _TABLE: dict[str, tuple[str, str]] = {
     # Tag, and what else it answers than its kind does.
     "POST /v1/chat/completions": ("model calls", "404 409 410 429 507"),
     "POST /v1/completions": ("model calls", "404 409 410 429 507"),
+    "POST /v1/messages": ("model calls", "404 409 410 429 507"),
+    "POST /v1/messages/count_tokens": ("model calls", "404 410 429"),
     "GET /v1/models": ("model calls", ""),
     "GET /v1/models/{model}": ("model calls", "404"),
     "POST /rl/v1/start_session": ("agents", "409 429 507"),
@@ -156,7 +159,7 @@ def _complete_operation(route: str, operation: dict[str, Any], *, once: bool) ->
         parameters.append(_IDEMPOTENCY_KEY)
         statuses |= {409, 422, 507}
     for status in sorted(statuses):
-        responses[str(status)] = _error(status)
+        responses[str(status)] = _error(status, path)
     # Last, so that each of a route's answers stands in the order of its status.
     operation["responses"] = dict(sorted(responses.items()))
 
@@ -183,8 +186,9 @@ def _close_maps(schema: Any) -> None:
             _close_maps(below)
 
 
-def _error(status: int) -> dict[str, Any]:
-    shape = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+def _error(status: int, path: str) -> dict[str, Any]:
+    name = "AnthropicError" if is_messages(path) else "Error"
+    shape = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     out: dict[str, Any] = {"description": _ERRORS[status], "content": shape}
     if status in _WAITING:
         seconds = {"type": "integer", "minimum": 1}

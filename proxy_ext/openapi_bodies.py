@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.completions.params import request_schema
+from proxy_ext import openapi_messages
 
 _TEXT = {"type": "string"}
 _LIST_OF_OBJECTS = {"type": "array", "items": {"type": "object"}}
@@ -84,6 +85,7 @@ SCHEMAS: dict[str, Any] = {
         **request_schema("completions"),
         "examples": [{"model": "policy", "prompt": "1 + 1 =", "max_tokens": 4}],
     },
+    **openapi_messages.SCHEMAS,
     "ChatCompletion": _answer("ChatCompletion", "chat.completion", "OpenAI's answer."),
     "Completion": _answer("Completion", "text_completion", "OpenAI's legacy answer."),
     "Model": {
@@ -150,6 +152,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "`/completions`, and behind `/{session key}`.",
         **_model_call("CompletionRequest", "Completion"),
     },
+    **openapi_messages.bodies(_INTERACTION_HEADERS),
     "GET /v1/models": {
         "summary": "Models",
         "description": "The policy. Also at `/models`.",

@@ -19,6 +19,7 @@ from multidict import CIMultiDictProxy, istr
 from any_agent.access import Access, Scope
 from any_agent.audit import AuditLog
 from any_agent.config import Config
+from any_agent.error_shapes import shaped
 from any_agent.errors import (
     AnyAgentError,
     Draining,
@@ -265,7 +266,8 @@ class _Connection(web.RequestHandler):
             error = AnyAgentError("the router failed; its log says why")
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun")
-        response = web.json_response(error.body(), status=status, headers=error.headers())
+        body, headers = shaped(error, request.path, status)
+        response = web.json_response(body, status=status, headers=headers)
         response.headers[hdrs.SERVER] = SERVER
         response.force_close()
         return response

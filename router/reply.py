@@ -12,6 +12,7 @@ from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11, StreamWriter
 from multidict import CIMultiDict
 
+from any_agent.error_shapes import shaped
 from any_agent.errors import AnyAgentError
 from router.body import WHOLE
 from router.upstream import end_to_end, read_whole
@@ -66,8 +67,9 @@ class Replies:
         return await self.whole(request, status, head, b"" if request.method == "HEAD" else body)
 
     async def error(self, request: web.BaseRequest, error: AnyAgentError) -> web.StreamResponse:
-        """An error in OpenAI's shape."""
-        return await self.json(request, error.body(), status=error.status, headers=error.headers())
+        """An error in the shape of the API that the request is for."""
+        body, headers = shaped(error, request.path)
+        return await self.json(request, body, status=error.status, headers=headers)
 
     async def relay(
         self, request: web.BaseRequest, upstream: aiohttp.ClientResponse

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from any_agent.completions.body import json_of
+from any_agent.error_shapes import shaped
 from any_agent.errors import AnyAgentError, InvalidRequest
 
 T = TypeVar("T")
@@ -28,9 +29,10 @@ class JSONResponse(Response):
         return orjson.dumps(content)
 
 
-def error_response(error: AnyAgentError, status: int | None = None) -> Response:
-    """An error as an answer, with its own status unless another one is given."""
-    return JSONResponse(error.body(), status_code=status or error.status, headers=error.headers())
+def error_response(error: AnyAgentError, path: str, status: int | None = None) -> Response:
+    """An error as an answer at this path, with its own status unless another one is given."""
+    body, headers = shaped(error, path, status)
+    return JSONResponse(body, status_code=status or error.status, headers=headers)
 
 
 async def read_json(request: Request) -> Any:

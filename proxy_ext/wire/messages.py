@@ -1,0 +1,62 @@
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from any_agent.completions.asked import Asked
+from any_agent.completions.messages import count_tokens, messages_asked, parse_count
+from any_agent.error_shapes import REQUEST_ID
+from any_agent.errors import UnsupportedParameter
+from proxy_ext.service import Service
+from proxy_ext.wire.http import JSONResponse, read_json
+from proxy_ext.wire.serve import Asking, serve
+
+_IN_ITS_WORDS = {"parallel_tool_calls": ("tool_choice", "tool_choice.disable_parallel_tool_use")}
+"""What chat calls a parameter, and what it and the part of it that is meant are called here."""
+
+
+async def messages(service: Service, request: Request) -> Response:
+    """One model call of a session, or, where nothing is trained, of nobody's."""
+    try:
+        response = await serve(service, request, _asked)
+    except UnsupportedParameter as error:
+        raise _in_its_words(error) from None
+    interaction = response.headers.get("x-any-agent-interaction", "")
+    response.headers[REQUEST_ID] = "req_" + interaction.removeprefix("msg_")
+    return response
+
+
+async def count(service: Service, request: Request) -> Response:
+    """The tokens of a conversation's first request. Nothing is sampled, and nothing recorded."""
+    place = service.calls.enter()
+    try:
+        session = await service.auth.session_or_none(
+            request, request.query_params.get("session_id")
+        )
+        if session is not None:
+            session.require_open()
+        chat = service.completer.chat
+        call = parse_count(
+            await read_json(request),
+            model=service.config.model.name,
+            known_settings=chat.writer.known_settings,
+        )
+        return JSONResponse({"input_tokens": await count_tokens(service.completer, call)})
+    finally:
+        place.leave()
+
+
+def _asked(asking: Asking) -> Asked:
+    return messages_asked(asking.body, asking.rules, asking.service.completer.chat)
+
+
+def _in_its_words(error: UnsupportedParameter) -> UnsupportedParameter:
+    """A refusal by what is behind the parser, under the name that the request has for it."""
+    if error.param not in _IN_ITS_WORDS:
+        return error
+    name, part = _IN_ITS_WORDS[error.param]
+    return UnsupportedParameter(
+        error.message.replace(f"{error.param}=false", part), code=error.code, param=name
+    )
