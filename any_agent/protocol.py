@@ -37,7 +37,7 @@ requests without it are people's."""
 Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
 
 
-_MAX_REWARD = 1e6
+MAX_REWARD = 1e6
 _MAX_NAMED_REWARDS = 32
 
 
@@ -46,8 +46,8 @@ def _number(value: Any) -> float:
         raise ValueError("a reward must be a number, or an object of numbers by name")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("a reward must be a finite number")
-    if abs(value) > _MAX_REWARD:
-        raise ValueError(f"a reward must lie between -{_MAX_REWARD:g} and {_MAX_REWARD:g}")
+    if abs(value) > MAX_REWARD:
+        raise ValueError(f"a reward must lie between -{MAX_REWARD:g} and {MAX_REWARD:g}")
     return float(value)
 
 
@@ -67,7 +67,7 @@ def _reward_or_none(value: Any) -> float | dict[str, float] | None:
     return None if value is None else as_reward(value)
 
 
-_Number = Annotated[float, Field(ge=-_MAX_REWARD, le=_MAX_REWARD)]
+_Number = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 # One function and no union of types: an error names the field alone, not what was tried for it.
 RewardValue = Annotated[
     float | dict[str, float] | None,

@@ -15,7 +15,7 @@ from any_agent.chat import ChatFormat, chat_format_of, load_chat_format
 from any_agent.completions.asked import Rules
 from any_agent.completions.untrainable import bent
 from any_agent.config import NAME_PATTERN, SamplingConfig
-from any_agent.direct.session import DirectSession, Exported, finite, finite_discount
+from any_agent.direct.session import DirectSession, Exported, checked_discount, checked_reward
 from any_agent.direct.transport import BASE_URL, InProcessClient
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError
@@ -126,7 +126,7 @@ class EngineOpenAI(AsyncOpenAI):
 
     def set_final_reward(self, reward: float) -> None:
         """Reward the session: it is added to every leaf of its tree."""
-        self._session.final_reward = finite(reward)
+        self._session.final_reward = checked_reward(reward)
 
     def apply_reward_discount(self, discount: float = 1.0) -> dict[str, float]:
         """Let rewards run back with this discount, and look at them.
@@ -135,7 +135,7 @@ class EngineOpenAI(AsyncOpenAI):
         Own rewards stay as they are, so it may be called again, and exports of later rewards heed
         it, too. Until it is called the discount is 1.
         """
-        self._session.discount = finite_discount(discount)
+        self._session.discount = checked_discount(discount)
         return self._session.rewards()
 
     def export_interactions(

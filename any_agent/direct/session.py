@@ -14,6 +14,7 @@ from any_agent.completions.asked import Rules
 from any_agent.direct.running import Running
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError, InvalidRequest, NotFound, SessionClosed, Unprocessable
+from any_agent.protocol import MAX_REWARD
 from any_agent.record import InteractionTree, Row, export_rows, propagate_rewards, to_tensors
 from any_agent.types import Interaction, Message, Trajectory
 
@@ -103,7 +104,7 @@ class DirectSession:
         await asyncio.gather(*(call.close() for call in calls))
 
     def set_reward(self, interaction_id: str, reward: float) -> None:
-        self._chosen(interaction_id).reward = finite(reward)
+        self._chosen(interaction_id).reward = checked_reward(reward)
 
     def set_last_reward(self, reward: float) -> None:
         if not len(self.tree):
@@ -152,24 +153,34 @@ class DirectSession:
         )
 
 
-def finite_discount(discount: float) -> float:
-    """It; InvalidRequest if it is none."""
-    value = finite(discount, "discount")
-    if not 0 <= value <= 1:
-        raise InvalidRequest(f"discount is {discount}: it lies within 0 and 1", param="discount")
-    return value
-
-
-def finite(value: Any, name: str = "reward") -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
+def checked_reward(value: Any) -> float:
+    """It as a number; InvalidRequest if it is none, or none that may be trained on."""
+    number = _number(value)
+    if not abs(number) <= MAX_REWARD:
         raise InvalidRequest(
-            f"{name} is {type(value).__name__}: a number is needed", param=name
-        ) from None
-    if not math.isfinite(number):
-        raise InvalidRequest(f"{name} is {number}: it must be finite", param=name)
+            f"reward is {str(value)[:80]}: it must be a number between -{MAX_REWARD:g} and "
+            f"{MAX_REWARD:g}",
+            param="reward",
+        )
     return number
+
+
+def checked_discount(value: Any) -> float:
+    """It as a number; InvalidRequest if it is none between 0 and 1."""
+    number = _number(value)
+    if not 0 <= number <= 1:
+        raise InvalidRequest(
+            f"discount is {str(value)[:80]}: it must be a number between 0 and 1", param="discount"
+        )
+    return number
+
+
+def _number(value: Any) -> float:
+    """Numbers of numpy and torch, too; NaN for what is none."""
+    try:
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _context_length(

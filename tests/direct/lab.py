@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 from any_agent.chat import ChatFormat
 
+MODEL = "gpt-4o"
 HELLO: list[Any] = [{"role": "user", "content": "Say a number."}]
 MORE: dict[str, Any] = {"role": "user", "content": "And another one?"}
 TOOLS: list[Any] = [
@@ -14,9 +18,12 @@ TOOLS: list[Any] = [
         "function": {
             "name": "add",
             "description": "Adds.",
+            "strict": True,
             "parameters": {
                 "type": "object",
                 "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "required": ["a", "b"],
+                "additionalProperties": False,
             },
         },
     }
@@ -27,3 +34,10 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call
 def said(chat: ChatFormat, text: str) -> list[int]:
     """An answer's token ids, with their end."""
     return [*chat.encode(text, special=False), chat.stop_token_ids[0]]
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.005)

@@ -1,0 +1,182 @@
+"""How calls of the direct client end early, and what is recorded of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from any_agent import EngineOpenAI
+from any_agent.chat import ChatFormat
+from tests.direct.conftest import Make
+from tests.direct.lab import HELLO, MODEL, said, until
+from tests.fakes.scripted_engine import ScriptedEngine
+
+LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 200}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_cancelled_call_ends_in_the_engine(
+    client: EngineOpenAI, engine: ScriptedEngine, stream: bool, n: int
+) -> None:
+    for _ in range(n):
+        engine.hold(at=3)
+
+    async def call() -> None:
+        answer = await client.chat.completions.create(**LONG, stream=stream, n=n)
+        if stream:
+            async for _ in answer:
+                pass
+
+    task = asyncio.create_task(call())
+    await until(lambda: len(engine.running) == n)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: not engine.running)
+    assert not client.interactions
+
+
+async def test_leaving_a_stream_ends_it_in_the_engine(
+    client: EngineOpenAI, engine: ScriptedEngine
+) -> None:
+    engine.hold(at=3)
+    async with await client.chat.completions.create(**LONG, stream=True) as stream:
+        async for chunk in stream:
+            if chunk.choices[0].delta.content:
+                break
+    await until(lambda: not engine.running)
+    assert not client.interactions
+
+
+async def test_closing_a_stream_that_somebody_reads(
+    client: EngineOpenAI, engine: ScriptedEngine
+) -> None:
+    engine.hold(at=3)
+    stream = await client.chat.completions.create(**LONG, stream=True)
+
+    heard = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in stream:
+            heard.set()
+
+    reader = asyncio.create_task(read())
+    await heard.wait()
+    await stream.close()
+    async with asyncio.timeout(5):
+        with pytest.raises(openai.APIError):
+            await reader
+    await until(lambda: not engine.running)
+    assert not client.interactions
+
+
+async def test_a_choice_counts_when_its_end_was_taken(
+    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    engine.say(said(chat, "12"))
+    stream = await client.chat.completions.create(**LONG, stream=True)
+    ends = []
+    async for chunk in stream:
+        # All of it is sampled already: nothing is recorded that was not handed over.
+        await until(lambda: not engine.running)
+        ends.append(chunk.choices[0].finish_reason)
+        assert len(client.interactions) == (1 if ends[-1] else 0)
+    assert ends[-1] == "stop"
+
+
+async def test_time_outs(make: Make, engine: ScriptedEngine) -> None:
+    client = make(timeout=0.2, max_retries=0)
+    engine.hold(at=3)
+    with pytest.raises(openai.APITimeoutError):
+        await client.chat.completions.create(**LONG)
+    await until(lambda: not engine.running)
+    engine.hold(at=3)
+    stream = await client.chat.completions.create(**LONG, stream=True)
+    # As over HTTP: amid a stream it is httpx's own that the SDK lets through.
+    with pytest.raises(httpx.ReadTimeout, match=r"said nothing for 0.2 s"):
+        async for _ in stream:
+            pass
+    await until(lambda: not engine.running)
+    assert not client.interactions
+
+
+async def test_closing_the_client_ends_its_calls(
+    client: EngineOpenAI, engine: ScriptedEngine
+) -> None:
+    await client.chat.completions.create(**LONG | {"max_tokens": 2})
+    for _ in range(2):
+        engine.hold(at=3)
+    stream = await client.chat.completions.create(**LONG, stream=True)
+    whole = asyncio.create_task(client.chat.completions.create(**LONG))
+    await until(lambda: len(engine.running) == 2)
+    await client.close()
+    assert client.is_closed()
+    with pytest.raises(openai.APIStatusError) as raised:
+        await whole
+    assert (raised.value.status_code, raised.value.code) == (410, "session_closed")
+    with pytest.raises(openai.APIError, match="closed during the call"):
+        async for _ in stream:
+            pass
+    await until(lambda: not engine.running)
+    with pytest.raises(openai.APIStatusError, match="make another one"):
+        await client.chat.completions.create(**LONG)
+    # What it recorded is still there.
+    client.set_last_reward(1.0)
+    assert len(client.export_interactions()) == 1
+
+
+async def test_an_engine_that_fails(
+    client: EngineOpenAI, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.fail("status", status=503)
+    with pytest.raises(openai.InternalServerError) as raised:
+        await client.with_options(max_retries=0).chat.completions.create(**LONG)
+    assert (raised.value.status_code, raised.value.code) == (503, "engine_unavailable")
+    engine.fail("error_event", after=3)
+    stream = await client.chat.completions.create(**LONG, stream=True)
+    with pytest.raises(openai.APIError, match="engine"):
+        async for _ in stream:
+            pass
+    assert not client.interactions
+    # The SDK's retries are its own.
+    engine.fail("status", status=503)
+    retrying = client.with_options(max_retries=1)
+    monkeypatch.setattr(retrying, "_calculate_retry_timeout", lambda *_, **__: 0.0)
+    await retrying.chat.completions.create(**LONG | {"max_tokens": 2})
+    assert len(client.interactions) == 1
+
+
+async def test_one_failed_choice_fails_the_call(
+    client: EngineOpenAI, engine: ScriptedEngine
+) -> None:
+    engine.fail("status", status=503)
+    held = engine.hold(at=3)
+    with pytest.raises(openai.InternalServerError):
+        await client.with_options(max_retries=0).chat.completions.create(**LONG, n=2)
+    await until(lambda: not engine.running)
+    held.set()
+    assert not client.interactions
+
+
+async def test_many_calls_side_by_side(client: EngineOpenAI) -> None:
+    async def talk(number: int) -> list[str]:
+        messages: list[Any] = [{"role": "user", "content": f"Talk {number}."}]
+        ids = []
+        for _ in range(3):
+            answer = await client.chat.completions.create(
+                model=MODEL, messages=messages, max_tokens=4
+            )
+            ids.append(answer.id)
+            messages += [answer.choices[0].message.model_dump(), HELLO[0]]
+        return ids
+
+    talks = await asyncio.gather(*(talk(k) for k in range(12)))
+    assert len(client.interactions) == 36
+    for first, second, third in talks:
+        parents = [client.get_interaction(id).parent_id for id in (first, second, third)]  # type: ignore[union-attr]
+        assert parents == [None, first, second]
