@@ -229,10 +229,22 @@ class SessionConfig(_Section):
     when a call is answered, in memory and before anything is written; token ids, log-probabilities,
     rewards and the caller's metadata stay, so that sessions go on exactly and can be trained on."""
     grader: str = ""
-    """For `late_reward: grade`: `module.function`, which takes a session as a dictionary and
-    returns a number or several by name. It runs in a process of its own."""
+    """For `late_reward: grade` and `sessions.implicit`: `module.function`, which takes a session as
+    a dictionary and returns a number or several by name. It runs in a process of its own."""
     grader_timeout: float = Field(60.0, gt=0)
     """Seconds that one grade may take; then its process is killed, and the session rejected."""
+    implicit: bool = False
+    """Open sessions for model calls that name none and come with a tenant's key (or, where no key
+    is needed, with any): each conversation becomes one, which `sessions.grader` rewards."""
+    implicit_idle_timeout: float = Field(300.0, gt=0)
+    """Seconds without a call after which such a session is over, and graded: more than its agent
+    ever takes between two calls."""
+    implicit_wait: float = Field(60.0, ge=0)
+    """Seconds that the first call of a conversation waits for a slot before it gets 429; no more
+    than `sessions.max_wait`."""
+    implicit_group_size: int | None = Field(None, ge=1)
+    """Conversations that begin alike and share a baseline; None: `sessions.group_size`. 1 where no
+    task is tried twice."""
 
     @field_validator("reward_weights")
     @classmethod
@@ -253,6 +265,11 @@ class SessionConfig(_Section):
             raise ValueError("sessions.late_reward=grade needs sessions.store_content=true")
         if self.late_reward == "grade" and not self.grader:
             raise ValueError("sessions.late_reward=grade needs sessions.grader=module.function")
+        if self.implicit and not (self.grader and self.store_content):
+            raise ValueError(
+                "sessions.implicit=true needs sessions.grader=module.function and "
+                "sessions.store_content=true: nobody else rewards such sessions"
+            )
         return self
 
     keep_hours: float = Field(24.0, ge=0)
@@ -380,13 +397,14 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _groups_fit(self) -> Self:
-        size = self.sessions.group_size
-        if size > self.rollout.batch_size or size > self.rollout.max_concurrent:
-            raise ValueError(
-                f"sessions.group_size={size} must not exceed rollout.batch_size="
-                f"{self.rollout.batch_size} or rollout.max_concurrent="
-                f"{self.rollout.max_concurrent}: such a group could never be admitted"
-            )
+        for name in ("group_size", "implicit_group_size"):
+            size = getattr(self.sessions, name) or 1
+            if size > self.rollout.batch_size or size > self.rollout.max_concurrent:
+                raise ValueError(
+                    f"sessions.{name}={size} must not exceed rollout.batch_size="
+                    f"{self.rollout.batch_size} or rollout.max_concurrent="
+                    f"{self.rollout.max_concurrent}: such a group could never be admitted"
+                )
         return self
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ from any_agent.access import require_key
 from any_agent.config import Config, load_resolved
 from any_agent.engine import SGLangEngine
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StartupError
+from any_agent.frozen_models import resolved
 from any_agent.logs import set_up_logging
 from any_agent.ports import listen, url_of
 from any_agent.registry import rank_name
@@ -49,6 +51,8 @@ def main() -> int:
         set_up_logging(config.log_level, config.log_format, part=part, secrets=config.secrets())
         for host in (args.host, config.server.host):
             require_key(config, host)
+        # What is missing is said before anything slow.
+        resolved(config.frozen.model_list, os.environ)
         # Before anything slow, so that a port in use is known at once.
         listener = listen(args.host, args.port)
         return _serve(config, args, listener)

@@ -22,6 +22,8 @@ from any_agent.metrics import CONTENT_TYPE
 from any_agent.types import SessionMode, SessionState
 from proxy_ext import litellm_shim, rl, scopes
 from proxy_ext.front import Front
+from proxy_ext.frozen.frozen import require_prices
+from proxy_ext.frozen.provider import Provider
 from proxy_ext.idempotency import Replayed
 from proxy_ext.metrics import exposition
 from proxy_ext.model_routes import ModelRoutes
@@ -30,6 +32,7 @@ from proxy_ext.rl.common import service_of
 from proxy_ext.service import Service, open_service
 from proxy_ext.wire.http import JSONResponse, error_response
 from proxy_ext.wire.models import list_models, one_model
+from proxy_ext.wire.responses import response, response_items
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +66,18 @@ def create_app(
     engine_wait: float = 0.0,
     opened: Callable[[Service], None] = lambda _: None,
     litellm_app: Any | None = None,
+    provider: Provider | None = None,
 ) -> Front:
     """The ASGI app of a rank. ``opened`` is given the service when it is there.
 
-    ``litellm_app``: only tests pass another one.
+    ``litellm_app`` and ``provider``: only tests pass other ones. ConfigError for frozen models that
+    cannot be used.
     """
-    litellm_app = litellm_app if litellm_app is not None else litellm_shim.load_app()
+    if litellm_app is None:
+        litellm_app = litellm_shim.load_app()
+        provider = litellm_shim.load_provider(config.frozen.model_list)
+    if provider is not None:
+        require_prices(config.frozen, provider)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -83,6 +92,7 @@ def create_app(
                     public_url=public_url,
                     training=training,
                     engine_wait=engine_wait,
+                    provider=provider,
                 )
             )
             app.state.service = service
@@ -102,6 +112,7 @@ def create_app(
     )
     ours = ModelRoutes(app)
     _add_models_routes(app)
+    _add_responses_routes(app)
     app.include_router(rl.router)
     _add_health_routes(app)
     _add_error_handlers(app)
@@ -130,6 +141,23 @@ def _add_models_routes(app: FastAPI) -> None:
         app.add_api_route(
             f"{prefix}/models/{{model}}", model, methods=["GET"], include_in_schema=schema
         )
+
+
+def _add_responses_routes(app: FastAPI) -> None:
+    async def again(request: Request, response_id: str) -> Response:
+        return await response(service_of(request), request, response_id)
+
+    async def items(request: Request, response_id: str) -> Response:
+        return await response_items(service_of(request), request, response_id)
+
+    for prefix in ("/v1", ""):
+        for path, endpoint in (("", again), ("/input_items", items)):
+            app.add_api_route(
+                f"{prefix}/responses/{{response_id}}{path}",
+                endpoint,
+                methods=["GET"],
+                include_in_schema=bool(prefix),
+            )
 
 
 def _add_health_routes(app: FastAPI) -> None:

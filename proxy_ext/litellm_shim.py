@@ -2,15 +2,48 @@
 
 Its app keeps its own start-up and lifespan; it runs behind our routes, not around them: nine
 middlewares of its own (gzip, any-origin CORS, admission) would otherwise sit on every stream.
+
+Calls of frozen models go through its library, which is what its app puts its own pipeline around:
+that one, and its router, would retry, take other models, and add their own words to errors. What
+the library gets wrong is seen to here: it asks providers twice, lets calls run whose client left,
+and makes a whole answer of one that broke off.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import secrets
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, field
 from typing import Any
+
+from any_agent.errors import (
+    AnyAgentError,
+    ConfigError,
+    ContextLengthExceeded,
+    ProviderBusy,
+    ProviderError,
+    ProviderRefused,
+    ProviderTimeout,
+    ProviderUnavailable,
+)
+from any_agent.frozen_models import ModelList, resolved, secrets_of
+from any_agent.logs import Redactor
+from proxy_ext.frozen.provider import Event, FrozenApi
+
+log = logging.getLogger(__name__)
+
+_MOST_DEPTH = 6
+"""Of LiteLLM's streams in one another."""
+_MOST_SAID = 500
+"""Characters of a provider's message that a client sees."""
+_LONGEST_WAIT = 60.0
+_CLASS = re.compile(r"^(?:litellm\.)?(?:[A-Za-z]+(?:Error|Exception)\s*[:-]\s*)+")
+_HINT = re.compile(r"\. Handle with `litellm\.[A-Za-z]+`\.$")
 
 
 def load_app() -> Any:
@@ -33,7 +66,334 @@ def load_app() -> Any:
     return proxy_server.app
 
 
+def load_provider(model_list: ModelList) -> LiteLLMProvider | None:
+    """What reaches the frozen models, if there are any; ConfigError for one that cannot be used."""
+    if not model_list:
+        return None
+    entries = resolved(model_list, os.environ)
+    return LiteLLMProvider(entries, secrets_of(model_list, os.environ))
+
+
 def lifespan(app: Any) -> AbstractAsyncContextManager[Any]:
     """LiteLLM's own start-up and shutdown."""
     context: AbstractAsyncContextManager[Any] = app.router.lifespan_context(app)
     return context
+
+
+# -- frozen models -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LiteLLMDeployment:
+    """One entry of the model list, its references resolved."""
+
+    name: str
+    model: str
+    """As LiteLLM has it, with the provider's name before it."""
+    provider: str
+    params: dict[str, Any] = field(repr=False)
+    price: str | None
+    """Under which name LiteLLM knows the price; None: it does not."""
+    keeps_responses: bool
+    redact: Redactor = field(repr=False)
+
+    @property
+    def priced(self) -> bool:
+        return self.price is not None
+
+    async def whole(
+        self, api: FrozenApi, params: Mapping[str, Any], *, within: float
+    ) -> dict[str, Any]:
+        """See :class:`proxy_ext.frozen.provider.Deployment`."""
+        try:
+            return _plain(await self._ask(api, params, within))
+        except Exception as error:
+            raise self._error(error) from None
+
+    async def stream(
+        self, api: FrozenApi, params: Mapping[str, Any], *, within: float
+    ) -> AsyncGenerator[Event]:
+        """See :class:`proxy_ext.frozen.provider.Deployment`."""
+        more: dict[str, Any] = {"stream": True}
+        if api in ("chat", "completions"):
+            more["stream_options"] = {**params.get("stream_options", {}), "include_usage": True}
+        source: Any = None
+        try:
+            source = await self._ask(api, {**params, **more}, within)
+            events = _sse(source) if api == "messages" else _events(source)
+            async for event in events:
+                yield event
+            if any(stream.received_finish_reason is None for stream in _its_own(source)):
+                # It has made up an end.
+                raise ProviderUnavailable(f"the provider of {self.name} broke off its answer")
+        except Exception as error:
+            raise self._error(error) from None
+        finally:
+            await _close(source)
+
+    def cost(self, api: FrozenApi, usage: Mapping[str, Any]) -> float | None:
+        """See :class:`proxy_ext.frozen.provider.Deployment`."""
+        if self.price is None:
+            return None
+        from litellm.cost_calculator import cost_per_token
+
+        try:
+            prompt, output = cost_per_token(
+                model=self.price,
+                custom_llm_provider=self.provider,
+                usage_object=_usage(api, dict(usage)),
+                call_type="embedding" if api == "embeddings" else "completion",
+            )
+        except Exception:
+            log.exception("LiteLLM cannot say what a call of %s costs", self.name)
+            return None
+        return float(prompt + output)
+
+    def count(self, text: str) -> int:
+        """See :class:`proxy_ext.frozen.provider.Deployment`."""
+        import litellm
+
+        return int(litellm.token_counter(model=self.model, text=text))
+
+    async def _ask(self, api: FrozenApi, params: Mapping[str, Any], within: float) -> Any:
+        import litellm
+
+        ask = {
+            "chat": litellm.acompletion,
+            "completions": litellm.atext_completion,
+            "responses": litellm.aresponses,
+            "messages": litellm.anthropic_messages,
+            "embeddings": litellm.aembedding,
+        }[api]
+        # The operator's last: nothing of a client's takes its place.
+        own = {"timeout": within, **self.params, "num_retries": 0, "max_retries": 0}
+        return await ask(**{**params, **own})
+
+    def _error(self, error: Exception) -> AnyAgentError:
+        """What a client is told. What the provider says is shown where it is about the request."""
+        if isinstance(error, AnyAgentError):
+            return error
+        import litellm
+
+        status = getattr(error, "status_code", None)
+        kind, said = type(error).__name__, self.redact.text(_message_of(error))
+        log.info("the provider of %s: %s %s: %s", self.name, status, kind, said[:_MOST_SAID])
+        who = f"the provider of {self.name}"
+        if isinstance(error, litellm.ContextWindowExceededError):
+            return ContextLengthExceeded(f"{who}: {said[:_MOST_SAID]}", param="messages")
+        if isinstance(error, litellm.Timeout):
+            return ProviderTimeout(f"{who} took too long")
+        if status == 429:
+            wait = _retry_after(error)
+            return ProviderBusy(f"{who} is busy: {said[:_MOST_SAID]}", retry_after=wait)
+        if status in (400, 413, 422):
+            return ProviderRefused(f"{who}: {said[:_MOST_SAID]}")
+        if status in (401, 403, 404, 405):
+            return ProviderError(
+                f"{who} refuses this service ({status}): its operator must look at "
+                "frozen.model_list"
+            )
+        if isinstance(status, int):
+            return ProviderUnavailable(f"{who} cannot be reached, or fails ({status}); try again")
+        log.warning("a call of %s failed in LiteLLM", self.name, exc_info=error)
+        return ProviderError(f"{who} could not be asked this")
+
+
+class LiteLLMProvider:
+    """Every deployment of a model list, its references resolved."""
+
+    def __init__(self, model_list: Iterable[Mapping[str, Any]], secret: Iterable[str]) -> None:
+        """ConfigError for an entry that LiteLLM does not know what to do with."""
+        _set_up()
+        redact = Redactor(secret)
+        self.deployments: dict[str, list[tuple[float, LiteLLMDeployment]]] = {}
+        for number, entry in enumerate(model_list):
+            deployment = _deployment(entry, number, redact)
+            weight = float(entry["litellm_params"].get("weight") or 1.0)
+            self.deployments.setdefault(deployment.name, []).append((weight, deployment))
+
+    async def close(self) -> None:
+        """End its connections."""
+        from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
+
+        with suppress(Exception):
+            await close_litellm_async_clients()
+
+
+def _set_up() -> None:
+    import litellm
+
+    # Of embeddings it takes 0 retries for none said.
+    litellm.DEFAULT_MAX_RETRIES = 0
+    litellm.num_retries = None
+    # Servers that speak OpenAI's API need not have its Responses.
+    litellm.use_chat_completions_url_for_anthropic_messages = True
+    litellm.suppress_debug_info = True
+    litellm.telemetry = False
+
+
+def _deployment(entry: Mapping[str, Any], number: int, redact: Redactor) -> LiteLLMDeployment:
+    import litellm
+    from litellm.utils import ProviderConfigManager
+
+    name, params = entry["model_name"], dict(entry["litellm_params"])
+    params.pop("weight", None)
+    if params.get("api_base") and not params.get("api_key"):
+        # Else it would take the key of another provider from the environment.
+        params["api_key"] = "none"
+    try:
+        model, provider, _, _ = litellm.get_llm_provider(
+            params["model"],
+            custom_llm_provider=params.get("custom_llm_provider"),
+            api_base=params.get("api_base"),
+        )
+        responses = ProviderConfigManager.get_provider_responses_api_config(provider, model)
+    except Exception as error:
+        raise ConfigError(
+            f"LiteLLM cannot use the model {params['model']!r} of {name} in frozen.model_list: "
+            f"{redact.text(_message_of(error))[:_MOST_SAID]}"
+        ) from None
+    return LiteLLMDeployment(
+        name=name,
+        model=params["model"],
+        provider=provider,
+        params=params,
+        price=_price(entry, number, model, provider),
+        keeps_responses=responses is not None,
+        redact=redact,
+    )
+
+
+def _price(entry: Mapping[str, Any], number: int, model: str, provider: str) -> str | None:
+    """Have LiteLLM know what the model costs, by its own table and the operator's words."""
+    import litellm
+
+    own = {**entry["model_info"], **entry["litellm_params"]}
+    said = {key: own[key] for key in own if "cost" in key and own[key] is not None}
+    try:
+        known = dict(litellm.get_model_info(model, custom_llm_provider=provider))
+    except Exception:
+        known = {}
+    if not said:
+        priced = known.get("input_cost_per_token") is not None and known.get("key")
+        free = not known.get("input_cost_per_token") and not known.get("output_cost_per_token")
+        return str(model) if priced and not free else None
+    if known.get("mode") != "embedding" and own.get("mode") != "embedding":
+        if {"input_cost_per_token", "output_cost_per_token"} - said.keys() and not known:
+            return None
+    elif "input_cost_per_token" not in said:
+        return None
+    key = f"any-agent-frozen-{number}"
+    base = {k: v for k, v in known.items() if "cost" in k and v is not None}
+    mode = own.get("mode") or known.get("mode") or "chat"
+    litellm.register_model({key: {**base, **said, "litellm_provider": provider, "mode": mode}})
+    return key
+
+
+def _plain(answer: Any) -> dict[str, Any]:
+    """An answer, or an event, as JSON has it."""
+    if isinstance(answer, dict):
+        plain = answer
+    else:
+        plain = answer.model_dump(mode="json", exclude_unset=True, warnings=False)
+        if "choices" in plain:
+            plain = _without_nulls(plain)
+    plain.pop("_hidden_params", None)
+    return plain
+
+
+def _without_nulls(value: Any) -> Any:
+    """As its own app answers; of its own fields most have no value."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+async def _events(source: Any) -> AsyncGenerator[Event]:
+    async for event in source:
+        yield _plain(event)
+
+
+async def _sse(source: Any) -> AsyncGenerator[Event]:
+    """Of bytes that are cut anywhere."""
+    rest = b""
+    async for piece in source:
+        if isinstance(piece, dict):
+            yield piece
+            continue
+        rest += piece.encode() if isinstance(piece, str) else piece
+        *whole, rest = rest.replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in whole:
+            lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
+            if lines:
+                yield json.loads(b"\n".join(lines))
+
+
+def _its_own(source: Any) -> Iterator[Any]:
+    """LiteLLM's streams that know whether the provider has said why its answer ended."""
+    for stream in _nested(source):
+        if hasattr(stream, "received_finish_reason"):
+            yield stream
+
+
+def _nested(source: Any) -> Iterator[Any]:
+    """A stream and those that it reads from."""
+    level, seen = [source], {id(source)}
+    for _ in range(_MOST_DEPTH):
+        below: list[Any] = []
+        for stream in level:
+            yield stream
+            for value in list(getattr(stream, "__dict__", {}).values()):
+                reads = hasattr(value, "__anext__") or hasattr(value, "aiter_bytes")
+                if reads and id(value) not in seen:
+                    seen.add(id(value))
+                    below.append(value)
+        level = below
+
+
+async def _close(source: Any) -> None:
+    """End the provider's answer, however many streams are around it: the outer ones need not."""
+    if source is None:
+        return
+    for stream in reversed(list(_nested(source))):
+        for name in ("aclose", "close"):
+            close = getattr(stream, name, None)
+            if close is None:
+                continue
+            with suppress(Exception):
+                done = close()
+                if hasattr(done, "__await__"):
+                    await done
+            break
+
+
+def _usage(api: FrozenApi, usage: dict[str, Any]) -> Any:
+    from litellm.types.utils import Usage
+
+    if api == "responses":
+        from litellm.responses.utils import ResponseAPILoggingUtils
+
+        return ResponseAPILoggingUtils._transform_response_api_usage_to_chat_usage(usage)
+    if api == "messages":
+        from litellm.llms.anthropic.chat.transformation import AnthropicConfig
+
+        return AnthropicConfig().calculate_usage(usage_object=usage, reasoning_content=None)
+    return Usage(**usage)
+
+
+def _message_of(error: Exception) -> str:
+    """What the provider said, without what LiteLLM put around it."""
+    body = getattr(error, "body", None)
+    if isinstance(body, dict) and isinstance(body.get("message"), str):
+        return str(body["message"])
+    text = str(getattr(error, "message", None) or error)
+    text = _HINT.sub("", _CLASS.sub("", text.strip()))
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(text)["error"]["message"])
+    return text
+
+
+def _retry_after(error: Exception) -> float | None:
+    headers = getattr(error, "litellm_response_headers", None) or {}
+    said = str(headers.get("retry-after", ""))
+    return min(float(said), _LONGEST_WAIT) if said.isdigit() else None

@@ -12,6 +12,8 @@ from any_agent.metrics import Exposition, Metric, Reading, Values
 from any_agent.registry import rank_name
 from any_agent.types import Continuation, SessionMode, SessionState
 from proxy_ext.calls.stats import FIRST, NO_SESSION, Outcome, Retried
+from proxy_ext.frozen.spend import CAPS
+from proxy_ext.frozen.stats import OUTCOMES
 from proxy_ext.opening.quotas import QUOTAS
 from proxy_ext.service import Service
 from proxy_ext.sessions import late
@@ -120,6 +122,51 @@ UNDELIVERED = Metric(
     "any_agent_undelivered_answers_total",
     "counter",
     "Recorded answers that reached nobody and are never trained on.",
+)
+POLICY_CALLS = Metric(
+    "any_agent_policy_calls_by_name_total",
+    "counter",
+    "Calls of the policy by the name that they gave it; of names beyond the first 32, other.",
+    ("name",),
+)
+FROZEN_CALLS = Metric(
+    "any_agent_frozen_calls_total",
+    "counter",
+    "Calls of frozen models that ended: completed, aborted (the client left or the session ended) "
+    "or failed (at the provider).",
+    ("model", "outcome"),
+)
+FROZEN_RUNNING = Metric(
+    "any_agent_frozen_calls_running", "gauge", "Calls of frozen models under way."
+)
+FROZEN_REFUSED = Metric(
+    "any_agent_frozen_calls_refused_total",
+    "counter",
+    "Calls of frozen models that were refused: cap session or tenant (402), or max_calls (429).",
+    ("cap",),
+)
+FROZEN_SECONDS = Metric(
+    "any_agent_frozen_call_seconds",
+    "histogram",
+    "Seconds of completed calls of frozen models, until they are durable.",
+)
+FROZEN_TOKENS = Metric(
+    "any_agent_frozen_tokens_total",
+    "counter",
+    "Tokens of calls of frozen models, as the provider counts them.",
+    ("model", "kind"),
+)
+FROZEN_USD = Metric(
+    "any_agent_frozen_usd_total",
+    "counter",
+    "What calls of frozen models cost, in USD.",
+    ("model",),
+)
+FROZEN_UNPRICED = Metric(
+    "any_agent_frozen_unpriced_calls_total",
+    "counter",
+    "Calls of frozen models whose price is not known: no cap sees them.",
+    ("model",),
 )
 RETRIES = Metric(
     "any_agent_retries_total",
@@ -238,6 +285,7 @@ def exposition(service: Service) -> Exposition:
 def _read(service: Service) -> Iterable[Reading]:
     yield from _sessions(service)
     yield from _calls(service)
+    yield from _frozen(service)
     yield VERSION, service.run.version
     yield PAUSES, service.run.pauses.count
     yield PAUSE_SECONDS, service.run.pauses.seconds
@@ -293,6 +341,21 @@ def _calls(service: Service) -> Iterable[Reading]:
     lost = Counter(undelivered=service.sessions.undelivered)
     yield UNTRAINABLE, _by_one(stats.untrainable + lost, REASONS)
     yield RETRIES, {(got,): stats.retries[got] for got in get_args(Retried)}
+
+
+def _frozen(service: Service) -> Iterable[Reading]:
+    frozen, stats = service.frozen, service.frozen.stats
+    models = frozen.names
+    yield POLICY_CALLS, _by_one(frozen.policy.calls)
+    yield FROZEN_CALLS, _by_two(stats.ended, models, OUTCOMES)
+    yield FROZEN_RUNNING, len(frozen)
+    refused = frozen.spending.refused + Counter(max_calls=stats.turned_away)
+    yield FROZEN_REFUSED, _by_one(refused, (*CAPS, "max_calls"))
+    yield FROZEN_SECONDS, stats.seconds
+    kinds = {"input": stats.input_tokens, "output": stats.output_tokens}
+    yield FROZEN_TOKENS, {(m, kind): kinds[kind][m] for m in models for kind in kinds}
+    yield FROZEN_USD, {(m,): stats.usd.get(m, 0.0) for m in models}
+    yield FROZEN_UNPRICED, _by_one(stats.unpriced, models)
 
 
 def _by_one(counts: Counter[str], always: Iterable[str] = ()) -> Values:

@@ -16,6 +16,7 @@ from proxy_ext.rl.common import service_of
 from proxy_ext.service import Service
 from proxy_ext.wire.http import error_response
 from proxy_ext.wire.messages import count, messages
+from proxy_ext.wire.responses import responses
 from proxy_ext.wire.serve import chat_completions, text_completions
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ Handler: TypeAlias = Callable[[Service, Request], Awaitable[Response]]
 HANDLERS: dict[str, Handler] = {
     "/chat/completions": chat_completions,
     "/completions": text_completions,
+    "/responses": responses,
     "/messages": messages,
     "/messages/count_tokens": count,
 }

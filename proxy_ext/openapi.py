@@ -47,6 +47,9 @@ _TABLE: dict[str, tuple[str, str]] = {
     # Tag, and what else it answers than its kind does.
     "POST /v1/chat/completions": ("model calls", "404 409 410 429 507"),
     "POST /v1/completions": ("model calls", "404 409 410 429 507"),
+    "POST /v1/responses": ("model calls", "404 409 410 429 507"),
+    "GET /v1/responses/{response_id}": ("model calls", "404"),
+    "GET /v1/responses/{response_id}/input_items": ("model calls", "404"),
     "POST /v1/messages": ("model calls", "404 409 410 429 507"),
     "POST /v1/messages/count_tokens": ("model calls", "404 410 429"),
     "GET /v1/models": ("model calls", ""),

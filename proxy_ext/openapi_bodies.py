@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.completions.params import request_schema
-from proxy_ext import openapi_messages
+from proxy_ext import openapi_messages, openapi_responses
 
 _TEXT = {"type": "string"}
 _LIST_OF_OBJECTS = {"type": "array", "items": {"type": "object"}}
@@ -85,6 +85,7 @@ SCHEMAS: dict[str, Any] = {
         **request_schema("completions"),
         "examples": [{"model": "policy", "prompt": "1 + 1 =", "max_tokens": 4}],
     },
+    **openapi_responses.SCHEMAS,
     **openapi_messages.SCHEMAS,
     "ChatCompletion": _answer("ChatCompletion", "chat.completion", "OpenAI's answer."),
     "Completion": _answer("Completion", "text_completion", "OpenAI's legacy answer."),
@@ -152,6 +153,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "`/completions`, and behind `/{session key}`.",
         **_model_call("CompletionRequest", "Completion"),
     },
+    **openapi_responses.bodies(_INTERACTION_HEADERS),
     **openapi_messages.bodies(_INTERACTION_HEADERS),
     "GET /v1/models": {
         "summary": "Models",

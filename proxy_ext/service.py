@@ -27,6 +27,8 @@ from proxy_ext.archive.sweep import Archive
 from proxy_ext.auth import Auth
 from proxy_ext.calls.calls import Calls
 from proxy_ext.calls.inflight import most_calls
+from proxy_ext.frozen.frozen import FrozenModels
+from proxy_ext.frozen.provider import Provider
 from proxy_ext.idempotency import Answers
 from proxy_ext.journal import Journal, PutMeta, SQLiteJournal
 from proxy_ext.leases.fence import Fence
@@ -74,6 +76,7 @@ class Service:
     fence: Fence
     archive: Archive
     calls: Calls
+    frozen: FrozenModels
     run: RunState
     auth: Auth
     audit: AuditLog
@@ -107,9 +110,11 @@ async def open_service(
     public_url: str,
     training: bool,
     engine_wait: float = 0.0,
+    provider: Provider | None = None,
 ) -> AsyncIterator[Service]:
     """Recover the rank's journal, connect its engine, and sweep until the end.
 
+    ``provider``: of the frozen models, if there are any.
     The engine may take ``engine_wait`` seconds to be there: EngineUnavailable after that.
     """
     run_dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
@@ -196,6 +201,7 @@ async def open_service(
                 retry_grace=config.server.retry_grace,
                 quotas=quotas,
             ),
+            frozen=FrozenModels(config, provider, sessions, quotas),
             run=run,
             auth=Auth(sessions, access, quotas),
             audit=audit,
@@ -213,6 +219,7 @@ async def open_service(
             await asyncio.wait([archiver])
             run.close()
             await service.calls.close()
+            await service.frozen.close()
             await late.close()
             with suppress(StoreUnavailable):
                 await sessions.deliveries.flush()

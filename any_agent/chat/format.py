@@ -12,6 +12,7 @@ from any_agent.chat.output.detokenise import token_bytes_of
 from any_agent.chat.output.message import ParsedMessage
 from any_agent.chat.output.plain import TextParser
 from any_agent.chat.output.reader import OutputReader
+from any_agent.chat.output.spans import Spans
 from any_agent.chat.output.stream import StreamParser
 from any_agent.chat.settings import check_settings, effort_settings
 from any_agent.chat.variants import Variants, render_key
@@ -168,6 +169,11 @@ class ChatFormat:
             return None
         text = self._reader.open_call(plain_ids(prompt_ids[-_TAIL:]), name or None)
         return None if text is None else self.encode(text, special=False)
+
+    @property
+    def spans(self) -> Spans:
+        """Which of an output's tokens are reasoning, and which are text."""
+        return self._reader.spans
 
     def one_call_stop_ids(self) -> tuple[int, ...] | None:
         """The tokens after which one call is whole; None if no one token says so."""

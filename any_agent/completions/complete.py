@@ -293,6 +293,7 @@ class Completer:
             "recorded": recorded_of(call),
             "mixed_cache": self._keeps_cache and len(set(sampled.versions)) > 1,
         }
+        request.update(call.kept)  # type: ignore[typeddict-item]
         if choice.forced:
             request["forced"] = len(choice.forced)
         if parsed.order:

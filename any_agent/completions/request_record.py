@@ -27,6 +27,9 @@ class RequestRecord(TypedDict, total=False):
     ``any_agent.completions.answers.parts``."""
     matched_stop: int
     """Which of ``gconfig.stop`` ended the answer."""
+    responses: dict[str, Any]
+    """Of a call of `/v1/responses`: what its answer repeats; ``instructions``: whether the first
+    message is them."""
     mixed_cache: bool
     """Whether tokens of several versions were sampled over one cache (`update_mode: in_place`)."""
     text: dict[str, Any]

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import AsyncIterator, Awaitable
+from typing import TypeVar
 
 import httpx
 import orjson
 
-from any_agent.chat import ChatFormat
 from any_agent.completions import Completion, Delta, Head
 from any_agent.completions.answers import Answer
-from any_agent.completions.asked import (
-    Asked,
-    Rules,
-    chat_asked,
-    headers_of,
-    text_asked,
-    version_of,
-)
+from any_agent.completions.asked import Asked, headers_of, version_of
 from any_agent.completions.begin import prepare, require_engine_supports
 from any_agent.completions.body import json_of
+from any_agent.direct.routes import CALLS, told
 from any_agent.direct.running import Running
 from any_agent.direct.session import DirectSession
-from any_agent.errors import AnyAgentError, NotFound
-from any_agent.record import InteractionTree
+from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 
 log = logging.getLogger(__name__)
@@ -37,13 +29,6 @@ BASE_URL = f"http://engine.invalid{BASE_PATH}"
 """Of requests that never leave the process."""
 _MANY_ENTRIES = 10_000
 """Log-probabilities of a whole answer that is written in a thread."""
-
-Parse: TypeAlias = Callable[[Any, Rules, ChatFormat, InteractionTree], Asked]
-
-_CALLS: dict[str, Parse] = {
-    "/chat/completions": lambda body, rules, chat, _: chat_asked(body, rules, chat),
-    "/completions": lambda body, rules, chat, _: text_asked(body, rules, chat),
-}
 
 
 class InProcessClient(httpx.AsyncClient):
@@ -86,18 +71,14 @@ class InProcess(httpx.AsyncBaseTransport):
     async def _answer(self, request: httpx.Request, patience: _Patience) -> httpx.Response:
         self._session.require_open()
         path = request.url.path.removeprefix(BASE_PATH)
-        if request.method == "GET" and (path == "/models" or path.startswith("/models/")):
-            return _json(self._models(path.removeprefix("/models").strip("/")))
-        parse = _CALLS.get(path) if request.method == "POST" else None
+        parse = CALLS.get(path) if request.method == "POST" else None
         if parse is None:
-            raise NotFound(
-                f"{request.method} {request.url.path} is not there: this client speaks "
-                f"{', '.join(sorted(_CALLS))} and /models to an engine in this process"
-            )
+            query = request.url.query.decode("ascii", "replace")
+            return _json(told(self._session, request.method, path, query), {})
         session = self._session
         completer = await session.completer()
         body = await json_of(await request.aread())
-        asked = parse(body, session.rules, session.chat, session.tree)
+        asked = parse(body, session, completer)
         await require_engine_supports(completer, asked.call)
         prepared = await prepare(completer, asked.call, session.tree)
         session.require_open()
@@ -105,19 +86,6 @@ class InProcess(httpx.AsyncBaseTransport):
         running = Running(completer, prepared, session_id=session.id, stream=stream)
         session.calls.add(running)
         return await _Call(session, asked, running).response(stream, patience)
-
-    def _models(self, name: str) -> dict[str, Any]:
-        own = self._session.rules.model
-        model = {"id": own, "object": "model", "created": 0, "owned_by": "any-agent"}
-        if not name:
-            return {"object": "list", "data": [model]}
-        if name != own:
-            raise NotFound(
-                f"there is no model {name[:80]!a}; the policy is called {own!a}",
-                code="model_not_found",
-                param="model",
-            )
-        return model
 
 
 class _Call:
@@ -154,7 +122,7 @@ class _Call:
         # All of them or none: a caller that was cancelled got none.
         for completion in ended:
             self.session.record(completion)
-        return _json_bytes(body, headers)
+        return _json(body, headers)
 
     async def _stream(self, patience: _Patience) -> httpx.Response:
         # What fails before the first token is an error by its status.
@@ -248,9 +216,5 @@ def _refusal(error: AnyAgentError) -> httpx.Response:
     return httpx.Response(error.status, headers=headers, content=orjson.dumps(error.body()))
 
 
-def _json(data: Any) -> httpx.Response:
-    return _json_bytes(orjson.dumps(data), {})
-
-
-def _json_bytes(body: bytes, headers: dict[str, str]) -> httpx.Response:
+def _json(body: bytes, headers: dict[str, str]) -> httpx.Response:
     return httpx.Response(200, headers=headers | {"content-type": "application/json"}, content=body)

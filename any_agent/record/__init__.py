@@ -17,21 +17,26 @@ from any_agent.record.export import (
     to_json,
     to_tensors,
 )
+from any_agent.record.frozen import FROZEN_MODEL, FROZEN_PREFIX, frozen_id, is_frozen
 from any_agent.record.rewards import discarded, propagate_rewards, session_score, was_received
 from any_agent.record.seen import Beginning
 from any_agent.record.texts import has_reasoning, lacks_texts, without_texts
 from any_agent.record.tree import InteractionTree
 
 __all__ = [
+    "FROZEN_MODEL",
+    "FROZEN_PREFIX",
     "Beginning",
     "InteractionTree",
     "Row",
     "concat_rows",
     "discarded",
     "export_rows",
+    "frozen_id",
     "has_reasoning",
     "individual_rows",
     "interaction_row",
+    "is_frozen",
     "lacks_texts",
     "pack_interaction",
     "pack_trajectories",

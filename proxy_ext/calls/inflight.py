@@ -8,6 +8,9 @@ several is a sample for the engine, so such a call takes as many places.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from any_agent.errors import InvalidRequest, TooManyRequests
 
 _QUEUED_PER_SLOT = 1
@@ -40,6 +43,18 @@ class Place:
     def hold(self) -> None:
         """Another one needs it, who will leave it, too."""
         self._holders += 1
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Others have it meanwhile: its holder waits for something else than the engine.
+
+        TooManyRequests afterwards, if there is none any more.
+        """
+        width, self._width = self._width, 0
+        self._inflight.taken -= width
+        yield
+        self._inflight.take(width)
+        self._width = width
 
     def leave(self) -> None:
         """Not needed here any more; it is free when nobody needs it."""

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import re
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from starlette.requests import Request
@@ -67,6 +68,27 @@ async def take_up(
             calls.stats.retries["new"] += 1
             return None
         await _told(news, earlier, remaining)
+
+
+async def session_of(sessions: Callable[[], Sequence[Session]], mark: RequestMark) -> Session | None:
+    """The session, of several, that has the call which a retry repeats and whose client is gone.
+
+    None if none of them has such a call. As long as it may just have been left, it is waited for.
+    """
+    deadline = time.monotonic() + NEWS_SECONDS
+    news = asyncio.Event()
+    while True:
+        having: list[Call] = []
+        for session in sessions():
+            earlier = [c for c in session.calls if _repeats(mark, c) and not c.failed]
+            recorded = (e for e in session.unconfirmed.values() if _is_later(mark, e))
+            if any(c.vacant for c in earlier) or any(recorded):
+                return session
+            having += earlier
+        remaining = deadline - time.monotonic()
+        if not having or remaining <= 0:
+            return None
+        await _told(news, having, remaining)
 
 
 def _repeats(mark: RequestMark, call: Call) -> bool:

@@ -6,13 +6,19 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from any_agent.record import InteractionTree, discarded, export_rows, propagate_rewards
+from any_agent.record import (
+    InteractionTree,
+    discarded,
+    export_rows,
+    is_frozen,
+    propagate_rewards,
+)
 from any_agent.record import to_json as row_to_json
 from proxy_ext.archive.records import Record
 
 
 def rows(record: Record, style: str, discount: float) -> Iterator[bytes]:
-    """Lines of one of the styles, a row each.
+    """Lines of one of the styles, a row each; of the policy's calls alone.
 
     The reward of each is null if nobody gave the session any: not that of one that was worth 0.
 
@@ -20,12 +26,11 @@ def rows(record: Record, style: str, discount: float) -> Iterator[bytes]:
         Unprocessable: for `concat`, a path of it is no exact token sequence.
     """
     session = record.session
-    tree = InteractionTree.from_interactions(record.interactions)
-    rewards = propagate_rewards(
-        record.interactions, discount=discount, final_reward=session["final_reward"]
-    )
+    calls = [call for call in record.interactions if not is_frozen(call)]
+    tree = InteractionTree.from_interactions(calls)
+    rewards = propagate_rewards(calls, discount=discount, final_reward=session["final_reward"])
     rewarded = session["final_reward"] is not None or any(
-        call.reward is not None for call in record.interactions
+        call.reward is not None for call in calls
     )
     said = {name: session[name] for name in ("group_id", "task_id", "state", "step")}
     if style == "messages":

@@ -8,6 +8,7 @@
 
 from proxy_ext.journal.base import Journal, JournalStats
 from proxy_ext.journal.rows import (
+    IMPLICITLY,
     AnswerRow,
     NumberedRow,
     RequestMark,
@@ -35,6 +36,7 @@ from proxy_ext.journal.statements import (
 )
 
 __all__ = [
+    "IMPLICITLY",
     "AnswerRow",
     "ArchiveContent",
     "DropAnswers",

@@ -8,6 +8,11 @@ from typing import Any, Literal
 from any_agent.types import Interaction, SessionState
 
 
+IMPLICITLY = "implicit: "
+"""Before the name of whose key it was, in ``opened_by`` of a session that a model call opened. No
+name of a caller begins like that."""
+
+
 @dataclass(frozen=True, slots=True)
 class SessionRow:
     """A session as it is stored; times are seconds since the epoch."""
@@ -42,6 +47,11 @@ class SessionRow:
     ended_at: float | None = None
     content: Literal["stored", "archived", "deleted"] = "stored"
     """Where its interactions are."""
+
+    @property
+    def implicit(self) -> bool:
+        """Whether a model call opened it."""
+        return self.opened_by is not None and self.opened_by.startswith(IMPLICITLY)
 
 
 @dataclass(frozen=True, slots=True)

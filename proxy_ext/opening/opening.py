@@ -21,7 +21,7 @@ from any_agent.protocol import SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.auth import Caller, Scope
 from proxy_ext.draining import draining
-from proxy_ext.journal import PutSession, SessionRow
+from proxy_ext.journal import IMPLICITLY, PutSession, SessionRow
 from proxy_ext.keep import Keep, keep_nothing
 from proxy_ext.opening.groups import Group, closed_error, group_key, public_id
 from proxy_ext.opening.quotas import Quotas
@@ -54,6 +54,8 @@ class _Place:
     tenant: str | None
     numbers: TaskNumbers | None = None
     grant_only: bool = False
+    implicit: bool = False
+    """By a model call."""
 
 
 class Opening:
@@ -97,16 +99,26 @@ class Opening:
         keep: Keep = keep_nothing,
         *,
         numbered: Numbered | None = None,
+        implicit: bool = False,
     ) -> SessionStarted:
-        """Open a session: take a slot (train), write it, answer it with its key."""
+        """Open a session: take a slot (train), write it, answer it with its key.
+
+        ``implicit``: for a model call that names none.
+        """
         try:
-            return await self._checked(body, caller, keep, numbered)
+            return await self._checked(body, caller, keep, numbered, implicit=implicit)
         except AnyAgentError as error:
             self.refused[error.code] += 1
             raise
 
     async def _checked(
-        self, body: StartSession, caller: Caller, keep: Keep, numbered: Numbered | None
+        self,
+        body: StartSession,
+        caller: Caller,
+        keep: Keep,
+        numbered: Numbered | None,
+        *,
+        implicit: bool,
     ) -> SessionStarted:
         if self._draining:
             raise draining()
@@ -121,7 +133,7 @@ class Opening:
                 retry_after=5,
             )
         numbers = await self._sessions.task_names.of(numbered.task) if numbered else None
-        place = await self._place(body.api_key, caller)
+        place = replace(await self._place(body.api_key, caller), implicit=implicit)
         if numbered is not None:
             place = replace(place, numbers=numbers, grant_only=numbered.grant_only)
         self._quotas.begin_open(place.tenant)
@@ -191,11 +203,11 @@ class Opening:
             expires_at=wall + ttl,
             owner=owner,
             tenant=place.tenant,
-            opened_by=place.caller.name,
+            opened_by=f"{IMPLICITLY if place.implicit else ''}{place.caller.name}",
             pinned_version=pinned,
             clock=stamp(),
         )
-        return Session(row, self._config.idle_timeout)
+        return Session(row, self._sessions.idle_timeout(row))
 
     def _name(self, place: _Place, group: Group | None) -> str:
         if place.numbers is not None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from any_agent.config import SessionConfig
 from any_agent.errors import InvalidRequest, Unprocessable
@@ -27,6 +28,10 @@ from proxy_ext.sessions.lifecycle import Event, refusal, target
 from proxy_ext.sessions.live import Sessions, ended, set_state
 from proxy_ext.sessions.rewards import NOTHING, Parts, Rewards
 from proxy_ext.sessions.session import Session
+
+if TYPE_CHECKING:
+    from proxy_ext.calls.call import Call
+    from proxy_ext.frozen.call import FrozenCall
 
 UNREWARDED = "no reward was given: it counts as 0 (sessions.require_reward=false)"
 _SETTLED_WITHIN = 30.0
@@ -229,9 +234,10 @@ class Endings:
         """No call of the session runs, and none begins. Those being recorded are let through."""
         session.closing = True
         try:
-            for call in tuple(session.calls):
+            calls: list[Call | FrozenCall] = [*session.calls, *session.frozen_calls]
+            for call in calls:
                 call.abort("the session was ended while the call was under way")
-            tasks = [call.task for call in session.calls if call.task is not None]
+            tasks = [call.task for call in calls if call.task is not None]
             if tasks:
                 await asyncio.wait(tasks, timeout=_SETTLED_WITHIN)
             yield

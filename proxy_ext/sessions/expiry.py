@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 
-from any_agent.errors import AnyAgentError, SessionClosed
+from any_agent.errors import AnyAgentError, SessionClosed, Unprocessable
 from any_agent.types import SessionState
 from proxy_ext.sessions.endings import Endings
 from proxy_ext.sessions.late import LateRewards
@@ -15,6 +15,8 @@ from proxy_ext.sessions.session import Session
 
 log = logging.getLogger(__name__)
 
+_NO_TIME = 1e-3
+"""Seconds that a session awaits rewards which is graded at once."""
 _AT_ONCE = 256
 """Sessions that are ended together: they share the store's commits."""
 
@@ -26,6 +28,8 @@ class Expiry:
         self._sessions = sessions
         self._endings = endings
         self._late = late
+        self.implicit_ended = 0
+        """Sessions that model calls opened, and that were over when none came any more."""
 
     async def sweep(self) -> None:
         """End every session whose time is over; costs nothing for the others."""
@@ -61,13 +65,31 @@ class Expiry:
             if session.expires <= now:
                 await self.end(session, "its ttl ran out")
             elif session.idle_expires <= now:
-                await self.end(
-                    session,
-                    f"idle for {session.idle_timeout:g} s: no call, no reward, no heartbeat",
-                )
+                await self._end_idle(session)
             else:
                 # Something has happened since the time was set.
                 self._sessions.watch(session)
+
+    async def _end_idle(self, session: Session) -> None:
+        idle = f"idle for {session.idle_timeout:g} s: no call, no reward, no heartbeat"
+        if not session.row.implicit:
+            await self.end(session, idle)
+            return
+        # Nobody says that its agent is done: it is when it has been still for so long.
+        with self._sessions.implicit.ending(session):
+            try:
+                await self._endings.await_reward(session, _NO_TIME, by="")
+            except Unprocessable:
+                await self.end(session, f"{idle}, and no call was answered")
+                return
+            except SessionClosed:
+                return
+            except AnyAgentError as error:
+                log.warning("could not end session %s yet: %s", session.id, error.message)
+                self._sessions.watch(session)
+                return
+        self.implicit_ended += 1
+        await self._look_at_awaiting(session, time.monotonic() + _NO_TIME)
 
     async def _look_at_awaiting(self, session: Session, now: float) -> None:
         if session.reward_due > now:

@@ -132,7 +132,7 @@ class Grader:
 
 def grader_of(config: SessionConfig) -> Grader | None:
     """What grades sessions that no reward came for, if that is asked for."""
-    if config.late_reward != "grade":
+    if config.late_reward != "grade" and not config.implicit:
         return None
     return Grader(config.grader, timeout=config.grader_timeout)
 

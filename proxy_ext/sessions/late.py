@@ -45,7 +45,8 @@ class LateRewards:
     async def end(self, session: Session) -> None:
         """Its deadline has passed. SessionClosed if it has ended otherwise."""
         await self._sessions.load(session)
-        if self._policy == "grade" and not is_rewarded(session):
+        graded = self._grader is not None and (self._policy == "grade" or session.row.implicit)
+        if graded and not is_rewarded(session):
             self._begin_grading(session)
         elif self._policy == "zero":
             await self._end(session, "zero", final={None: 0.0}, by="sessions.late_reward=zero")

@@ -22,6 +22,7 @@ from any_agent.errors import NotFound, SessionDamaged, StoreUnavailable
 from any_agent.record import InteractionTree, without_texts
 from any_agent.types import TERMINAL_STATES, Interaction, SessionMode, SessionState
 from proxy_ext.calls.delivery import UNDELIVERED, UNMARKED, Deliveries, undelivered, was_used
+from proxy_ext.implicit.index import ImplicitIndex
 from proxy_ext.journal import (
     EraseContent,
     Journal,
@@ -79,6 +80,7 @@ class Sessions:
         """Ended ones that somebody is at work with: whoever asks next shares them, and the lock."""
         self._lanes: dict[str, str] = {}
         self.leasable = Leasable(self.live, self.groups)
+        self.implicit = ImplicitIndex()
         self._ending: set[asyncio.Task[None]] = set()
         self.ready = asyncio.Condition()
         """Notified whenever a group may have closed."""
@@ -92,11 +94,12 @@ class Sessions:
         """
         now = time.monotonic()
         for row in await self.journal.sessions(LIVE_STATES):
-            session = Session(row, self.config.idle_timeout)
+            session = Session(row, self.idle_timeout(row))
             # As if it began now: its holder may not have heard yet that it has it.
             session.lease_began, session.lease_expires = now, now + lease_ttl
             session.recovered = True
             self.live[row.id] = session
+            self.implicit.add(session, new=False)
             self.watch(session)
         await self._recover_groups()
         for session in self.live.values():
@@ -152,7 +155,13 @@ class Sessions:
         session.tree = InteractionTree()
         self.trees.keep(session)
         self._lanes[session.row.lane] = session.id
+        self.implicit.add(session, new=True)
         self.watch(session)
+
+    def idle_timeout(self, row: SessionRow) -> float:
+        """Seconds that this session may be idle."""
+        config = self.config
+        return config.implicit_idle_timeout if row.implicit else config.idle_timeout
 
     def watch(self, session: Session) -> None:
         """See to it that its time is looked at when it may be over."""
@@ -243,6 +252,7 @@ class Sessions:
             await self.load(session)
             await self.deliveries.commit(PutInteraction(interaction, key, mark))
             session.tree.add(interaction, key)
+            self.implicit.recorded(session, interaction, key)
             self.trees.grew(session, interaction)
         return interaction
 
@@ -258,6 +268,7 @@ class Sessions:
             if taking_calls and not told and not was_used(session, interaction):
                 await self.journal.commit(PutInteraction(undelivered(interaction)))
                 interaction.untrainable_reason = UNDELIVERED
+                self.implicit.unheard(session, interaction.id)
                 self.undelivered += 1
 
     # -- change --------------------------------------------------------------------------------
@@ -317,6 +328,8 @@ class Sessions:
 
     async def _changed(self, sessions: Iterable[Session]) -> None:
         """Bring groups and look-up tables in line with new states; wake long polls."""
+        sessions = list(sessions)
+        self.implicit.changed(sessions)
         for session in sessions:
             self.watch(session)
             group = self.groups.get(session.row.group_id) if session.row.group_id else None

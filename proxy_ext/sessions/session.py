@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from any_agent.chat import chain_keys
 from any_agent.errors import VersionGone
 from any_agent.protocol import Heartbeat, SessionInfo
-from any_agent.record import InteractionTree, lacks_texts
+from any_agent.record import InteractionTree, is_frozen, lacks_texts
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import RequestMark, SessionRow, StoredInteraction
 from proxy_ext.opening.groups import public_id
@@ -21,6 +21,7 @@ from proxy_ext.sessions.lifecycle import Event
 
 if TYPE_CHECKING:
     from proxy_ext.calls.call import Call
+    from proxy_ext.frozen.call import FrozenCall
 
 LIVE_STATES = (
     SessionState.OPEN,
@@ -46,6 +47,8 @@ class Session:
     """When its agent was last heard of."""
     _tree: InteractionTree | None = field(default=None, init=False, repr=False)
     calls: set[Call] = field(default_factory=set)
+    frozen_calls: set[FrozenCall] = field(default_factory=set)
+    """Those of frozen models that are under way."""
     unconfirmed: dict[str, RequestMark] = field(default_factory=dict)
     """Answers that are not known to have reached the agent, oldest first: an earlier process's, and
     those that nobody heard while the store could not be told."""
@@ -102,7 +105,8 @@ class Session:
     @property
     def idle_expires(self) -> float:
         """When it has been idle for too long; later if something happens."""
-        return (time.monotonic() if self.calls else self.active) + self.idle_timeout
+        busy = self.calls or self.frozen_calls
+        return (time.monotonic() if busy else self.active) + self.idle_timeout
 
     @property
     def reward_due(self) -> float:
@@ -196,12 +200,15 @@ def _versions(tree: InteractionTree) -> tuple[int | None, int | None]:
 
 
 def add_to_tree(tree: InteractionTree, stored: StoredInteraction) -> None:
-    """Add a stored interaction under the key that continuations look for.
+    """Add a stored interaction under the key that continuations look for; but none of a frozen
+    model, which nothing continues, rewards or exports.
 
     The key of an earlier version is reckoned anew from the texts; where they were not kept, what
     continues the interaction starts a branch.
     """
     interaction, key = stored.interaction, stored.key
+    if is_frozen(interaction):
+        return
     texts = not lacks_texts(interaction)
     if texts and (key is None or len(key) in _EARLIER_KEYS) and "text" not in interaction.request:
         parent = interaction.parent_id

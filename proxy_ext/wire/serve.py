@@ -21,8 +21,9 @@ from any_agent.completions.asked import (
     text_asked,
     version_of,
 )
-from any_agent.completions.begin import prepare, require_engine_supports
-from any_agent.errors import AnyAgentError, Unauthenticated
+from any_agent.completions.begin import LONG_WHOLE, prepare, require_engine_supports
+from any_agent.completions.refused import in_the_agents_words
+from any_agent.errors import AnyAgentError, InvalidRequest, Unauthenticated
 from any_agent.types import Interaction, SessionMode
 from proxy_ext.calls.call import Item, Listener
 from proxy_ext.calls.inflight import Place
@@ -86,11 +87,16 @@ async def serve(service: Service, request: Request, parse: Parse) -> Response:
         service.quotas.require_tokens(tenant)
         mode = session.mode if session is not None else SessionMode.EVAL
         body = await read_json(request)
+        if service.frozen.knows(body):
+            # It takes nothing of the engine's.
+            place.leave()
+            return await service.frozen.answer(request, body, session, tenant)
+        service.frozen.policy.take(body)
         # What a retry or the prompt finds in the tree stays there until the call has begun.
         with service.sessions.trees.pinned(session) if session is not None else nullcontext():
             if session is not None:
                 await service.sessions.load(session)
-            asked = parse(Asking(service, session, mode, body))
+            asked = await _checked(parse, Asking(service, session, mode, body), request)
             await require_engine_supports(service.completer, asked.call)
             listener = await _begin(
                 service, request, asked.call, session, place=place, tenant=tenant
@@ -102,6 +108,13 @@ async def serve(service: Service, request: Request, parse: Parse) -> Response:
     if asked.call.stream:
         return await _stream(service, request, asked, listener)
     return await _whole(service, request, asked, listener)
+
+
+async def _checked(parse: Parse, asking: Asking, request: Request) -> Asked:
+    """The parsed body. A long one, whose parts may be many, is parsed in a thread."""
+    if len(await request.body()) > LONG_WHOLE:
+        return await asyncio.to_thread(parse, asking)
+    return parse(asking)
 
 
 async def _whose(service: Service, request: Request) -> tuple[Session | None, str | None]:
@@ -137,7 +150,10 @@ async def _begin(
             if earlier is not None:
                 return earlier
     await service.calls.turns.next()
-    prepared = await prepare(service.completer, call, tree)
+    try:
+        prepared = await prepare(service.completer, call, tree)
+    except InvalidRequest as error:
+        raise in_the_agents_words(error, call) from None
     return service.calls.start(
         prepared, session, stream=call.stream, place=place, tenant=tenant, mark=mark
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from any_agent.chat import ChatFormat, load_chat_format
 from tests.chaos.killable import engine_in_thread
-from tests.e2e.serving import environment, serve
+from tests.e2e.serving import serve
 from tests.fakes.scripted_engine import ScriptedEngine
 
 _LIMIT = 60.0
+_CONTEXT = 65536
+"""Of the engine, in tokens: some agents begin with a system prompt and tools of 60 KB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,8 @@ def live_service(model: Path, folder: Path) -> Iterator[Live]:
     """`any-agent serve --no-train` in ``folder``."""
     chat = load_chat_format(str(model), enable_thinking=False)
     with engine_in_thread(model) as engine:
+        engine.context_length = _CONTEXT
+        engine.told = {"max_req_input_len": _CONTEXT - 6}
         settings = [
             f"model.path={model}",
             "model.enable_thinking=false",
@@ -68,16 +70,3 @@ def live_service(model: Path, folder: Path) -> Iterator[Live]:
         ]
         with serve("--no-train", *settings, cwd=folder) as served:
             yield Live(served.url, engine, chat)
-
-
-def run_step(python: Path, script: Path, step: str, **variables: str) -> dict[str, Any]:
-    """One step of a client's script, in its own environment; what it printed last, as JSON."""
-    done = subprocess.run(
-        [python, "-I", script, step],
-        env={k: v for k, v in environment(**variables).items() if not k.startswith("PYTHON")},
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT,
-    )
-    assert done.returncode == 0, f"{step}:\n{done.stdout}\n{done.stderr}"
-    return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -8,6 +8,7 @@ from typing import Any
 from any_agent.completions.messages import parse_messages
 from any_agent.completions.params import ChatCall, parse_chat, parse_completion
 from any_agent.completions.params.rows import Api
+from any_agent.completions.responses import parse_responses
 from any_agent.types import GenerationHyperparameters, SessionMode
 
 RUN = GenerationHyperparameters(max_new_tokens=100)
@@ -17,11 +18,13 @@ USER = [{"role": "user", "content": "hi"}]
 BODIES: dict[Api, dict[str, Any]] = {
     "chat": {"messages": USER},
     "completions": {"prompt": "hi"},
+    "responses": {"input": "hi"},
     "messages": {"messages": USER, "max_tokens": 100},
 }
 PARSERS: dict[Api, Callable[..., ChatCall]] = {
     "chat": parse_chat,
     "completions": parse_completion,
+    "responses": lambda body, **told: parse_responses(body, **told).chat,
     "messages": lambda body, **told: parse_messages(body, **told).chat,
 }
 _LEAST: Any = object()

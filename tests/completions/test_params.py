@@ -10,11 +10,12 @@ from anthropic.types import message_create_params
 from anthropic.types.beta import message_create_params as beta_message_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
 from any_agent.completions.params import PARAMETERS, TABLE, Parameter
 from any_agent.completions.params.rows import Api
 from any_agent.completions.untrainable import REASONS
-from any_agent.errors import InvalidRequest, UnsupportedParameter
+from any_agent.errors import InvalidRequest, NotFound, UnsupportedParameter
 from tests.completions.params_lab import BODIES, RUN, TOOL, parse
 
 ROWS = [(api, row) for row in PARAMETERS for api in row.apis]
@@ -35,6 +36,7 @@ def named(each: tuple[Api, Parameter]) -> str:
     [
         ("chat", chat_create_params.CompletionCreateParamsBase),
         ("completions", completion_create_params.CompletionCreateParamsBase),
+        ("responses", response_create_params.ResponseCreateParamsBase),
         ("messages", message_create_params.MessageCreateParamsBase),
         ("messages", beta_message_create_params.MessageCreateParamsBase),
     ],
@@ -75,7 +77,7 @@ def test_what_has_no_valid_form_is_refused_by_name(each: tuple[Api, Parameter]) 
     for value in STRANGE:
         try:
             parse(api=api, **{row.name: value})
-        except InvalidRequest as error:
+        except (InvalidRequest, NotFound) as error:
             refused += 1
             assert re.split(r"[.\[]", error.param or "")[0] == row.name
             assert row.name in error.message
@@ -127,13 +129,18 @@ BENDING_MESSAGES: dict[str, Any] = {
     "output_config": {"format": FORMAT},
     "output_format": FORMAT,
 }
-TOOLS: dict[Api, dict[str, Any]] = {"messages": {"name": "f", "input_schema": {"type": "object"}}}
+BENDING_RESPONSES: dict[str, Any] = {"text": {"format": {"type": "json_object"}}}
+TOOLS: dict[Api, dict[str, Any]] = {
+    "messages": {"name": "f", "input_schema": {"type": "object"}},
+    "responses": {"type": "function", "name": "f"},
+}
 
 
 @pytest.mark.parametrize("each", HONOURED, ids=map(named, HONOURED))
 def test_what_bends_the_distribution_is_untrainable(each: tuple[Api, Parameter]) -> None:
     api, row = each
-    bending = BENDING | (BENDING_MESSAGES if api == "messages" else {})
+    others = {"messages": BENDING_MESSAGES, "responses": BENDING_RESPONSES}
+    bending = BENDING | others.get(api, {})
     assert (row.untrainable is not None) == (row.name in bending)
     if row.untrainable is None:
         return

@@ -88,6 +88,10 @@ class ScriptedEngine:
         """The next generation's tokens; the last one ends it if it is a stop token."""
         self._scripts.append(list(ids))
 
+    def hush(self) -> None:
+        """Forget what was to be said and nobody asked for."""
+        self._scripts.clear()
+
     def fail(self, kind: FaultKind, *, after: int = 0, status: int = 500) -> None:
         """The next generation fails so, after some tokens."""
         self._faults.append(Fault(kind, after, status))

@@ -140,15 +140,18 @@ def _meant(message: Message) -> dict[str, Any]:
     """A message as everyone reads it, whatever its form."""
     plain = _plain(message)
     calls = [
-        (c["function"]["name"], _value(c["function"]["arguments"]))
+        (c["function"]["name"], value_of(c["function"]["arguments"]))
         for c in message.get("tool_calls") or []
     ]
     return {"role": plain["role"], "content": plain["content"].strip(), "calls": calls}
 
 
-def _value(arguments: str) -> Any:
+def value_of(arguments: Any) -> Any:
+    """What a call's arguments are, as text or as an object; none at all is none."""
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        return json.loads(arguments)
+        return json.loads(arguments or "{}")
     except ValueError:
         return ("broken", arguments)
 
@@ -240,7 +243,7 @@ def _plain(message: Message, *, wrapped: bool = False) -> Message:
 def _function(function: dict[str, Any], *, wrapped: bool) -> dict[str, Any]:
     text = function["arguments"]
     try:
-        value = json.loads(text)
+        value = json.loads(text) if isinstance(text, str) else text
         json.dumps(value, ensure_ascii=False).encode()
     except ValueError:
         value = text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from any_agent.record import InteractionTree
 from any_agent.types import Continuation, Interaction, Message
-from tests.laws.checks import check_continuation, check_parsing
+from tests.laws.checks import check_continuation, check_parsing, value_of
 from tests.laws.service import TEMPERATURE, Lab, Talk
 
 TOLERANCE = 1e-4
@@ -48,17 +47,10 @@ def heard(message: Message) -> dict[str, Any]:
     out = {k: v for k, v in message.items() if v and k not in ("role", "index")}
     if "tool_calls" in out:
         out["tool_calls"] = [
-            (call["id"], call["function"]["name"], said(call["function"]["arguments"]))
+            (call["id"], call["function"]["name"], value_of(call["function"]["arguments"]))
             for call in out["tool_calls"]
         ]
     return out
-
-
-def said(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return ("broken", arguments)
 
 
 def check_ids(lab: Lab, tree: InteractionTree, node: Interaction) -> None:

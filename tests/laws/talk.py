@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from any_agent.completions import Completer, Completion, parse_chat
+from any_agent.completions import Completer, Completion, Delta, Prepared, parse_chat
 from any_agent.record import InteractionTree
 from any_agent.types import Continuation, GenerationHyperparameters, Message, SessionMode
 from tests.families import Family
@@ -142,9 +142,8 @@ class Session:
         output = random_output(self.fam, rng, tools=thread.tools is not None)
         self.voice.answer = lambda _: output.ids
         stop = [rng.choice(("the", "4", "🙂", "\n"))] if rng.random() < 0.08 else []
-        body = {"messages": thread.messages, "tools": thread.tools, "stop": stop}
         stream = rng.random() < 0.5
-        done, deltas = await self._complete(body, stream=stream)
+        done, answer = await self._complete(thread, stop, stream=stream)
         node = done.interaction
         self._tally.calls += 1
         self._tally.kinds[output.kind] += 1
@@ -152,13 +151,10 @@ class Session:
         assert self.voice.seen[node.id] == self.tree.prompt_ids(node.id).tolist(), where
         assert self.voice.said[node.id] == node.output_ids.tolist(), where
         check_parsing(self.fam, self.tree, node, thread.tools, tuple(stop))
-        if stream:
-            assert merged(deltas) == _comparable(node.output_message), where
         if output.content is not None and not stop:
             check_message(self.fam, node.output_message, output, thread.tools)
         self._count(thread, node)
-        sent_back = self._client(json.loads(json.dumps(node.output_message)), rng)
-        thread.messages = [*thread.messages, sent_back]
+        thread.messages = [*thread.messages, answer]
         thread.answers += 1
 
     def _count(self, thread: Thread, node: Any) -> None:
@@ -173,21 +169,29 @@ class Session:
             tally.reasons[node.branch_reason or "found no parent"] += 1
 
     async def _complete(
-        self, body: dict[str, Any], *, stream: bool
-    ) -> tuple[Completion, list[Any]]:
+        self, thread: Thread, stop: list[str], *, stream: bool
+    ) -> tuple[Completion, Message]:
+        """The call's end, and its answer as the client sends it back."""
+        body = {"messages": thread.messages, "tools": thread.tools, "stop": stop}
         call = parse_chat(
             body,
             mode=SessionMode.TRAIN,
             sampling=GenerationHyperparameters(max_new_tokens=512),
             model="m",
         )
-        prepared = self.completer.prepare(call, self.tree)
-        deltas = []
+        done, deltas = await self._sampled(self.completer.prepare(call, self.tree), stream=stream)
+        message = done.interaction.output_message
+        if stream:
+            assert merged(delta.message for delta in deltas) == _comparable(message)
+        return done, self._client(json.loads(json.dumps(message)), self.rng)
+
+    async def _sampled(self, prepared: Prepared, *, stream: bool) -> tuple[Completion, list[Delta]]:
+        deltas: list[Delta] = []
         async for item in self.completer.run(prepared, session_id="s", stream=stream):
             if isinstance(item, Completion):
                 self.tree.add(item.interaction, item.key)
                 return item, deltas
-            deltas.append(item.message)
+            deltas.append(item)
         raise AssertionError("a call ends with its completion")
 
 

@@ -13,6 +13,7 @@ from any_agent.chat.output.grammar import OutputGrammar
 from any_agent.chat.output.grammars import grammar_of
 from any_agent.chat.output.grammars.harmony import HarmonyMachine
 from any_agent.chat.output.marks import Piece
+from any_agent.chat.output.spans import Spans
 from any_agent.chat.output.stream import IncrementalParser, Markers, StreamParser
 from any_agent.types import IdArray, Tool, plain_ids
 
@@ -51,6 +52,7 @@ class OutputReader:
         }
         in_text = {mark: kind for mark, kind in marks.items() if mark not in self._vocab}
         self._markers = Markers(by_id, self._stop_ids, in_text)
+        self.spans = Spans(by_id)
         self.one_call_stop_ids = self._one_call_stop_ids()
         """The tokens after which one call is whole; None if no one token says so."""
 

@@ -26,6 +26,10 @@ class TokenLogprobs:
 
     def chat(self, ids: list[int], logprobs: list[float], top: TopLogprobs | None) -> bytes:
         """The JSON of a chat choice's `logprobs`."""
+        return b'{"content":%b,"refusal":null}' % self.entries(ids, logprobs, top)
+
+    def entries(self, ids: list[int], logprobs: list[float], top: TopLogprobs | None) -> bytes:
+        """The JSON list with an entry for each token."""
         entries = b",".join(
             b'%b,"top_logprobs":[%b]}'
             % (
@@ -34,7 +38,7 @@ class TokenLogprobs:
             )
             for token, logprob, likeliest in zip(ids, logprobs, top or repeat(()), strict=False)
         )
-        return b'{"content":[%b],"refusal":null}' % entries
+        return b"[%b]" % entries
 
     def legacy(
         self, ids: list[int], logprobs: list[float], top: TopLogprobs | None, start: int

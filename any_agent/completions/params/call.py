@@ -53,5 +53,7 @@ class ChatCall:
     """What the request calls the conversation, for errors."""
     goes_on_from: str | None = None
     """The interaction that it names as the one before, where several say the same."""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """What else is recorded of the request, so that its answer can be told again."""
     echo: bool = False
     """Of a legacy completion: the answer begins with the prompt."""

@@ -42,13 +42,13 @@ def _response_format(value: Any) -> str | None:
         case "text":
             return None
         case "json_object":
-            return _text({"json_object": True}, name)
+            return grammar_text({"json_object": True}, name)
         case "json_schema":
             wanted = require_object(value.get("json_schema"), f"{name}.json_schema")
             schema = wanted.get("schema")
             # OpenAI's schema may be left out: any object will do.
             return (
-                _text({"json_object": True}, name)
+                grammar_text({"json_object": True}, name)
                 if schema is None
                 else schema_grammar(schema, name)
             )
@@ -78,12 +78,12 @@ def _one(kind: str, value: Any, name: str) -> str:
             return schema_grammar(_parsed(value, name), name)
         case "regex":
             check(value, TABLE["chat"]["guided_regex"].schema, name)
-            return _text({"regex": value}, name)
+            return grammar_text({"regex": value}, name)
         case "choice":
             check(value, TABLE["chat"]["guided_choice"].schema, name)
             choices = "|".join(re.sub(r"([\\.^$|?*+()\[\]{}])", r"\\\1", c) for c in value)
-            return _text({"regex": f"({choices})"}, name)
-    return _text({"json_object": True}, name)
+            return grammar_text({"regex": f"({choices})"}, name)
+    return grammar_text({"json_object": True}, name)
 
 
 def _parsed(value: Any, name: str) -> Any:
@@ -96,6 +96,7 @@ def _parsed(value: Any, name: str) -> Any:
 
 
 def schema_grammar(schema: Any, name: str) -> str:
+    """The grammar of a JSON schema, which the parameter of that name asks for."""
     """Of a JSON schema; InvalidRequest, under the parameter's name, for what is none of ours."""
     if not isinstance(schema, dict):
         raise InvalidRequest(f"the schema of {name} must be an object", param=name)
@@ -109,8 +110,9 @@ def schema_grammar(schema: Any, name: str) -> str:
         ]
     if level:
         raise InvalidRequest(f"{name} is nested deeper than {MAX_SCHEMA_DEPTH} levels", param=name)
-    return _text({"json_schema": schema}, name)
+    return grammar_text({"json_schema": schema}, name)
 
 
-def _text(grammar: dict[str, Any], name: str) -> str:
+def grammar_text(grammar: dict[str, Any], name: str) -> str:
+    """A grammar as an engine takes it."""
     return json_text(grammar, name, longest=MAX_SCHEMA_BYTES)

@@ -2,6 +2,182 @@
 
 from __future__ import annotations
 
-from any_agent.completions.params.rows import Parameter
+from any_agent.completions.params.rows import (
+    BOOLEAN,
+    MAX_INTEGER,
+    MAX_SCHEMA_BYTES,
+    MAX_SCHEMA_DEPTH,
+    MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
+    NOTE,
+    OBJECTS,
+    RESPONSES,
+    TEXT,
+    TOKENS,
+    Parameter,
+    never,
+    only,
+)
 
-RESPONSES_ROWS: tuple[Parameter, ...] = ()
+AS_IN_CHAT = (
+    "model",
+    "parallel_tool_calls",
+    "stream",
+    "stop",
+    "stop_token_ids",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "chat_template_kwargs",
+    "priority",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "request_id",
+    "safety_identifier",
+    "service_tier",
+    "user",
+)
+"""Rows that are those of a chat call."""
+INCLUDES = (
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""The last six are of what no answer here has."""
+
+_HONOURED = (
+    Parameter(
+        "input",
+        "honoured",
+        {"anyOf": [{"type": "string"}, {**OBJECTS, "minItems": 1}]},
+        "A text, or items: messages, function calls and their outputs, reasoning, and references "
+        "to items of the session's earlier answers. Text is all that they may hold.",
+        RESPONSES,
+        checked=False,
+    ),
+    Parameter(
+        "instructions",
+        "honoured",
+        {"type": "string"},
+        "The system message. Those of a previous response are not taken over.",
+        RESPONSES,
+    ),
+    Parameter(
+        "previous_response_id",
+        "honoured",
+        TEXT,
+        "An answer of the same session, which the input goes on from; also one of another API.",
+        RESPONSES,
+    ),
+    Parameter(
+        "tools",
+        "honoured",
+        {**OBJECTS, "maxItems": MAX_TOOLS},
+        "Functions, as in a chat call but flat: `type`, `name`, `description`, `parameters`, "
+        "`strict`, which is not enforced. OpenAI's own tools are refused.",
+        RESPONSES,
+        checked=False,
+    ),
+    Parameter(
+        "tool_choice",
+        "honoured",
+        {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
+        "As in a chat call; a function by name as `{type, name}`.",
+        RESPONSES,
+        untrainable="tool_choice",
+        checked=False,
+    ),
+    Parameter(
+        "max_output_tokens",
+        "honoured",
+        TOKENS,
+        "The most tokens of the answer, reasoning included, if the context and "
+        "`sampling.max_new_tokens` leave so many; they are the default, too.",
+        RESPONSES,
+    ),
+    Parameter(
+        "text",
+        "honoured",
+        {"type": "object"},
+        "`format`: `text`, `json_object`, or `json_schema`, strict or not, of at most "
+        f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels, and not together with tools "
+        "that the model may call. `verbosity` is recorded: say it in a message.",
+        RESPONSES,
+        untrainable="grammar",
+        checked=False,
+    ),
+    Parameter(
+        "reasoning",
+        "honoured",
+        {"type": "object"},
+        "`effort` as `reasoning_effort` of a chat call. `summary` is recorded: reasoning is told "
+        "whole.",
+        RESPONSES,
+        checked=False,
+    ),
+    Parameter(
+        "include",
+        "honoured",
+        {"type": "array", "maxItems": 64, "items": {"enum": list(INCLUDES)}},
+        "`message.output_text.logprobs`: the log-probability of each token of the text. "
+        "`reasoning.encrypted_content`: the reasoning once more, as an opaque text that brings it "
+        "back when it is sent alone. The others change nothing.",
+        RESPONSES,
+        checked=False,
+    ),
+    Parameter(
+        "top_logprobs",
+        "honoured",
+        {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+        "So many of the likeliest tokens at each position, where `include` asks for "
+        "log-probabilities.",
+        RESPONSES,
+    ),
+    Parameter(
+        "stream_options",
+        "honoured",
+        {"type": "object"},
+        "`include_obfuscation` changes nothing: there is none.",
+        RESPONSES,
+        checked=False,
+    ),
+)
+_HARMLESS = (
+    Parameter("client_metadata", "harmless", NOTE, "Who the client is.", RESPONSES),
+    Parameter(
+        "max_tool_calls",
+        "harmless",
+        {"type": "integer", "minimum": 0, "maximum": MAX_INTEGER},
+        "Of OpenAI's own tools, of which there are none.",
+        RESPONSES,
+    ),
+    Parameter("metadata", "harmless", NOTE, "The answer repeats it, as texts.", RESPONSES),
+    Parameter(
+        "store",
+        "harmless",
+        BOOLEAN,
+        "Sessions are recorded whatever it says, and their answers can be had again.",
+        RESPONSES,
+    ),
+)
+_REFUSED = (
+    only("background", False, then="Stream instead.", apis=RESPONSES),
+    only("truncation", "disabled", then="Send fewer items.", apis=RESPONSES),
+    only("context_management", [], then="Shorten the input in the agent.", apis=RESPONSES),
+    never("conversation", "Use `previous_response_id`, or send the items.", RESPONSES),
+    never("prompt", "Send what the template would say.", RESPONSES),
+    never("moderation", "Moderate in the agent.", RESPONSES),
+)
+RESPONSES_ROWS: tuple[Parameter, ...] = (*_HONOURED, *_HARMLESS, *_REFUSED)

@@ -12,9 +12,11 @@ of the others.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from any_agent.chat.settings import EFFORTS
 from any_agent.completions.params.messages_rows import MESSAGES_ROWS
-from any_agent.completions.params.responses_rows import RESPONSES_ROWS
+from any_agent.completions.params.responses_rows import AS_IN_CHAT, RESPONSES_ROWS
 from any_agent.completions.params.rows import (
     APIS,
     BOOLEAN,
@@ -37,6 +39,7 @@ from any_agent.completions.params.rows import (
     NOTE,
     OBJECTS,
     OVERRIDDEN,
+    RESPONSES,
     TEXT,
     TOKENS,
     Api,
@@ -397,11 +400,13 @@ _REFUSED = (
     only("early_stopping", False, then="There is no beam search."),
 )
 
+_OF_CHAT = {p.name: p for p in (*_HONOURED, *_HARMLESS) if "chat" in p.apis}
 PARAMETERS: tuple[Parameter, ...] = (
     *_HONOURED,
     *_GRAMMARS,
     *_HARMLESS,
     *_REFUSED,
+    *(replace(_OF_CHAT[name], apis=RESPONSES) for name in AS_IN_CHAT),
     *RESPONSES_ROWS,
     *MESSAGES_ROWS,
 )

@@ -2,55 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.clients.environment import python_with
-from tests.clients.live import Live, live_service, run_step
+from tests.clients.agent import CALL, TURNS, Agent
+from tests.clients.client import Client
+from tests.clients.live import Live
 
-VERSIONS = {"openai-2": "openai==2.54.0", "openai-3": "openai==3.54.0"}
-SCRIPT = Path(__file__).with_name("steps.py")
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
-
-
-@pytest.fixture(scope="session", params=VERSIONS)
-def python(request: pytest.FixtureRequest) -> Path:
-    return python_with(request.param, VERSIONS[request.param])
+HERE = Path(__file__).parent
+CLIENTS = tuple(
+    Client(f"openai-{major}", "openai", "openai", HERE / f"openai-{major}.txt", HERE / "steps.py")
+    for major in (2, 3)
+)
 
 
-@pytest.fixture(scope="session")
-def live(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with live_service(tiny_model_dir, tmp_path_factory.mktemp("live")) as service:
-        yield service
-
-
-class Agent:
-    """One session of an agent that uses this SDK."""
-
-    def __init__(self, live: Live, python: Path) -> None:
-        self._live = live
-        self._python = python
-        self._session = live.open()
-        self._before = live.continued()
-
-    def __call__(self, step: str) -> dict[str, Any]:
-        base, key = f"{self._live.url}/v1", self._session["api_key"]
-        return run_step(self._python, SCRIPT, step, OPENAI_BASE_URL=base, OPENAI_API_KEY=key)
-
-    @property
-    def recorded(self) -> dict[str, int]:
-        """Its interactions, by how their prompts came about."""
-        return dict(self._live.continued() - self._before)
-
-
-@pytest.fixture
-def agent(live: Live, python: Path) -> Agent:
-    return Agent(live, python)
-
-
+@pytest.mark.fills("plain", api="chat")
 def test_plain(live: Live, agent: Agent) -> None:
     live.says("5.")
     said = agent("plain")
@@ -60,6 +27,7 @@ def test_plain(live: Live, agent: Agent) -> None:
     assert agent.recorded == {"first": 1}
 
 
+@pytest.mark.fills("streaming", api="chat")
 def test_stream(live: Live, agent: Agent) -> None:
     live.says("It is 5.")
     said = agent("stream")
@@ -67,6 +35,7 @@ def test_stream(live: Live, agent: Agent) -> None:
     assert said["completion_tokens"] == len(live.chat.tokenizer.encode("It is 5.")) + 1
 
 
+@pytest.mark.fills("accumulation", api="chat")
 def test_the_sdks_own_accumulation(live: Live, agent: Agent) -> None:
     live.says(f"So: {CALL}")
     said = agent("helper")
@@ -75,14 +44,15 @@ def test_the_sdks_own_accumulation(live: Live, agent: Agent) -> None:
     assert "tool_calls.function.arguments.delta" in said["kinds"]
 
 
+@pytest.mark.fills("three turns", api="chat")
 def test_three_turns_continue_exactly(live: Live, agent: Agent) -> None:
-    answers = ["5.", "6, I say.", "7"]
-    for answer in answers:
+    for answer in TURNS:
         live.says(answer)
-    assert agent("three_turns")["said"] == answers
+    assert agent("three_turns")["said"] == TURNS
     assert agent.recorded == {"first": 1, "exact": 2}
 
 
+@pytest.mark.fills("tools", api="chat")
 def test_a_tools_round_trip(live: Live, agent: Agent) -> None:
     live.says(CALL)
     live.says("It is 5.")
@@ -91,6 +61,7 @@ def test_a_tools_round_trip(live: Live, agent: Agent) -> None:
     assert agent.recorded == {"first": 1, "exact": 1}
 
 
+@pytest.mark.fills("streamed tools", api="chat")
 def test_a_streamed_call(live: Live, agent: Agent) -> None:
     live.says(CALL)
     said = agent("tools_streamed")
@@ -101,6 +72,7 @@ def test_a_streamed_call(live: Live, agent: Agent) -> None:
     assert said["parts"] > 3
 
 
+@pytest.mark.fills("choices", api="chat")
 def test_choices_with_logprobs(live: Live, agent: Agent) -> None:
     live.says("5.")
     live.says("It is 6.")
@@ -112,6 +84,7 @@ def test_choices_with_logprobs(live: Live, agent: Agent) -> None:
     assert agent.recorded == {"first": 2}
 
 
+@pytest.mark.fills("plain", "streaming", api="completions")
 def test_legacy_completions(live: Live, agent: Agent) -> None:
     live.says(" 5.")
     live.says(" 5!")
@@ -120,6 +93,7 @@ def test_legacy_completions(live: Live, agent: Agent) -> None:
     assert said["tokens"] == len(live.chat.tokenizer.encode(" 5.")) + 1
 
 
+@pytest.mark.fills("errors", api="chat")
 def test_refusals(agent: Agent) -> None:
     assert agent("refused") == {
         "long": "context_length_exceeded",

@@ -1,12 +1,8 @@
-"""What an agent does with OpenAI's SDK, any version of it; runs in an environment that has it.
-
-`python steps.py STEP` with `OPENAI_BASE_URL` and `OPENAI_API_KEY` set prints a JSON object.
-"""
+"""What an agent does with OpenAI's SDK, any version of it; runs in an environment that has it."""
 
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 from openai import BadRequestError, OpenAI
@@ -28,8 +24,8 @@ TOOLS = [
 ]
 
 
-def plain(client: OpenAI) -> dict[str, Any]:
-    raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=ASK)
+def plain() -> dict[str, Any]:
+    raw = OpenAI().chat.completions.with_raw_response.create(model=MODEL, messages=ASK)
     answer = raw.parse()
     choice = answer.choices[0]
     return {
@@ -40,8 +36,8 @@ def plain(client: OpenAI) -> dict[str, Any]:
     }
 
 
-def stream(client: OpenAI) -> dict[str, Any]:
-    chunks = client.chat.completions.create(
+def stream() -> dict[str, Any]:
+    chunks = OpenAI().chat.completions.create(
         model=MODEL, messages=ASK, stream=True, stream_options={"include_usage": True}
     )
     text, finish, usage = "", None, None
@@ -53,9 +49,9 @@ def stream(client: OpenAI) -> dict[str, Any]:
     return {"content": text, "finish": finish, "completion_tokens": usage.completion_tokens}
 
 
-def helper(client: OpenAI) -> dict[str, Any]:
+def helper() -> dict[str, Any]:
     """The SDK's own accumulation of a stream, which is to equal the whole answer."""
-    with client.chat.completions.stream(model=MODEL, messages=ASK, tools=TOOLS) as events:
+    with OpenAI().chat.completions.stream(model=MODEL, messages=ASK, tools=TOOLS) as events:
         kinds = {event.type for event in events}
         final = events.get_final_completion()
     message = final.choices[0].message
@@ -67,10 +63,10 @@ def helper(client: OpenAI) -> dict[str, Any]:
     }
 
 
-def three_turns(client: OpenAI) -> dict[str, Any]:
+def three_turns() -> dict[str, Any]:
     messages = list(ASK)
     for number in range(3):
-        answer = client.chat.completions.create(model=MODEL, messages=messages)
+        answer = OpenAI().chat.completions.create(model=MODEL, messages=messages)
         messages += [
             answer.choices[0].message.model_dump(exclude_none=number == 1),
             {"role": "user", "content": f"And {number}?"},
@@ -78,16 +74,16 @@ def three_turns(client: OpenAI) -> dict[str, Any]:
     return {"said": [m["content"] for m in messages if m["role"] == "assistant"]}
 
 
-def tools(client: OpenAI) -> dict[str, Any]:
+def tools() -> dict[str, Any]:
     """A round trip: the call is carried out, its result goes back."""
     messages = list(ASK)
-    first = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
+    first = OpenAI().chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
     message = first.choices[0].message
     call = message.tool_calls[0]
     arguments = json.loads(call.function.arguments)
     total = str(arguments["a"] + arguments["b"])
     messages += [message, {"role": "tool", "tool_call_id": call.id, "content": total}]
-    last = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
+    last = OpenAI().chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
     return {
         "finish": first.choices[0].finish_reason,
         "name": call.function.name,
@@ -96,8 +92,8 @@ def tools(client: OpenAI) -> dict[str, Any]:
     }
 
 
-def tools_streamed(client: OpenAI) -> dict[str, Any]:
-    chunks = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, stream=True)
+def tools_streamed() -> dict[str, Any]:
+    chunks = OpenAI().chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, stream=True)
     calls: dict[int, dict[str, Any]] = {}
     parts, finish = 0, None
     for chunk in chunks:
@@ -111,8 +107,8 @@ def tools_streamed(client: OpenAI) -> dict[str, Any]:
     return {"finish": finish, "parts": parts, "calls": list(calls.values())}
 
 
-def choices(client: OpenAI) -> dict[str, Any]:
-    answer = client.chat.completions.create(
+def choices() -> dict[str, Any]:
+    answer = OpenAI().chat.completions.create(
         model=MODEL, messages=ASK, n=2, logprobs=True, top_logprobs=2
     )
     return {
@@ -124,9 +120,9 @@ def choices(client: OpenAI) -> dict[str, Any]:
     }
 
 
-def legacy(client: OpenAI) -> dict[str, Any]:
-    answer = client.completions.create(model=MODEL, prompt="2 and 3 is", max_tokens=8, logprobs=1)
-    streamed = client.completions.create(model=MODEL, prompt="2 and 3 is", stream=True)
+def legacy() -> dict[str, Any]:
+    answer = OpenAI().completions.create(model=MODEL, prompt="2 and 3 is", max_tokens=8, logprobs=1)
+    streamed = OpenAI().completions.create(model=MODEL, prompt="2 and 3 is", stream=True)
     return {
         "text": answer.choices[0].text,
         "tokens": len(answer.choices[0].logprobs.token_logprobs),
@@ -134,11 +130,11 @@ def legacy(client: OpenAI) -> dict[str, Any]:
     }
 
 
-def refused(client: OpenAI) -> dict[str, Any]:
+def refused() -> dict[str, Any]:
     """Errors come as the SDK's own classes, and are not tried again."""
     out = {}
     for name, fields in {
-        "long": {"messages": [{"role": "user", "content": "many words " * 4000}]},
+        "long": {"messages": [{"role": "user", "content": "many words " * 40000}]},
         "image": {
             "messages": [
                 {
@@ -150,14 +146,7 @@ def refused(client: OpenAI) -> dict[str, Any]:
         "unknown": {"messages": ASK, "extra_body": {"surprise": 1}},
     }.items():
         try:
-            client.chat.completions.create(model=MODEL, **fields)
+            OpenAI().chat.completions.create(model=MODEL, **fields)
         except BadRequestError as error:
             out[name] = error.code
     return out
-
-
-STEPS = (plain, stream, helper, three_turns, tools, tools_streamed, choices, legacy, refused)
-
-if __name__ == "__main__":
-    step = {function.__name__: function for function in STEPS}[sys.argv[1]]
-    print(json.dumps(step(OpenAI())))

@@ -28,6 +28,8 @@ _DELTAS = {
     "tool_use": ("input_json_delta",),
 }
 MANY = 4096
+INVALID = "INVALID_JSON"
+"""The field, in Anthropic's documents, that holds what is no JSON object."""
 
 
 class Messages:
@@ -110,17 +112,23 @@ def _blocks(message: Message) -> Any:
     for call in message.get("tool_calls") or []:
         function = call["function"]
         block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
-        said.append({**block, "input": value_of(function["arguments"])})
+        said.append({**block, "input": input_of(function["arguments"])})
     return said
 
 
-def value_of(arguments: str) -> dict[str, Any]:
-    """As a framework reads arguments: what is no object is none at all."""
+def input_of(arguments: str) -> dict[str, Any]:
+    """As an agent writes arguments, also those that are no object."""
     try:
-        value = json.loads(arguments)
+        value = orjson.loads(arguments)
     except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        value = None
+    return value if isinstance(value, dict) else {INVALID: arguments}
+
+
+def _arguments(given: dict[str, Any]) -> str:
+    if given.keys() == {INVALID}:
+        return str(given[INVALID])
+    return json.dumps(given, ensure_ascii=False)
 
 
 def _tool(function: dict[str, Any]) -> dict[str, Any]:
@@ -144,8 +152,7 @@ def given(body: dict[str, Any]) -> Given:
             case _:
                 assert block["type"] == "tool_use", block
                 assert isinstance(block["input"], dict)
-                said = json.dumps(block["input"], ensure_ascii=False)
-                function = {"name": block["name"], "arguments": said}
+                function = {"name": block["name"], "arguments": _arguments(block["input"])}
                 calls.append({"id": block["id"], "type": "function", "function": function})
     if calls:
         message["tool_calls"] = calls

@@ -30,10 +30,9 @@ class Responses:
         if system is not None:
             out["instructions"] = system
         if asked.previous:
-            at = max(k for k, m in enumerate(rest) if isinstance(m, Given))
-            given = rest[at]
-            assert isinstance(given, Given)
-            out["previous_response_id"] = given.interaction
+            at = last_response(rest)
+            assert at is not None
+            out["previous_response_id"] = rest[at].interaction  # type: ignore[attr-defined]
             rest = rest[at + 1 :]
         out["input"] = items_of(rest)
         if asked.tools:
@@ -53,6 +52,12 @@ class Responses:
 
     def problem(self, data: Any) -> tuple[str, str, str]:
         return openai_problem(data)
+
+
+def last_response(messages: Sequence[Message]) -> int | None:
+    """Where the last answer stands that this API gave."""
+    found = [k for k, m in enumerate(messages) if isinstance(m, Given) and m.api == Responses.name]
+    return found[-1] if found else None
 
 
 def items_of(messages: Sequence[Message]) -> list[Any]:

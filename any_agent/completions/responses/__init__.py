@@ -1,0 +1,17 @@
+"""`/v1/responses`: items to messages and back, and the shape of its answers."""
+
+from any_agent.completions.responses.answer import ResponsesAnswer
+from any_agent.completions.responses.asked import responses_asked
+from any_agent.completions.responses.call import ResponsesCall
+from any_agent.completions.responses.parse import parse_responses
+from any_agent.completions.responses.recorded import answer_of, input_items, response_again
+
+__all__ = [
+    "ResponsesAnswer",
+    "ResponsesCall",
+    "answer_of",
+    "input_items",
+    "parse_responses",
+    "response_again",
+    "responses_asked",
+]

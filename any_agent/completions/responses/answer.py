@@ -1,0 +1,271 @@
+"""`/v1/responses`: the shape of its answers, whole and streaming."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from any_agent.chat import ChatFormat
+from any_agent.chat.output.spans import Spans
+from any_agent.completions.answers.logprobs import TokenLogprobs
+from any_agent.completions.answers.parts import Part
+from any_agent.completions.prepared import Delta, Head
+from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
+from any_agent.completions.responses.events import Events
+from any_agent.completions.responses.open_item import OpenItem, item_bytes
+from any_agent.completions.responses.output import item_id, parts_to_tell
+from any_agent.completions.top_logprobs import TopLogprobs, top_logprobs_of
+from any_agent.errors import AnyAgentError
+from any_agent.types import Interaction
+
+_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
+"""OpenAI's codes of a failed response; all others are its server_error."""
+_ABORTED = "the answer was cut off: its session keeps to weights that the engine serves no more"
+
+
+class ResponsesAnswer:
+    """Formats one call's answer. Parts of it come one after another, each as an item."""
+
+    def __init__(
+        self, call: ResponsesCall, head: Head, logprobs: TokenLogprobs, chat: ChatFormat
+    ) -> None:
+        self._call = call
+        self._head = head
+        self._logprobs = logprobs
+        self._spans = chat.spans
+        self._events = Events()
+        self._open: OpenItem | None = None
+        self._items: list[bytes] = []
+        """Those that are done, in a stream."""
+        self._text_done = False
+        """Log-probabilities are told of the first text."""
+        self._sampled = _Sampled() if call.logprobs else None
+        self._base = orjson.dumps(_base(call, head))[:-1]
+
+    def whole(self, answers: list[Interaction]) -> bytes:
+        return self._response(answers[0], self._recorded_items(answers[0]))
+
+    def start(self, index: int) -> bytes:
+        """The response begins."""
+        response = b'"response":' + self._unfinished(b"in_progress", b"null", b"")
+        return self._events.event(b"response.created", response) + self._events.event(
+            b"response.in_progress", response
+        )
+
+    def delta(self, item: Delta) -> bytes:
+        """The events of newly certain text; nothing if there is nothing to say."""
+        message = item.message
+        if self._sampled is not None:
+            self._sampled.add(item)
+        if message.content:
+            return self._more("content", message.content)
+        if message.reasoning_content:
+            return self._more("reasoning", message.reasoning_content)
+        return b"".join([self._call_step(step) for step in message.tool_calls or ()])
+
+    def end(self, index: int, interaction: Interaction) -> bytes:
+        """The events that end the last item."""
+        events = b""
+        if self._open is None and not self._items:
+            events = self._begin("content")
+        cut = interaction.finish_reason in ("length", "abort")
+        return events + self._close(b"incomplete" if cut else b"completed", interaction)
+
+    def last(self, answers: list[Interaction]) -> bytes:
+        """The event with the whole response."""
+        kind = {"length": b"response.incomplete", "abort": b"response.failed"}.get(
+            answers[0].finish_reason, b"response.completed"
+        )
+        return self._events.event(
+            kind, b'"response":' + self._response(answers[0], b",".join(self._items))
+        )
+
+    def failed(self, error: AnyAgentError) -> bytes:
+        """The response has failed; what it said so far stays unfinished."""
+        code = _CODES.get(error.status, "server_error")
+        said = orjson.dumps({"code": code, "message": error.message})
+        response = self._unfinished(b"failed", said, b",".join(self._items))
+        return self._events.event(b"response.failed", b'"response":' + response)
+
+    # ------------------------------------------------------------------------------------------
+
+    def _more(self, kind: str, text: str) -> bytes:
+        now = self._open
+        if now is not None and now.kind == kind and self._sampled is None:
+            # The fast lane: nearly every event is one of these.
+            return now.more(text)
+        events = b"" if now is not None and now.kind == kind else self._begin(kind)
+        assert self._open is not None
+        logprobs = None
+        if self._sampled is not None and kind == "content" and not self._text_done:
+            logprobs = self._sampled.new_text(self._logprobs, self._spans)
+        return events + self._open.more(text, logprobs)
+
+    def _call_step(self, step: dict[str, Any]) -> bytes:
+        events = b""
+        if "id" in step:
+            events = self._begin("call", step)
+        arguments = step["function"]["arguments"]
+        assert self._open is not None
+        return events + (self._open.more(arguments) if arguments else b"")
+
+    def _begin(self, kind: str, call: dict[str, Any] | None = None) -> bytes:
+        """The next item, once the one before it is done."""
+        events = self._close(b"completed") if self._open is not None else b""
+        index = len(self._items)
+        id = item_id(self._head.id, kind, index)
+        self._open = OpenItem(self._events, kind, id, index, call)
+        return events + self._open.begin()
+
+    def _close(self, status: bytes, ended: Interaction | None = None) -> bytes:
+        item = self._open
+        if item is None:
+            return b""
+        self._open = None
+        logprobs = b"[]"
+        if self._sampled is not None and item.kind == "content" and not self._text_done:
+            if ended is not None:
+                logprobs = self._recorded_logprobs(ended)
+            else:
+                logprobs = self._sampled.all_text(self._logprobs, self._spans)
+        self._text_done |= item.kind == "content"
+        events, done = item.end(status, logprobs, self._call.encrypted)
+        self._items.append(done)
+        return events
+
+    def _recorded_items(self, interaction: Interaction) -> bytes:
+        parts = parts_to_tell(interaction)
+        cut = interaction.finish_reason in ("length", "abort")
+        texts = [k for k, part in enumerate(parts) if part.kind == "content"]
+        out = []
+        for k, part in enumerate(parts):
+            logprobs = b"[]"
+            if self._call.logprobs and texts[:1] == [k]:
+                logprobs = self._recorded_logprobs(interaction)
+            status = b"incomplete" if cut and k == len(parts) - 1 else b"completed"
+            out.append(self._item(interaction.id, k, part, status, logprobs))
+        return b",".join(out)
+
+    def _item(self, id: str, index: int, part: Part, status: bytes, logprobs: bytes) -> bytes:
+        return item_bytes(
+            part.kind,
+            item_id(id, part.kind, index),
+            part.text if part.call is None else part.call["function"]["arguments"],
+            part.call,
+            status,
+            logprobs,
+            self._call.encrypted,
+        )
+
+    def _recorded_logprobs(self, interaction: Interaction) -> bytes:
+        ids = interaction.output_ids.tolist()
+        message = interaction.output_message
+        start = self._reasoning(interaction, ids)
+        start, end = self._spans.text(ids, start, calls=bool(message.get("tool_calls")))
+        top = top_logprobs_of(interaction)
+        return self._logprobs.entries(
+            ids[start:end],
+            interaction.output_logprobs[start:end].tolist(),
+            None if top is None else top[start:end],
+        )
+
+    def _reasoning(self, interaction: Interaction, ids: list[int]) -> int:
+        message = interaction.output_message
+        reasoned = bool(message.get("reasoning_content"))
+        said = bool(message.get("content") or message.get("tool_calls"))
+        return self._spans.reasoning(ids, reasoned=reasoned, said=said)
+
+    def _response(self, interaction: Interaction, items: bytes) -> bytes:
+        match interaction.finish_reason:
+            case "length":
+                status, error, why = b"incomplete", b"null", b'{"reason":"max_output_tokens"}'
+            case "abort":
+                said = {"code": "server_error", "message": _ABORTED}
+                status, error, why = b"failed", orjson.dumps(said), b"null"
+            case _:
+                status, error, why = b"completed", b"null", b"null"
+        return b'%b,"status":"%b","error":%b,"incomplete_details":%b,"output":[%b],"usage":%b}' % (
+            self._base,
+            status,
+            error,
+            why,
+            items,
+            self._usage(interaction),
+        )
+
+    def _unfinished(self, status: bytes, error: bytes, items: bytes) -> bytes:
+        return (
+            b'%b,"status":"%b","error":%b,"incomplete_details":null,"output":[%b],"usage":null}'
+            % (self._base, status, error, items)
+        )
+
+    def _usage(self, interaction: Interaction) -> bytes:
+        prompt, output = self._head.prompt_tokens, len(interaction.output_ids)
+        reasoning = 0
+        if interaction.output_message.get("reasoning_content"):
+            reasoning = self._reasoning(interaction, interaction.output_ids.tolist())
+        return (
+            b'{"input_tokens":%d,"input_tokens_details":{"cached_tokens":0,"cache_write_tokens":0},'
+            b'"output_tokens":%d,"output_tokens_details":{"reasoning_tokens":%d},"total_tokens":%d}'
+            % (prompt, output, reasoning, prompt + output)
+        )
+
+
+class _Sampled:
+    """The tokens of a stream, of which log-probabilities are told."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._top: TopLogprobs = []
+        self._reasoned = self._called = False
+        self._told: int | None = None
+
+    def add(self, item: Delta) -> None:
+        self._ids += item.output_ids
+        self._logprobs += item.logprobs
+        self._top += item.top_logprobs or ()
+        self._reasoned |= bool(item.message.reasoning_content)
+        self._called |= bool(item.message.tool_calls)
+
+    def new_text(self, write: TokenLogprobs, spans: Spans) -> bytes:
+        """Of the text's tokens since the last time."""
+        start, end = self._span(spans)
+        start = start if self._told is None else self._told
+        self._told = max(start, end)
+        return self._entries(write, start, end)
+
+    def all_text(self, write: TokenLogprobs, spans: Spans) -> bytes:
+        return self._entries(write, *self._span(spans))
+
+    def _span(self, spans: Spans) -> tuple[int, int]:
+        start = spans.reasoning(self._ids, reasoned=self._reasoned, said=True)
+        return spans.text(self._ids, start, calls=self._called)
+
+    def _entries(self, write: TokenLogprobs, start: int, end: int) -> bytes:
+        top = self._top[start:end] if self._top else None
+        return write.entries(self._ids[start:end], self._logprobs[start:end], top)
+
+
+def _base(call: ResponsesCall, head: Head) -> dict[str, Any]:
+    """What is the same in all of a response's events."""
+    out = {
+        "id": head.id,
+        "object": "response",
+        "created_at": int(head.created_at),
+        "background": False,
+        "model": call.chat.model,
+        "service_tier": "default",
+        "temperature": head.gconfig.temperature,
+        "top_p": head.gconfig.top_p,
+        "truncation": "disabled",
+        **DEFAULTS,
+        **call.repeated,
+    }
+    # OpenAI's are texts.
+    out["metadata"] = {
+        name: value if isinstance(value, str) else orjson.dumps(value).decode()
+        for name, value in out["metadata"].items()
+    }
+    return out

@@ -1,0 +1,32 @@
+"""A Responses request, checked, with the shape of its answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from any_agent.chat import ChatFormat
+from any_agent.completions.asked import Asked, Rules, token_logprobs
+from any_agent.completions.responses.answer import ResponsesAnswer
+from any_agent.completions.responses.parse import parse_responses
+from any_agent.record import InteractionTree
+
+
+def responses_asked(
+    body: Any,
+    rules: Rules,
+    chat: ChatFormat,
+    tree: InteractionTree | None,
+    *,
+    context_length: int,
+) -> Asked:
+    """Raises as :func:`parse_responses`. ``tree``: the session's, with its earlier answers."""
+    call = parse_responses(
+        body,
+        mode=rules.mode,
+        sampling=rules.sampling,
+        model=rules.model,
+        tree=tree,
+        context_length=context_length,
+    )
+    logprobs = token_logprobs(chat)
+    return Asked(call.chat, lambda head, _: ResponsesAnswer(call, head, logprobs, chat))

@@ -1,0 +1,76 @@
+"""What a request names of its session's record: the previous answer, and single items."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from any_agent.completions.responses.items import ITEM_ID
+from any_agent.completions.responses.output import items_of
+from any_agent.errors import InvalidRequest, NotFound
+from any_agent.record import InteractionTree, lacks_texts
+from any_agent.types import Interaction, Message
+
+ID_PREFIX = "resp_"
+RECORD = "responses"
+"""Where an interaction's request keeps what its answer repeats."""
+
+
+def messages_before(id: str, tree: InteractionTree | None) -> list[Message]:
+    """The conversation up to and with an answer of the session, without its instructions.
+
+    Raises:
+        NotFound: the session has no such answer.
+        InvalidRequest: its texts were not kept.
+    """
+    interaction = tree.get(id) if tree is not None else None
+    if tree is None or interaction is None or "text" in interaction.request:
+        raise NotFound(
+            f"previous_response_id {id[:80]!a} is no answer of this session",
+            code="previous_response_not_found",
+            param="previous_response_id",
+        )
+    require_texts(interaction, "previous_response_id")
+    messages = tree.messages(id)
+    instructed = has_instructions(interaction)
+    return [*messages[1 if instructed else 0 :], interaction.output_message]
+
+
+def has_instructions(interaction: Interaction) -> bool:
+    """Whether its first message is its request's `instructions`."""
+    return bool(interaction.request.get(RECORD, {}).get("instructions"))
+
+
+class Items:
+    """Resolves references to items of the session's answers."""
+
+    def __init__(self, tree: InteractionTree | None) -> None:
+        self._tree = tree
+
+    def __call__(self, id: str, where: str) -> dict[str, Any]:
+        """The item. NotFound, naming it; InvalidRequest where its texts were not kept."""
+        match = ITEM_ID.fullmatch(id)
+        interaction = (
+            self._tree.get(ID_PREFIX + match[1]) if self._tree is not None and match else None
+        )
+        if match is not None and interaction is not None:
+            require_texts(interaction, where)
+            items = items_of(interaction)
+            k = int(match[2])
+            if k < len(items) and items[k]["id"] == id:
+                return items[k]
+        raise NotFound(
+            f"{where}: there is no item {id[:80]!a} in this session's answers; send it whole",
+            code="item_not_found",
+            param=where,
+        )
+
+
+def require_texts(interaction: Interaction, param: str) -> None:
+    """InvalidRequest for an answer whose texts were not kept."""
+    if lacks_texts(interaction):
+        raise InvalidRequest(
+            "this run keeps no texts (sessions.store_content), so an answer cannot be gone on from "
+            "by its id: send the whole conversation as input",
+            code="content_not_stored",
+            param=param,
+        )

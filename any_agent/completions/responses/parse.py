@@ -1,0 +1,213 @@
+"""A body of `/v1/responses` to a checked call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from any_agent.completions.params import TABLE, ChatCall
+from any_agent.completions.params.grammar import grammar_text, schema_grammar
+from any_agent.completions.params.parse import sort_out, untrainable_by
+from any_agent.completions.params.sampling import sampling_of
+from any_agent.completions.params.values import check, require_object, shown
+from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
+from any_agent.completions.responses.history import ID_PREFIX, Items, messages_before
+from any_agent.completions.responses.items import messages_of, require_few
+from any_agent.completions.responses.tools import chat_tools_of, flat
+from any_agent.errors import InvalidRequest, UnsupportedParameter
+from any_agent.record import InteractionTree
+from any_agent.types import GenerationHyperparameters, Message, SessionMode
+
+_LOGPROBS = "message.output_text.logprobs"
+_ENCRYPTED = "reasoning.encrypted_content"
+_VERBOSITIES = {"enum": ["low", "medium", "high"]}
+_SUMMARIES = {"enum": ["auto", "concise", "detailed"]}
+
+
+def parse_responses(
+    body: Any,
+    *,
+    mode: SessionMode,
+    sampling: GenerationHyperparameters,
+    model: str,
+    tree: InteractionTree | None = None,
+    context_length: int = 1 << 31,
+) -> ResponsesCall:
+    """Check a `/responses` body; sampling as in :func:`any_agent.completions.parse_chat`.
+
+    ``tree``: of the session, in which earlier answers are looked up. Raises InvalidRequest,
+    UnsupportedParameter or NotFound, naming the parameter.
+    """
+    body, recorded = sort_out(body, "responses")
+    include = _include(body.get("include"))
+    tools, shown_tools, forced = chat_tools_of(body)
+    grammar, text = _text(body.get("text"))
+    if grammar is not None and shown_tools:
+        raise InvalidRequest(
+            "an answer of a given format cannot be a call: leave text.format out, or the tools "
+            "(tool_choice: none)",
+            param="text.format",
+        )
+    effort, reasoning = _reasoning(body.get("reasoning"))
+    _check_stream_options(body.get("stream_options"))
+    messages, before = _messages(body, tree, context_length)
+    logprobs = _LOGPROBS in include
+    gconfig, overrides = sampling_of(
+        body, mode=mode, run=sampling, tokens=sampling.max_new_tokens, grammar=grammar
+    )
+    repeated = _repeated(body, text, reasoning, flat(tools))
+    told = flat(shown_tools) == repeated.get("tools", [])
+    kept = {k: v for k, v in repeated.items() if k not in recorded and not (k == "tools" and told)}
+    if kept.get("instructions"):
+        # They are among the messages.
+        kept["instructions"] = True
+    chat = ChatCall(
+        model=body.get("model") or model,
+        messages=messages,
+        tools=shown_tools,
+        gconfig=gconfig,
+        stream=bool(body.get("stream")),
+        include_usage=False,
+        logprobs=logprobs,
+        overrides=overrides,
+        recorded=recorded | ({} if effort is None else {"reasoning_effort": effort}),
+        top_logprobs=(body.get("top_logprobs") or 0) if logprobs else 0,
+        template_kwargs=body.get("chat_template_kwargs") or {},
+        reasoning_effort=effort,
+        forced_call=forced,
+        parallel_tool_calls=body.get("parallel_tool_calls") is not False,
+        format_parameter="text.format" if grammar is not None else None,
+        untrainable=untrainable_by(gconfig, forced),
+        id_prefix=ID_PREFIX,
+        prompt_parameter="input",
+        goes_on_from=before,
+        kept={"responses": kept | _included(logprobs, _ENCRYPTED in include)},
+    )
+    return ResponsesCall(chat, repeated, logprobs, _ENCRYPTED in include)
+
+
+def _messages(
+    body: Mapping[str, Any], tree: InteractionTree | None, context_length: int
+) -> tuple[list[Message], str | None]:
+    """The conversation, and the answer that it goes on from by name."""
+    given = body.get("input")
+    if isinstance(given, list):
+        require_few(given, context_length)
+    messages: list[Message] = []
+    if instructions := body.get("instructions"):
+        messages.append({"role": "system", "content": instructions})
+    before = body.get("previous_response_id")
+    if before is not None:
+        messages += messages_before(before, tree)
+    return messages + messages_of(given, Items(tree)), before
+
+
+def _include(value: Any) -> set[str]:
+    if value is None:
+        return set()
+    row = TABLE["responses"]["include"]
+    if isinstance(value, list):
+        for each in value:
+            if each not in row.schema["items"]["enum"]:
+                raise UnsupportedParameter(
+                    f"include: {shown(each)} is unknown: leave it out", param="include"
+                )
+    check(value, row.schema, "include")
+    return set(value)
+
+
+def _included(logprobs: bool, encrypted: bool) -> dict[str, bool]:
+    return ({"logprobs": True} if logprobs else {}) | ({"encrypted": True} if encrypted else {})
+
+
+def _text(value: Any) -> tuple[str | None, dict[str, Any]]:
+    """The grammar, and what the answer repeats."""
+    if value is None:
+        return None, dict(DEFAULTS["text"])
+    given = require_object(value, "text")
+    _require_names(given, "text", ("format", "verbosity"))
+    repeated = dict(DEFAULTS["text"])
+    if given.get("verbosity") is not None:
+        check(given["verbosity"], _VERBOSITIES, "text.verbosity")
+        repeated["verbosity"] = given["verbosity"]
+    wanted = given.get("format")
+    if wanted is None:
+        return None, repeated
+    grammar = _grammar(require_object(wanted, "text.format"))
+    if grammar is not None:
+        repeated["format"] = wanted
+    return grammar, repeated
+
+
+def _grammar(wanted: Mapping[str, Any]) -> str | None:
+    name = "text.format"
+    match wanted.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            _require_names(wanted, name, ("type",))
+            return grammar_text({"json_object": True}, name)
+        case "json_schema":
+            _require_names(wanted, name, ("type", "name", "schema", "strict", "description"))
+            check(wanted.get("name"), {"type": "string", "minLength": 1}, f"{name}.name")
+            for field, kind in (("strict", "boolean"), ("description", "string")):
+                if wanted.get(field) is not None:
+                    check(wanted[field], {"type": kind}, f"{name}.{field}")
+            return schema_grammar(wanted.get("schema"), name)
+        case str(kind):
+            raise UnsupportedParameter(
+                f"{name} must be text, json_object or json_schema, and is {shown(kind)}", param=name
+            )
+    raise InvalidRequest(f"{name} must have a type", param=name)
+
+
+def _reasoning(value: Any) -> tuple[str | None, dict[str, Any]]:
+    """The effort, and what the answer repeats."""
+    repeated = dict(DEFAULTS["reasoning"])
+    if value is None:
+        return None, repeated
+    given = require_object(value, "reasoning")
+    _require_names(given, "reasoning", ("effort", "summary", "generate_summary", "context", "mode"))
+    for field, schema in (
+        ("effort", TABLE["chat"]["reasoning_effort"].schema),
+        ("summary", _SUMMARIES),
+        ("generate_summary", _SUMMARIES),
+    ):
+        if given.get(field) is not None:
+            check(given[field], schema, f"reasoning.{field}")
+    for field, neutral in (("context", "auto"), ("mode", "standard")):
+        if given.get(field) not in (None, neutral):
+            raise UnsupportedParameter(
+                f"reasoning.{field} is not supported here: leave it out", param="reasoning"
+            )
+    repeated["effort"] = given.get("effort")
+    repeated["summary"] = given.get("summary") or given.get("generate_summary")
+    return given.get("effort"), repeated
+
+
+def _check_stream_options(value: Any) -> None:
+    if value is None:
+        return
+    given = require_object(value, "stream_options")
+    _require_names(given, "stream_options", ("include_obfuscation",))
+    if given.get("include_obfuscation") is not None:
+        name = "stream_options.include_obfuscation"
+        check(given["include_obfuscation"], {"type": "boolean"}, name)
+
+
+def _require_names(given: Mapping[str, Any], at: str, known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            where = f"{at}.{shown(str(name))[1:-1]}"
+            raise UnsupportedParameter(f"unknown parameter {where}", param=where)
+
+
+def _repeated(
+    body: Mapping[str, Any],
+    text: dict[str, Any],
+    reasoning: dict[str, Any],
+    tools: list[dict[str, Any]],
+) -> dict[str, Any]:
+    said = {name: body[name] for name in DEFAULTS if body.get(name) is not None}
+    said |= {"text": text, "reasoning": reasoning, "tools": tools}
+    return {name: value for name, value in said.items() if value != DEFAULTS[name]}

@@ -1,0 +1,120 @@
+"""A recorded answer told again, and what it was an answer to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from any_agent.chat import ChatFormat, text_of
+from any_agent.completions.answers.logprobs import TokenLogprobs
+from any_agent.completions.answers.parts import Part
+from any_agent.completions.params import ChatCall
+from any_agent.completions.prepared import Head
+from any_agent.completions.responses.answer import ResponsesAnswer
+from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
+from any_agent.completions.responses.history import RECORD, has_instructions, require_texts
+from any_agent.completions.responses.output import item_id, item_of
+from any_agent.completions.responses.tools import flat
+from any_agent.errors import NotFound
+from any_agent.record import InteractionTree
+from any_agent.types import Interaction, Message
+
+
+def answer_of(id: str, tree: InteractionTree | None) -> Interaction:
+    """An answer of `/v1/responses`.
+
+    Raises:
+        NotFound: the session has none of that id.
+        InvalidRequest: its texts were not kept.
+    """
+    interaction = tree.get(id) if tree is not None else None
+    if interaction is not None:
+        require_texts(interaction, "response_id")
+    if interaction is None or RECORD not in interaction.request:
+        raise NotFound(
+            f"there is no response {id[:80]!a} in this session",
+            code="response_not_found",
+            param="response_id",
+        )
+    return interaction
+
+
+def response_again(
+    interaction: Interaction, tree: InteractionTree, logprobs: TokenLogprobs, chat: ChatFormat
+) -> bytes:
+    """The body that the answer had, from :func:`answer_of`'s."""
+    asked = interaction.request[RECORD]
+    recorded = interaction.request.get("recorded", {})
+    repeated = {name: recorded[name] for name in DEFAULTS if name in recorded}
+    repeated |= {name: asked[name] for name in DEFAULTS if name in asked}
+    if repeated.get("instructions"):
+        repeated["instructions"] = tree.messages(interaction.id)[0]["content"]
+    if "tools" not in repeated:
+        repeated["tools"] = flat(tree.path(interaction.id)[0].tools)
+    told = bool(asked.get("logprobs"))
+    call = ChatCall(
+        model=interaction.model,
+        messages=[],
+        tools=None,
+        gconfig=interaction.gconfig,
+        stream=False,
+        include_usage=False,
+        logprobs=told,
+    )
+    head = Head(
+        interaction.id,
+        interaction.created_at,
+        interaction.gconfig,
+        len(tree.prompt_ids(interaction.id)),
+    )
+    responses = ResponsesCall(call, repeated, told, bool(asked.get("encrypted")))
+    return ResponsesAnswer(responses, head, logprobs, chat).whole([interaction])
+
+
+def input_items(interaction: Interaction, tree: InteractionTree) -> list[dict[str, Any]]:
+    """What it was an answer to, without the instructions, in its order."""
+    messages = tree.messages(interaction.id)[1 if has_instructions(interaction) else 0 :]
+    out: list[dict[str, Any]] = []
+    # Their ids are not those of answers: only these can be referred to.
+    prefix = f"in_{interaction.id.rpartition('_')[2]}"
+    for message in messages:
+        out += _items(message, prefix, len(out))
+    return out
+
+
+def _items(message: Message, prefix: str, at: int) -> list[dict[str, Any]]:
+    role, content = message.get("role"), message.get("content")
+    if role == "assistant":
+        parts = []
+        if reasoning := message.get("reasoning_content"):
+            parts.append(Part("reasoning", reasoning))
+        if content:
+            parts.append(Part("content", _text(content)))
+        parts += [Part("call", call=call) for call in message.get("tool_calls") or ()]
+        return [
+            item_of(part, item_id(prefix, part.kind, at + k), "completed")
+            for k, part in enumerate(parts)
+        ]
+    if role == "tool":
+        return [
+            {
+                "id": item_id(prefix, "output", at),
+                "type": "function_call_output",
+                "status": "completed",
+                "call_id": message.get("tool_call_id") or "",
+                "output": _text(content),
+            }
+        ]
+    return [
+        {
+            "id": item_id(prefix, "content", at),
+            "type": "message",
+            "status": "completed",
+            "role": role,
+            "content": [{"type": "input_text", "text": _text(content)}],
+        }
+    ]
+
+
+def _text(content: Any) -> str:
+    """A chat call's messages may hold parts."""
+    return text_of(content) or ""

@@ -1,0 +1,78 @@
+"""What an agent of CAMEL-AI does."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from camel.agents import ChatAgent
+from camel.models import ModelFactory
+from camel.toolkits import FunctionTool
+from camel.types import ModelPlatformType
+
+ASK = "What is 2 and 3?"
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a (int): One.
+        b (int): The other.
+    """
+    return a + b
+
+
+def agent(stream: bool = False, tools: bool = False, **more: Any) -> ChatAgent:
+    config: dict[str, Any] = {**more}
+    if stream:
+        config |= {"stream": True, "stream_options": {"include_usage": True}}
+    model = ModelFactory.create(
+        model_platform=ModelPlatformType.OPENAI_COMPATIBLE_MODEL,
+        model_type="gpt-4o",
+        url=os.environ["OPENAI_BASE_URL"],
+        api_key=os.environ["OPENAI_API_KEY"],
+        model_config_dict=config,
+    )
+    return ChatAgent("You add.", model=model, tools=[FunctionTool(add)] if tools else None)
+
+
+def plain() -> dict[str, Any]:
+    answer = agent().step(ASK)
+    usage = answer.info["usage"]
+    return {
+        "content": answer.msgs[0].content,
+        "finish": answer.info["termination_reasons"],
+        "adds up": usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] > 0,
+    }
+
+
+def stream() -> dict[str, Any]:
+    parts = [part.msgs[0].content for part in agent(stream=True).step(ASK) if part.msgs]
+    return {"content": parts[-1], "parts": len(parts)}
+
+
+def three_turns() -> dict[str, Any]:
+    adder = agent()
+    return {"said": [adder.step(text).msgs[0].content for text in (ASK, "And 1?", "And 2?")]}
+
+
+def tools() -> dict[str, Any]:
+    return _called(agent(tools=True).step(ASK))
+
+
+def tools_streamed() -> dict[str, Any]:
+    return _called(list(agent(tools=True, stream=True).step(ASK))[-1])
+
+
+def _called(answer: Any) -> dict[str, Any]:
+    (call,) = answer.info["tool_calls"]
+    return {"name": call.tool_name, "result": call.result, "content": answer.msgs[0].content}
+
+
+def refused() -> dict[str, Any]:
+    try:
+        agent(extra_body={"surprise": 1}).step(ASK)
+    except Exception as error:
+        return {"kinds": [kind.__name__ for kind in type(error).__mro__], "said": str(error)}
+    return {}

@@ -1,0 +1,98 @@
+"""Each live test is of one client, and of the cells of docs/compatibility.md that it fills.
+
+`make test-clients` fails where a cell is not as results.json has it; with `ARGS=--record` it writes
+the file, and the document after it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.agent import Agent
+from tests.clients.client import Client, Running, running
+from tests.clients.live import Live, live_service
+from tests.clients.results import WORKS, Results
+
+GENERATE = Path(__file__).resolve().parents[2] / "docs" / "generate.py"
+_FOUND = pytest.StashKey[Results]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", action="store_true", help="write results.json and its document")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_FOUND] = Results()
+    config.addinivalue_line(
+        "markers", "fills(feature, ...): the cells of docs/compatibility.md that a test fills"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "client" in metafunc.fixturenames:
+        clients: tuple[Client, ...] = metafunc.module.CLIENTS
+        metafunc.parametrize("client", clients, ids=lambda client: client.name, scope="session")
+    if "api" in metafunc.fixturenames:
+        metafunc.parametrize("api", metafunc.module.APIS)
+
+
+@pytest.fixture(scope="session")
+def live(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with live_service(tiny_model_dir, tmp_path_factory.mktemp("live")) as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def process(client: Client, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(client, tmp_path_factory.mktemp(client.name)) as process:
+        yield process
+
+
+@pytest.fixture
+def agent(live: Live, process: Running) -> Agent:
+    return Agent(live, process)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    outcome = _outcome(report)
+    if outcome is not None and isinstance(item, pytest.Function):
+        found = item.config.stash[_FOUND]
+        client, api = (item.callspec.params.get(name) for name in ("client", "api"))
+        for mark in item.iter_markers("fills"):
+            for feature in mark.args:
+                found.note(client, api or mark.kwargs["api"], feature, outcome)
+    return report
+
+
+def _outcome(report: pytest.TestReport) -> str | None:
+    """Of a test that was run; an expected failure's is its reason."""
+    if hasattr(report, "wasxfail"):
+        return str(report.wasxfail) if report.skipped else None
+    if report.failed:
+        return f"fails in {report.nodeid.rpartition('::')[2]}"
+    return WORKS if report.when == "call" and report.passed else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    found, recorded = session.config.stash[_FOUND], Results.read()
+    if session.config.getoption("record", default=False):
+        found.over(recorded).write()
+        subprocess.run([sys.executable, GENERATE], check=True, timeout=120)
+    elif not session.testsfailed and found.differing(recorded):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for line in config.stash[_FOUND].differing(Results.read()):
+        terminalreporter.write_line(f"not as recorded: {line}", red=True)

@@ -1,0 +1,65 @@
+"""What `make test-clients` found, as `results.json` keeps it for docs/compatibility.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results.json")
+WORKS = "works"
+
+
+@dataclass(slots=True)
+class Results:
+    """By client, API and feature: that it works, or why it does not."""
+
+    clients: dict[str, dict[str, str]] = field(default_factory=dict)
+    cells: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls) -> Results:
+        if not RESULTS.exists():
+            return cls()
+        return cls(**json.loads(RESULTS.read_text(encoding="utf-8")))
+
+    def write(self) -> None:
+        text = json.dumps({"clients": self.clients, "cells": self.cells}, indent=2, sort_keys=True)
+        RESULTS.write_text(text + "\n", encoding="utf-8")
+
+    def note(self, client: Any, api: str, feature: str, outcome: str) -> None:
+        """What does not work once does not work: a cell may have several tests."""
+        self.clients[client.name] = {
+            "title": client.title,
+            "package": client.package,
+            "version": client.version,
+            "registry": client.registry,
+        }
+        row = self.cells.setdefault(client.name, {}).setdefault(api, {})
+        if row.get(feature, WORKS) == WORKS:
+            row[feature] = outcome
+
+    def over(self, older: Results) -> Results:
+        """These, and what is recorded of clients that were not tried this time."""
+        return Results({**older.clients, **self.clients}, {**older.cells, **self.cells})
+
+    def differing(self, recorded: Results) -> list[str]:
+        """What is not as it was recorded, of what was tried."""
+        return [
+            f"{name}: {api}, {feature}: {outcome}; recorded is {was}"
+            for name, apis in self.cells.items()
+            for api, row in apis.items()
+            for feature, outcome in row.items()
+            if (was := _of(recorded.cells, name, api, feature)) != outcome
+        ] + [
+            f"{name}: {about}; recorded is {recorded.clients.get(name)}"
+            for name, about in self.clients.items()
+            if recorded.clients.get(name) != about
+        ]
+
+
+def _of(cells: Mapping[str, Mapping[str, Mapping[str, str]]], *names: str) -> str:
+    name, api, feature = names
+    return cells.get(name, {}).get(api, {}).get(feature, "nothing")

@@ -1,0 +1,91 @@
+"""Anthropic's SDK as the reader of answers, and answers to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import orjson
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from any_agent.completions.messages import MessagesAnswer, MessagesCall, parse_messages
+from any_agent.completions.prepared import Head
+from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
+
+RUN = GenerationHyperparameters(max_new_tokens=100)
+HELLO = [{"role": "user", "content": "hi"}]
+SWITCH = frozenset({"enable_thinking"})
+_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+
+def parse(mode: str = "eval", *, known: frozenset[str] = SWITCH, **fields: Any) -> MessagesCall:
+    """The least that can be asked, and these."""
+    body = {"messages": HELLO, "max_tokens": 50, **fields}
+    return parse_messages(
+        body, mode=SessionMode(mode), sampling=RUN, model="policy", known_settings=known
+    )
+
+
+def answer_of(**fields: Any) -> MessagesAnswer:
+    call = parse(**fields)
+    return MessagesAnswer(call, Head("msg_1", 0.0, call.chat.gconfig, 7))
+
+
+def interaction_of(message: dict[str, Any], finish: str = "stop", **request: Any) -> Interaction:
+    return Interaction(
+        id="msg_1",
+        session_id="s",
+        parent_id=None,
+        prompt_delta_ids=np.zeros(7, np.int32),
+        output_ids=np.zeros(3, np.int32),
+        output_logprobs=np.zeros(3, np.float32),
+        output_versions=np.zeros(3, np.int32),
+        message_delta=[],
+        output_message={"role": "assistant", **message},
+        finish_reason=finish,
+        gconfig=RUN,
+        request=request,
+    )
+
+
+def whole_of(data: bytes) -> Message:
+    """A whole answer, by the SDK's own model and strictly."""
+    message: Message = TypeAdapter(Message).validate_json(data, strict=True)
+    return message
+
+
+def events_of(data: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """The events of a stream, each with its name."""
+    out = []
+    for block in data.decode().split("\n\n")[:-1]:
+        first, second = block.split("\n")
+        event = orjson.loads(second.removeprefix("data: "))
+        assert event["type"] == first.removeprefix("event: ")
+        out.append((event["type"], event))
+    return out
+
+
+def accumulated(events: Iterable[tuple[str, dict[str, Any]]]) -> Message:
+    """What the SDK makes of a stream, whose order is held."""
+    snapshot: Any = None
+    buffers: dict[int, bytes] = {}
+    names = []
+    at, is_open = 0, False
+    for name, data in events:
+        if name == "ping":
+            continue
+        names.append(name)
+        event = _EVENT.validate_python(data, strict=True)
+        snapshot = accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
+        if name.startswith("content_block"):
+            assert data["index"] == at
+            assert is_open is (name != "content_block_start")
+            is_open = name != "content_block_stop"
+            at += name == "content_block_stop"
+    assert names[0] == "message_start"
+    assert names[-2:] == ["message_delta", "message_stop"]
+    assert not is_open
+    return whole_of(snapshot.to_json().encode())

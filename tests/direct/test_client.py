@@ -1,0 +1,131 @@
+"""What a direct client is made of."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from any_agent import EngineOpenAI
+from any_agent.chat import ChatFormat, chat_format_of
+from any_agent.errors import ConfigError
+from any_agent.types import GenerationHyperparameters
+from tests.direct.conftest import Make
+from tests.direct.lab import HELLO, MODEL
+from tests.fakes.scripted_engine import ScriptedEngine
+
+
+async def test_a_tokenizer_a_path_or_a_chat_format(
+    make: Make, engine: ScriptedEngine, tiny_model_dir: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_model_dir))
+    for given in (tokenizer, str(tiny_model_dir), tiny_model_dir):
+        client = make(tokenizer=given, enable_thinking=False)
+        await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)
+        # A workflow makes one for each episode: it must cost nothing.
+        again = make(tokenizer=given, enable_thinking=False)
+        assert again.chat_format is client.chat_format
+    own = make()
+    await own.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)
+    prompts = [request["input_ids"] for request in engine.requests]
+    assert prompts == [prompts[0]] * 4
+    tokenizer.chat_template = tokenizer.chat_template.replace("user", "user")
+    other = make(tokenizer=tokenizer, enable_thinking=True)
+    assert other.chat_format is not make(tokenizer=tokenizer).chat_format
+
+
+def test_a_tokenizer_without_a_folder(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """What else is known of the model lies nowhere: its template and its end are enough."""
+    folder = tmp_path / "moved"
+    shutil.copytree(tiny_model_dir, folder)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    beside = chat_format_of(tokenizer)
+    shutil.rmtree(folder)
+    alone = chat_format_of(tokenizer)
+    tokenizer.name_or_path = ""
+    nowhere = chat_format_of(tokenizer)
+    prompt = beside.render(HELLO, None)
+    for chat in (alone, nowhere):
+        assert chat.render(HELLO, None) == prompt
+        # Those of generation_config.json are not known then.
+        assert chat.stop_token_ids
+        assert set(chat.stop_token_ids) <= set(beside.stop_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"sampling": GenerationHyperparameters(top_p=0.9)}, "truncated_sampling"),
+        ({"sampling": GenerationHyperparameters(temperature=0)}, "temperature"),
+        ({"session_id": "no spaces"}, "session_id"),
+        ({"tokenizer": "/no/such/folder"}, "does not exist"),
+        ({"thinking_retention": "some", "tokenizer": object()}, "thinking_retention"),
+    ],
+)
+def test_what_cannot_be(make: Make, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make(**settings)
+
+
+@pytest.mark.parametrize("name", ["base_url", "http_client"])
+def test_there_is_no_http(make: Make, name: str) -> None:
+    with pytest.raises(TypeError, match=name):
+        make(**{name: "http://127.0.0.1:1"})
+
+
+def test_the_context_must_be_known(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat.tokenizer, "model_max_length", 10**30)
+    engine: Any = object()
+    with pytest.raises(ConfigError, match="give context_length"):
+        EngineOpenAI(engine, chat)
+    EngineOpenAI(engine, chat, context_length=64)
+    monkeypatch.setattr(chat.tokenizer, "model_max_length", 64)
+    EngineOpenAI(engine, chat)
+
+
+async def test_an_engine_that_cannot_be_asked_for_its_context(
+    make: Make, engine: ScriptedEngine
+) -> None:
+    client = make(max_retries=0)
+    await engine.die()
+    with pytest.raises(openai.InternalServerError) as raised:
+        await client.chat.completions.create(model=MODEL, messages=HELLO)
+    assert raised.value.status_code == 503
+    await engine.revive()
+    await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)
+
+
+async def test_train_sessions_are_sampled_as_the_run_says(
+    make: Make, engine: ScriptedEngine
+) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 3}
+    asked |= {"temperature": 0.2, "top_p": 0.5, "seed": 3}
+    train = make(sampling=GenerationHyperparameters(temperature=0.9, max_new_tokens=2))
+    answer = await train.chat.completions.create(**asked)
+    assert answer.choices[0].finish_reason == "length"
+    (recorded,) = train.interactions
+    used = recorded.gconfig
+    assert (used.temperature, used.top_p, used.max_new_tokens) == (0.9, 1.0, 2)
+    assert set(recorded.request["overridden"]) == {"temperature", "top_p", "seed", "max_tokens"}
+    assert recorded.trainable
+    eval_ = make(mode="eval")
+    await eval_.chat.completions.create(**asked)
+    (recorded,) = eval_.interactions
+    used = recorded.gconfig
+    assert (used.temperature, used.top_p, used.seed, used.max_new_tokens) == (0.2, 0.5, 3, 3)
+    assert recorded.untrainable_reason == "truncated_sampling"
+    assert engine.requests[-1]["sampling_params"]["temperature"] == 0.2
+
+
+async def test_the_environment_changes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    client = make()
+    await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)
+    assert len(client.interactions) == 1

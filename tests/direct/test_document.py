@@ -1,0 +1,37 @@
+"""The example of docs/direct-client.md runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent import EngineOpenAI
+from any_agent.engine.embedded.engine import EmbeddedEngine
+from any_agent.engine.embedded.server import EngineServer, listen
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "direct-client.md"
+
+
+async def test_the_example(tiny_model_dir: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.S)
+    names: dict[str, Any] = {"__name__": "guess"}
+    exec(compile(code, str(DOCUMENT), "exec"), names)
+    async with EmbeddedEngine.load(str(tiny_model_dir)) as engine:
+        runner, port = await listen(EngineServer(engine, incremental=True), "127.0.0.1", 0)
+        trajectories = await names["main"](f"http://127.0.0.1:{port}", str(tiny_model_dir))
+        await runner.cleanup()
+    assert len(trajectories) == 4
+    assert {t.group_id for t in trajectories} == {"What is 2 + 3?"}
+    for trajectory in trajectories:
+        first, second = trajectory.interactions
+        assert first.reward is None
+        assert second.reward in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("name", re.findall(r"^\| `([^|]*)` \| ", DOCUMENT.read_text(), re.M))
+def test_its_methods_are_there(name: str) -> None:
+    for one in name.split("`, `"):
+        assert hasattr(EngineOpenAI, one.partition("(")[0])

@@ -1,0 +1,219 @@
+"""The direct client on the real embedded engine: what it exports is what was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from any_agent import EngineOpenAI, RolloutWorkflow
+from any_agent.chat import ChatFormat
+from any_agent.engine import InferenceEngine, SGLangEngine
+from any_agent.engine.embedded.engine import EmbeddedEngine
+from any_agent.engine.embedded.server import EngineServer, listen
+from any_agent.record import InteractionTree
+from any_agent.types import Continuation, Trajectory
+from any_agent.workflow import Episode
+from tests.direct.lab import HELLO, MODEL, MORE, until
+from tests.proxy_ext.proxy_lab import config_for, running_proxy
+
+
+@pytest.fixture
+async def embedded(tiny_model_dir: Path) -> AsyncIterator[EmbeddedEngine]:
+    async with EmbeddedEngine.load(str(tiny_model_dir)) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def url(embedded: EmbeddedEngine) -> AsyncIterator[str]:
+    runner, port = await listen(EngineServer(embedded, incremental=True), "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{port}"
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def remote(url: str, chat: ChatFormat) -> AsyncIterator[SGLangEngine]:
+    engine = SGLangEngine(url, decode=chat.decode)
+    yield engine
+    await engine.close()
+
+
+async def talk(client: openai.AsyncOpenAI, number: int, turns: int = 4, **fields: Any) -> None:
+    """An agent that alternates whole and streamed calls."""
+    messages = list(HELLO)
+    for turn in range(turns):
+        asked: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": 24, **fields}
+        if (turn + number) % 2:
+            async with client.chat.completions.stream(**asked) as stream:
+                async for _ in stream:
+                    pass
+                message = stream.current_completion_snapshot.choices[0].message
+        else:
+            answer = await client.chat.completions.create(**asked)
+            message = answer.choices[0].message
+        messages += [message.model_dump(exclude_none=True), MORE]
+
+
+def fresh_logprobs(engine: EmbeddedEngine, ids: list[int], start: int) -> torch.Tensor:
+    """Of the ids from ``start`` on, by one forward pass."""
+    with torch.inference_mode():
+        logits = engine.loaded.model(torch.tensor([ids])).logits[0]
+    logprobs = torch.log_softmax(logits.float(), -1)[start - 1 : -1]
+    return logprobs.gather(-1, torch.tensor(ids[start:])[:, None])[:, 0]
+
+
+def worst_and_exact(engine: EmbeddedEngine, client: EngineOpenAI) -> tuple[float, int]:
+    """The largest difference to a fresh pass, and how many turns continued exactly."""
+    worst, exact = 0.0, 0
+    exported = client.export_interactions()
+    tree = InteractionTree.from_interactions(client.interactions)
+    for i in client.interactions:
+        row = exported[i.id].row
+        prompt = tree.prompt_ids(i.id).tolist()
+        ids = row["input_ids"].tolist()
+        assert ids == prompt + i.output_ids.tolist()
+        if i.continuation is Continuation.EXACT:
+            exact += 1
+            parent = tree[str(i.parent_id)]
+            before = [*tree.prompt_ids(parent.id).tolist(), *parent.output_ids.tolist()]
+            assert prompt[: len(before)] == before
+        told = torch.tensor(row["logprobs"][len(prompt) :])
+        worst = max(worst, (fresh_logprobs(engine, ids, len(prompt)) - told).abs().max().item())
+    return worst, exact
+
+
+async def test_every_exported_logprob_is_that_of_a_fresh_pass(
+    embedded: EmbeddedEngine, remote: SGLangEngine, chat: ChatFormat, tiny_model_dir: Path
+) -> None:
+    clients = [EngineOpenAI(remote, chat) for _ in range(6)]
+    talks = [asyncio.create_task(talk(client, k)) for k, client in enumerate(clients)]
+    # Updates (to the same weights) cut whatever is under way.
+    for version in range(1, 4):
+        await asyncio.wait(talks, timeout=0.2)
+        await remote.pause()
+        await embedded.update_weights(str(tiny_model_dir), str(version))
+        await remote.resume(version)
+    await asyncio.gather(*talks)
+    exact, versions = 0, set()
+    for client in clients:
+        assert len(client.interactions) == 4
+        worst, continued = worst_and_exact(embedded, client)
+        assert worst < 1e-3
+        exact += continued
+        for exported in client.export_interactions().values():
+            versions |= set(exported.row["versions"].tolist()) - {-1}
+    # A random model often ends in the middle of something; the others continue exactly.
+    assert exact >= 6
+    assert len(versions) > 1
+    assert max(versions) <= 3
+
+
+async def test_the_engine_may_be_in_the_process(embedded: EmbeddedEngine, chat: ChatFormat) -> None:
+    client = EngineOpenAI(embedded, chat)
+    await talk(client, 0)
+    worst, _ = worst_and_exact(embedded, client)
+    assert worst < 1e-3
+    with pytest.raises(openai.BadRequestError) as raised:
+        long = [{"role": "user", "content": "many words " * 5000}]
+        await client.chat.completions.create(model=MODEL, messages=long)  # type: ignore[arg-type]
+    assert raised.value.code == "context_length_exceeded"
+
+
+async def test_seeded_talks_are_those_of_a_proxy(
+    remote: SGLangEngine, url: str, chat: ChatFormat, tmp_path: Path
+) -> None:
+    seeded = {"seed": 11, "temperature": 0.8}
+    direct = EngineOpenAI(remote, chat, mode="eval")
+    await talk(direct, 1, **seeded)
+    async with running_proxy(config_for(tmp_path), chat, engine_url=url) as proxy:
+        session = await proxy.open(mode="eval")
+        async with openai.AsyncOpenAI(
+            base_url=session["base_url"], api_key=session["api_key"]
+        ) as client:
+            await talk(client, 1, **seeded)
+        recorded = await proxy.recorded(session["session_id"])
+    for ours, theirs in zip(direct.interactions, recorded, strict=True):
+        assert ours.prompt_delta_ids.tolist() == theirs.prompt_delta_ids.tolist()
+        assert ours.output_ids.tolist() == theirs.output_ids.tolist()
+        assert ours.output_logprobs.tolist() == theirs.output_logprobs.tolist()
+        assert ours.output_versions.tolist() == theirs.output_versions.tolist()
+        assert (ours.continuation, ours.trainable) == (theirs.continuation, theirs.trainable)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_cancelled_call_frees_the_engine(
+    embedded: EmbeddedEngine, remote: SGLangEngine, chat: ChatFormat, stream: bool
+) -> None:
+    client = EngineOpenAI(remote, chat)
+    await embedded.pause("in_place")
+
+    async def call() -> None:
+        asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 1500}
+        answer = await client.chat.completions.create(**asked, stream=stream)
+        if stream:
+            async for _ in answer:
+                pass
+
+    task = asyncio.create_task(call())
+    await until(lambda: sum(embedded.loop.load) == 1)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    await embedded.resume()
+    await until(lambda: sum(embedded.loop.load) == 0)
+    assert client.interactions == []
+
+
+class Letters(RolloutWorkflow):
+    """Two turns; the reward is the share of letters in the last answer."""
+
+    def __init__(self, tokenizer: ChatFormat) -> None:
+        self.tokenizer = tokenizer
+
+    async def arun_episode(
+        self, engine: InferenceEngine, data: dict[str, Any] | None
+    ) -> Episode | None:
+        assert data is not None
+        client = EngineOpenAI(engine, self.tokenizer)
+        messages: list[Any] = [{"role": "user", "content": data["question"]}]
+        text = ""
+        for _ in range(2):
+            answer = await client.chat.completions.create(
+                model=MODEL, messages=messages, max_completion_tokens=16
+            )
+            message = answer.choices[0].message
+            text = message.content or ""
+            messages += [message.model_dump(exclude_none=True), MORE]
+        if not text:
+            return None
+        client.set_last_reward(sum(c.isalpha() for c in text) / len(text))
+        return [client.trajectory(group_id=data["id"], task_id=data["id"])]
+
+
+async def test_a_workflows_episodes_are_what_the_trainer_eats(
+    remote: SGLangEngine, chat: ChatFormat
+) -> None:
+    from any_agent.config import TrainConfig
+    from trainer.batch import training_batch
+
+    workflow = Letters(chat)
+    data = {"question": "Say letters.", "id": "task-1"}
+    runs = await asyncio.gather(*(workflow.arun_episode(remote, data) for _ in range(8)))
+    group: list[Trajectory] = [t for episode in runs if episode for t in episode]
+    assert len(group) >= 2
+    batch = training_batch(
+        [group],
+        TrainConfig(discount=0.9),  # type: ignore[call-arg]
+        step=1,
+        eta=2,
+        step_of_version={0: 0},
+    )
+    assert len(batch.scores) == len(group)
+    assert set(batch.trained) == {t.session_id for t in group}
+    outputs = sum(len(i.output_ids) for t in group for i in t.interactions)
+    assert sum(int(row["loss_mask"].sum()) for row in batch.rows) == outputs

@@ -1,0 +1,112 @@
+"""Responses of the direct client, through the SDK's own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from any_agent import EngineOpenAI
+from any_agent.chat import ChatFormat
+from any_agent.types import Continuation
+from tests.direct.lab import CALL, HELLO, MODEL, MORE, said
+from tests.fakes.scripted_engine import ScriptedEngine
+
+ADD: dict[str, Any] = {
+    "type": "function",
+    "name": "add",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+}
+
+
+async def test_whole_and_once_more(
+    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    engine.say(said(chat, "12 and 3"))
+    answer = await client.responses.create(model=MODEL, input="Say a number.")
+    assert answer.output_text == "12 and 3"
+    assert answer.status == "completed"
+    (recorded,) = client.interactions
+    assert recorded.id == answer.id
+    assert await client.responses.retrieve(answer.id) == answer
+    with pytest.raises(openai.NotFoundError) as raised:
+        await client.responses.retrieve("resp_none")
+    assert raised.value.code == "response_not_found"
+    client.set_reward(answer.id, 1.0)
+    assert client.export_interactions()[answer.id].reward == 1.0
+
+
+async def test_the_stream_helper_accumulates_the_whole_answer(
+    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    engine.say(said(chat, CALL))
+    tools: Any = [ADD]
+    async with client.responses.stream(model=MODEL, input="2 + 3?", tools=tools) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_response()
+    assert kinds[0] == "response.created"
+    assert kinds[-1] == "response.completed"
+    (recorded,) = client.interactions
+    assert recorded.id == final.id
+    whole = await client.responses.retrieve(final.id)
+    assert [item.type for item in final.output] == ["function_call"]
+    assert whole.output[0].arguments == final.output[0].arguments  # type: ignore[union-attr]
+
+
+async def test_three_turns_by_the_previous_ones_id(
+    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    tools: Any = [ADD]
+    engine.say(said(chat, CALL))
+    first = await client.responses.create(model=MODEL, input="2 + 3?", tools=tools)
+    call = first.output[0]
+    assert call.type == "function_call"
+    engine.say(said(chat, "It is 5."))
+    output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "5"}]
+    second = await client.responses.create(
+        model=MODEL, input=output, tools=tools, previous_response_id=first.id
+    )
+    engine.say(said(chat, "Yes."))
+    stream = await client.responses.create(
+        model=MODEL,
+        input="Sure?",
+        tools=tools,
+        previous_response_id=second.id,
+        stream=True,
+    )
+    events = [event async for event in stream]
+    assert events[-1].type == "response.completed"
+    kinds = [i.continuation for i in client.interactions]
+    assert kinds == [Continuation.ROOT, Continuation.EXACT, Continuation.EXACT]
+    with pytest.raises(openai.NotFoundError) as raised:
+        await client.responses.create(model=MODEL, input="x", previous_response_id="resp_other")
+    assert raised.value.code == "previous_response_not_found"
+
+
+async def test_a_session_may_mix_both_apis(
+    client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    engine.say(said(chat, "It is 5."))
+    first = await client.responses.create(model=MODEL, input=HELLO)
+    engine.say(said(chat, "And 6."))
+    messages = [*HELLO, {"role": "assistant", "content": first.output_text}, MORE]
+    await client.chat.completions.create(model=MODEL, messages=messages)
+    root, child = client.interactions
+    assert child.parent_id == root.id
+    client.set_last_reward(1)
+    assert client.apply_reward_discount(0.5) == {root.id: 0.5, child.id: 1.0}
+    assert list(client.export_interactions("concat")) == [child.id]
+
+
+async def test_errors(client: EngineOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        await client.responses.create(model=MODEL, input="x", background=True)
+    assert raised.value.param == "background"
+    assert not client.interactions

@@ -1,0 +1,293 @@
+"""Arbitrary items, blocks and outputs over Responses and Messages: an answer or a clear refusal,
+streams that come to the whole answer, and a true record."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from any_agent.completions import Completer, Completion, Delta, Head
+from any_agent.errors import AnyAgentError, UnsupportedParameter
+from any_agent.record import InteractionTree
+from any_agent.types import Interaction
+from tests.families import Family, family
+from tests.laws.apis import MESSAGES, NEW, RESPONSES, Api, Asked, Given
+from tests.laws.cases import FAMILIES, label
+from tests.laws.checks import check_parsing
+from tests.laws.mixed import checked, require_same
+from tests.laws.record import heard
+from tests.laws.talk import TOOLS
+from tests.laws.test_fuzz import CONTENT, JSON, SAID, TEXT
+from tests.laws.voices import Voice
+
+FEW = [("qwen3", True), ("llama3", False), ("gpt_oss", False)]
+SHORT, LONG = 25, 400
+"""Examples of each family and API."""
+
+ROLE = st.sampled_from(["user", "assistant", "system", "developer", "tool", "x", None])
+ITEM_TEXT = st.one_of(
+    st.builds(
+        lambda kind, text: {"type": kind, "text": text},
+        st.sampled_from(["input_text", "output_text", "refusal", "text", "input_image", "x"]),
+        TEXT,
+    ),
+    JSON,
+)
+ARGUMENTS = st.sampled_from(["{}", '{"a": 1}', '{"a"', "", "[]"]) | JSON
+ITEM = st.one_of(
+    st.fixed_dictionaries(
+        {"role": ROLE, "content": st.one_of(TEXT, st.lists(ITEM_TEXT, max_size=3), JSON)},
+        optional={"type": st.just("message"), "id": TEXT, "status": TEXT},
+    ),
+    st.fixed_dictionaries(
+        {"type": st.just("function_call"), "call_id": TEXT, "name": TEXT, "arguments": ARGUMENTS},
+        optional={"id": TEXT},
+    ),
+    st.fixed_dictionaries(
+        {"type": st.just("function_call_output"), "call_id": TEXT, "output": CONTENT}
+    ),
+    st.fixed_dictionaries(
+        {"type": st.just("reasoning")},
+        optional={
+            "id": TEXT,
+            "summary": st.lists(ITEM_TEXT, max_size=2) | JSON,
+            "content": st.lists(ITEM_TEXT, max_size=2) | JSON,
+            "encrypted_content": TEXT | st.sampled_from(["aa1.", "aa1.%%", "aa1._w=="]) | JSON,
+        },
+    ),
+    st.fixed_dictionaries({"type": st.sampled_from(["item_reference", "web_search_call"])}),
+    st.fixed_dictionaries({"type": st.just("item_reference"), "id": TEXT}),
+    JSON,
+)
+BLOCK = st.one_of(
+    st.builds(lambda text: {"type": "text", "text": text}, TEXT),
+    st.fixed_dictionaries(
+        {"type": st.just("thinking"), "thinking": TEXT | JSON}, optional={"signature": TEXT}
+    ),
+    st.fixed_dictionaries({"type": st.just("redacted_thinking")}, optional={"data": TEXT | JSON}),
+    st.fixed_dictionaries({"type": st.just("tool_use"), "id": TEXT, "name": TEXT, "input": JSON}),
+    st.fixed_dictionaries(
+        {"type": st.just("tool_result"), "tool_use_id": TEXT},
+        optional={
+            "content": st.recursive(
+                TEXT | JSON,
+                lambda inner: st.lists(
+                    st.builds(lambda text: {"type": "text", "text": text}, inner), max_size=2
+                ),
+                max_leaves=4,
+            ),
+            "is_error": st.booleans() | JSON,
+        },
+    ),
+    st.fixed_dictionaries({"type": st.sampled_from(["image", "document", "x"])}),
+    JSON,
+)
+TURN = st.one_of(
+    st.fixed_dictionaries(
+        {"role": ROLE, "content": st.one_of(TEXT, st.lists(BLOCK, max_size=3), JSON)}
+    ),
+    JSON,
+)
+BODIES = {
+    "responses": st.fixed_dictionaries(
+        {"input": st.one_of(st.lists(ITEM, max_size=5), TEXT, JSON)},
+        optional={
+            "instructions": TEXT | JSON,
+            "previous_response_id": TEXT | JSON,
+            "include": st.lists(TEXT, max_size=2) | JSON,
+            "reasoning": JSON,
+            "text": JSON,
+            "metadata": JSON,
+        },
+    ),
+    "messages": st.fixed_dictionaries(
+        {"messages": st.one_of(st.lists(TURN, max_size=5), JSON), "max_tokens": st.just(64) | JSON},
+        optional={
+            "system": st.one_of(TEXT, st.lists(BLOCK, max_size=2), JSON),
+            "thinking": JSON,
+            "output_config": JSON,
+            "stop_sequences": st.lists(TEXT, max_size=2) | JSON,
+        },
+    ),
+}
+FIXED = {
+    "responses": {"tools": [{"type": "function", **TOOLS[0]["function"]}]},
+    "messages": {"tools": [{"name": "add", "input_schema": {"type": "object"}}]},
+}
+SPOKEN = pytest.mark.parametrize("api", NEW, ids=lambda api: api.name)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        cases = FAMILIES if metafunc.config.getoption("--long") else FEW
+        metafunc.parametrize("case", cases, ids=label)
+
+
+@pytest.fixture
+def quiet(request: pytest.FixtureRequest) -> settings:
+    return settings(
+        max_examples=LONG if request.config.getoption("--long") else SHORT,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+async def said(
+    fam: Family, tree: InteractionTree, api: Api, body: dict[str, Any], ids: list[int]
+) -> Given:
+    """The answer, streamed and whole, checked against its interaction; raises AnyAgentError."""
+    voice = Voice(fam.chat.decode, random.Random(len(ids)))
+    voice.answer = lambda _: ids
+    completer = Completer(voice, fam.chat, context_length=4096)
+    asked = checked(api, body, fam.chat, tree)
+    prepared = completer.prepare(asked.call, tree)
+    shape = asked.answer(Head.of(prepared), 0)
+    events = [shape.start(0)]
+    async for item in completer.run(prepared, session_id="s", stream=True):
+        if isinstance(item, Delta):
+            events.append(shape.delta(item))
+            continue
+        assert isinstance(item, Completion)
+        node = item.interaction
+        tree.add(node, item.key)
+        assert voice.seen[node.id] == tree.prompt_ids(node.id).tolist()
+        assert voice.said[node.id] == node.output_ids.tolist()
+        check_parsing(fam, tree, node, asked.call.tools, tuple(asked.call.gconfig.stop))
+        events += [shape.end(0, node), shape.last([node])]
+        (streamed,) = api.streamed(b"".join(events))
+        (whole,) = api.whole(asked.answer(Head.of(prepared), 0).whole([node]))
+        require_same(streamed, whole)
+        return whole
+    raise AssertionError("a call ends with its completion")
+
+
+async def attempt(
+    fam: Family, tree: InteractionTree, api: Api, body: Any, ids: list[int]
+) -> Given | AnyAgentError:
+    before = len(tree)
+    try:
+        return await said(fam, tree, api, body, ids)
+    except AnyAgentError as error:
+        assert 400 <= error.status < 500, error
+        assert error.code and str(error)
+        assert len(str(error)) < 2000, "an error grows with what was sent"
+        assert len(tree) == before
+        return error
+
+
+@SPOKEN
+def test_any_body_is_answered_or_refused(case: tuple[str, bool], api: Api, quiet: settings) -> None:
+    fam = family(case[0], thinking=case[1])
+
+    @quiet
+    @given(BODIES[api.name], st.booleans(), SAID)
+    def run(body: dict[str, Any], tools: bool, ids: list[int]) -> None:
+        more = FIXED[api.name] if tools else {}
+        asyncio.run(attempt(fam, InteractionTree(), api, body | more, ids))
+
+    run()
+
+
+@SPOKEN
+def test_any_output_is_told_as_it_was_and_gone_on_from(
+    case: tuple[str, bool], api: Api, quiet: settings
+) -> None:
+    fam = family(case[0], thinking=case[1])
+
+    @quiet
+    @given(st.lists(SAID, min_size=1, max_size=4), st.booleans(), st.booleans())
+    @example([fam.encode("a<think>b</think>c<tool_call>")], True, False)
+    def run(outputs: list[list[int]], tools: bool, named: bool) -> None:
+        tree = InteractionTree()
+        messages: list[Any] = [{"role": "user", "content": "go"}]
+        parent: Interaction | None = None
+        # A template without tools is refused any.
+        shown = TOOLS if tools and fam.spec.calls else None
+        for ids in outputs:
+            previous = named and api is RESPONSES and parent is not None
+            body = api.body(Asked(messages, shown, previous=previous))
+            spoken = [i % fam.chat.vocab_size for i in ids]
+            answer = asyncio.run(attempt(fam, tree, api, body, spoken))
+            assert isinstance(answer, Given), answer
+            node = tree[answer.interaction]
+            assert heard(node.output_message).keys() == heard(answer).keys()
+            if parent is not None:
+                before = [*tree.prompt_ids(parent.id), *parent.output_ids]
+                assert node.parent_id == parent.id
+                assert tree.prompt_ids(node.id)[: len(before)].tolist() == before
+            results = [
+                {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+                for call in answer.get("tool_calls") or []
+            ]
+            messages = [*messages, answer, *(results or [{"role": "user", "content": "on"}])]
+            parent = node
+
+    run()
+
+
+UNKNOWN: list[tuple[Api, dict[str, Any], str]] = [
+    (RESPONSES, {"input": [{"type": kind, "id": "x"}]}, kind)
+    for kind in (
+        "web_search_call",
+        "file_search_call",
+        "computer_call",
+        "code_interpreter_call",
+        "image_generation_call",
+        "mcp_call",
+        "local_shell_call",
+        "custom_tool_call",
+        "compaction",
+        "no_such_item",
+    )
+] + [
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": kind}]}]}, kind)
+    for kind in (
+        "image",
+        "document",
+        "search_result",
+        "server_tool_use",
+        "web_search_tool_result",
+        "mcp_tool_use",
+        "container_upload",
+        "no_such_block",
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "kind"), UNKNOWN, ids=lambda v: v if type(v) is str else ""
+)
+def test_unknown_kinds_are_named(api: Api, body: dict[str, Any], kind: str) -> None:
+    fam = family("llama3")
+    whole = {"max_tokens": 8, **body} if api is MESSAGES else body
+    error = asyncio.run(attempt(fam, InteractionTree(), api, whole, [1]))
+    assert isinstance(error, AnyAgentError)
+    assert kind in str(error)
+    assert error.param is not None and error.param.endswith("[0]")
+    assert error.status == 400
+
+
+TOOL_KINDS = [
+    (RESPONSES, {"type": kind}, kind)
+    for kind in ("web_search", "file_search", "computer", "code_interpreter", "mcp", "custom", "x")
+] + [
+    (MESSAGES, {"type": kind, "name": "t"}, kind)
+    for kind in ("web_search_20250305", "bash_20250124", "code_execution_20250522")
+]
+
+
+@pytest.mark.parametrize(
+    ("api", "tool", "kind"), TOOL_KINDS, ids=lambda v: v if type(v) is str else ""
+)
+def test_tools_of_others_are_named(api: Api, tool: dict[str, Any], kind: str) -> None:
+    fam = family("llama3")
+    body = api.body(Asked([{"role": "user", "content": "go"}])) | {"tools": [tool]}
+    error = asyncio.run(attempt(fam, InteractionTree(), api, body, [1]))
+    assert isinstance(error, UnsupportedParameter), error
+    assert kind in str(error)
