@@ -24,12 +24,12 @@ from proxy_ext import litellm_shim, rl, scopes
 from proxy_ext.front import Front
 from proxy_ext.idempotency import Replayed
 from proxy_ext.metrics import exposition
+from proxy_ext.model_routes import ModelRoutes
 from proxy_ext.openapi import describe
 from proxy_ext.rl.common import service_of
 from proxy_ext.service import Service, open_service
-from proxy_ext.wire.http import JSONResponse
+from proxy_ext.wire.http import JSONResponse, error_response
 from proxy_ext.wire.models import list_models, one_model
-from proxy_ext.wire.serve import chat_completions, text_completions
 
 log = logging.getLogger(__name__)
 
@@ -100,15 +100,15 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    # First: a request is matched against one route after another, and most are model calls.
-    _add_model_routes(app)
+    ours = ModelRoutes(app)
+    _add_models_routes(app)
     app.include_router(rl.router)
     _add_health_routes(app)
     _add_error_handlers(app)
     scopes.check_routes(app.routes)
     describe(app)
     return Front(
-        app,
+        ours,
         litellm_app,
         auth=lambda: app.state.service.auth,
         audit=lambda: app.state.service.audit,
@@ -117,26 +117,15 @@ def create_app(
     )
 
 
-def _add_model_routes(app: FastAPI) -> None:
-    async def chat(request: Request) -> Response:
-        return await chat_completions(service_of(request), request)
-
-    async def text(request: Request) -> Response:
-        return await text_completions(service_of(request), request)
-
+def _add_models_routes(app: FastAPI) -> None:
     async def models(request: Request) -> Response:
         return JSONResponse(list_models(service_of(request)))
 
     async def model(request: Request, model: str) -> Response:
         return JSONResponse(one_model(service_of(request), model))
 
-    # Clients differ in whether their base URL ends in /v1.
     for prefix in ("/v1", ""):
         schema = bool(prefix)
-        app.add_api_route(
-            f"{prefix}/chat/completions", chat, methods=["POST"], include_in_schema=schema
-        )
-        app.add_api_route(f"{prefix}/completions", text, methods=["POST"], include_in_schema=schema)
         app.add_api_route(f"{prefix}/models", models, methods=["GET"], include_in_schema=schema)
         app.add_api_route(
             f"{prefix}/models/{{model}}", model, methods=["GET"], include_in_schema=schema
@@ -172,25 +161,23 @@ def _add_health_routes(app: FastAPI) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     async def known(_: Request, error: Exception) -> Response:
         assert isinstance(error, AnyAgentError)
-        return _error_response(error)
+        return error_response(error)
 
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _error_response(_validation_error(error))
+        return error_response(_validation_error(error))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
-            return _error_response(NotFound(f"there is no route {request.url.path[:200]}"))
+            return error_response(NotFound(f"there is no route {request.url.path[:200]}"))
         cause = error.__cause__
         if isinstance(cause, AnyAgentError):
             # FastAPI wraps what goes wrong while it reads a body.
-            return _error_response(cause)
+            return error_response(cause)
         if cause is not None:
-            return _error_response(
-                InvalidRequest("the body is not valid JSON", code="invalid_json")
-            )
-        response = _error_response(InvalidRequest(str(error.detail)), error.status_code)
+            return error_response(InvalidRequest("the body is not valid JSON", code="invalid_json"))
+        response = error_response(InvalidRequest(str(error.detail)), error.status_code)
         # Of another method: which there are.
         response.headers.update(error.headers or {})
         return response
@@ -200,7 +187,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error.response
 
     async def unknown(_: Request, error: Exception) -> Response:
-        return _error_response(AnyAgentError("the service failed; its log says why"))
+        return error_response(AnyAgentError("the service failed; its log says why"))
 
     app.add_exception_handler(AnyAgentError, known)
     app.add_exception_handler(Replayed, replayed)
@@ -221,10 +208,6 @@ def _validation_error(error: RequestValidationError) -> InvalidRequest:
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"unknown field {where}", param=where)
     return InvalidRequest(f"{where}: {message}" if where else message, param=where or None)
-
-
-def _error_response(error: AnyAgentError, status: int | None = None) -> Response:
-    return JSONResponse(error.body(), status_code=status or error.status, headers=error.headers())
 
 
 def _health(service: Service) -> Health:

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from any_agent.errors import InvalidRequest, PayloadTooLarge
+from any_agent.errors import AnyAgentError, InvalidRequest, PayloadTooLarge
 
 T = TypeVar("T")
 
@@ -34,6 +34,11 @@ class JSONResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return orjson.dumps(content)
+
+
+def error_response(error: AnyAgentError, status: int | None = None) -> Response:
+    """An error as an answer, with its own status unless another one is given."""
+    return JSONResponse(error.body(), status_code=status or error.status, headers=error.headers())
 
 
 async def read_json(request: Request) -> Any:

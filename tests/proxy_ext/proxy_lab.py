@@ -98,7 +98,7 @@ def our_app() -> Any:
         training=True,
         litellm_app=litellm_stand_in(),
     )
-    return front._ours  # type: ignore[attr-defined]
+    return front._ours.app  # type: ignore[attr-defined]
 
 
 class Proxy:
@@ -236,7 +236,7 @@ async def running_proxy(
             await asyncio.sleep(0.005)
         key = config.server.admin_key
         proxy = Proxy(
-            app._ours.state.service,  # type: ignore[attr-defined]
+            app._ours.app.state.service,  # type: ignore[attr-defined]
             app,
             url,
             key.get_secret_value() if key else None,
