@@ -15,6 +15,7 @@ from proxy_ext.calls.call import Call, Listener
 from proxy_ext.calls.delivery import UNMARKED
 from proxy_ext.calls.inflight import InFlight, Place
 from proxy_ext.calls.stats import CallStats, CallTimer
+from proxy_ext.calls.turns import Turns
 from proxy_ext.draining import draining
 from proxy_ext.journal import RequestMark
 from proxy_ext.opening.quotas import Quotas
@@ -50,6 +51,8 @@ class Calls:
         self.draining = False
         """Those under way end, and none begins."""
         self.stats = CallStats()
+        self.turns = Turns()
+        """In which prompts are rendered."""
 
     def __len__(self) -> int:
         return len(self._running)

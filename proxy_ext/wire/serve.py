@@ -184,6 +184,7 @@ async def _begin(
             earlier = await take_up(service.calls, session, mark, call)
             if earlier is not None:
                 return earlier
+    await service.calls.turns.next()
     past = completer.find(call, tree)
     whole = past.found.characters if past.found is not None else 0
     if past.new_characters > _LONG_TEXT or whole > _LONG_WHOLE:
