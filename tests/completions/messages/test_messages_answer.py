@@ -18,7 +18,7 @@ from any_agent.completions.messages.conversation import conversation_of
 from any_agent.completions.prepared import Delta
 from any_agent.errors import EngineUnavailable, SessionClosed
 from any_agent.types import Interaction
-from tests.completions.messages.messages_lab import (
+from tests.completions.messages.anthropic_lab import (
     HELLO,
     accumulated,
     answer_of,
