@@ -108,7 +108,8 @@ class Talk:
             self.lab.engine.say(output)
         known = {"tools", "max_tokens", "stop"}
         asked = Asked(
-            messages,
+            # Callers go on with their list.
+            list(messages),
             stream=stream,
             previous=previous,
             fields={k: v for k, v in fields.items() if k not in known},
