@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from any_agent.errors import AnyAgentError
 from proxy_ext.rl.common import service_of
 from proxy_ext.service import Service
+from proxy_ext.wire.embeddings import embeddings
 from proxy_ext.wire.http import error_response
 from proxy_ext.wire.messages import count, messages
 from proxy_ext.wire.responses import responses
@@ -29,6 +30,7 @@ HANDLERS: dict[str, Handler] = {
     "/responses": responses,
     "/messages": messages,
     "/messages/count_tokens": count,
+    "/embeddings": embeddings,
 }
 """Each under `/v1`, too: clients differ in whether their base URL ends in it."""
 _BY_PATH = {prefix + path: handler for path, handler in HANDLERS.items() for prefix in ("/v1", "")}

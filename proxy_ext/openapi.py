@@ -27,6 +27,7 @@ from proxy_ext.scopes import RULES
 _ERRORS = {
     400: "The request is malformed; `param` names the field.",
     401: "No key, or one that is not valid here.",
+    402: "What the session or the tenant may spend on frozen models is spent.",
     403: "The key is not good for this route.",
     404: "There is no such session, completion or model, or it is not the caller's.",
     409: "It contradicts the state of the session, the group or the run.",
@@ -34,8 +35,10 @@ _ERRORS = {
     413: "The body or the headers are too large.",
     422: "Well-formed, but it cannot be done; or the Idempotency-Key came with another request.",
     429: "No slot, no place or no quota is left; try again after `Retry-After` seconds.",
-    502: "The rank died before it answered: whether it did what was asked is not known.",
+    502: "The rank died before it answered: whether it did what was asked is not known. Of a frozen "
+    "model: what its provider says is no answer, or it refuses this service.",
     503: "The rank, its engine or its store cannot answer now.",
+    504: "The provider of a frozen model took too long.",
     507: "The store's disk is full.",
 }
 _WAITING = (429, 503, 507)
@@ -43,15 +46,17 @@ _WAITING = (429, 503, 507)
 _STREAM = "text/event-stream"
 _MSGPACK = "application/x-msgpack"
 
+_MODEL_CALL = "402 404 409 410 429 504 507"
 _TABLE: dict[str, tuple[str, str]] = {
     # Tag, and what else it answers than its kind does.
-    "POST /v1/chat/completions": ("model calls", "404 409 410 429 507"),
-    "POST /v1/completions": ("model calls", "404 409 410 429 507"),
-    "POST /v1/responses": ("model calls", "404 409 410 429 507"),
+    "POST /v1/chat/completions": ("model calls", _MODEL_CALL),
+    "POST /v1/completions": ("model calls", _MODEL_CALL),
+    "POST /v1/responses": ("model calls", _MODEL_CALL),
     "GET /v1/responses/{response_id}": ("model calls", "404"),
     "GET /v1/responses/{response_id}/input_items": ("model calls", "404"),
-    "POST /v1/messages": ("model calls", "404 409 410 429 507"),
+    "POST /v1/messages": ("model calls", _MODEL_CALL),
     "POST /v1/messages/count_tokens": ("model calls", "404 410 429"),
+    "POST /v1/embeddings": ("model calls", _MODEL_CALL),
     "GET /v1/models": ("model calls", ""),
     "GET /v1/models/{model}": ("model calls", "404"),
     "POST /rl/v1/start_session": ("agents", "409 429 507"),

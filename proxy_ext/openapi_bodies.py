@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.completions.params import request_schema
-from proxy_ext import openapi_messages, openapi_responses
+from proxy_ext import openapi_embeddings, openapi_messages, openapi_responses
 
 _TEXT = {"type": "string"}
 _LIST_OF_OBJECTS = {"type": "array", "items": {"type": "object"}}
@@ -87,18 +87,19 @@ SCHEMAS: dict[str, Any] = {
     },
     **openapi_responses.SCHEMAS,
     **openapi_messages.SCHEMAS,
+    **openapi_embeddings.SCHEMAS,
     "ChatCompletion": _answer("ChatCompletion", "chat.completion", "OpenAI's answer."),
     "Completion": _answer("Completion", "text_completion", "OpenAI's legacy answer."),
     "Model": {
         "title": "Model",
         "type": "object",
-        "required": ["id", "object", "created", "owned_by", "context_length"],
+        "required": ["id", "object", "created", "owned_by"],
         "properties": {
             "id": _TEXT,
             "object": {"const": "model"},
             "created": {"type": "integer"},
             "owned_by": _TEXT,
-            "context_length": {"type": "integer"},
+            "context_length": {"type": "integer", "description": "The policy's."},
         },
     },
     "ModelList": {
@@ -155,15 +156,16 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     **openapi_responses.bodies(_INTERACTION_HEADERS),
     **openapi_messages.bodies(_INTERACTION_HEADERS),
+    **openapi_embeddings.bodies(_INTERACTION_HEADERS),
     "GET /v1/models": {
         "summary": "Models",
-        "description": "The policy. Also at `/models`.",
-        "responses": {"200": {"description": "The policy.", "content": _json("ModelList")}},
+        "description": "The policy, then the frozen models. Also at `/models`.",
+        "responses": {"200": {"description": "All of them.", "content": _json("ModelList")}},
     },
     "GET /v1/models/{model}": {
         "summary": "Model",
-        "description": "The policy, by its name. Also at `/models/{model}`.",
-        "responses": {"200": {"description": "The policy.", "content": _json("Model")}},
+        "description": "One of them, by its name. Also at `/models/{model}`.",
+        "responses": {"200": {"description": "The model.", "content": _json("Model")}},
     },
     "GET /metrics": {
         "responses": {

@@ -48,6 +48,8 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     "POST /messages": (AGENTS, ""),
     "POST /v1/messages/count_tokens": (AGENTS, ""),
     "POST /messages/count_tokens": (AGENTS, ""),
+    "POST /v1/embeddings": (AGENTS, ""),
+    "POST /embeddings": (AGENTS, ""),
     "GET /v1/models": (KEYS, ""),
     "GET /models": (KEYS, ""),
     "GET /v1/models/{model}": (KEYS, ""),

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import orjson
 
+from any_agent.error_shapes import anthropic_body
 from any_agent.errors import AnyAgentError, ProviderError
 from any_agent.types import Message
 from proxy_ext.frozen.provider import Event, FrozenApi
@@ -291,8 +292,7 @@ class MessagesAnswer(FrozenAnswer):
         return {"role": "assistant", "content": blocks}
 
     def failed(self, error: AnyAgentError) -> bytes:
-        said = {"type": "api_error", "message": error.message}
-        return _named({"type": "error", "error": said})
+        return _named(anthropic_body(error))
 
     @staticmethod
     def _add(block: dict[str, Any], delta: dict[str, Any]) -> None:
