@@ -25,7 +25,8 @@ VOCABULARY: tuple[str, ...] = (
     "rundir",
 )
 VOCABULARY += ("atomic", "client", "logs", "loop_lag", "loopback", "metrics", "ports", "presence")
-VOCABULARY += ("access", "arguments", "audit", "conversation", "error_shapes", "keystore", "watched")
+VOCABULARY += ("access", "arguments", "audit", "conversation", "error_shapes", "keystore")
+VOCABULARY += ("watched", "frozen_models")
 LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
     ("chat", "engine", "record"),
