@@ -20,7 +20,8 @@ TASK_PREFIX = "auto-"
 RANK_DIGITS = 4
 """Of the hexadecimal digits after `resp_`, those that name the rank which gave the id."""
 _SYSTEM = ("system", "developer")
-_RESPONSE = re.compile(r"resp_([0-9a-f]{%d})[0-9a-f]+" % RANK_DIGITS)
+_BILLING = "x-anthropic-billing-header:"
+_RESPONSE = re.compile(rf"resp_([0-9a-f]{{{RANK_DIGITS}}})[0-9a-f]+")
 
 
 def task_of(body: Any) -> str:
@@ -75,6 +76,8 @@ def _part(part: Any) -> str:
 
 
 def _lines(texts: Sequence[str]) -> bytes:
-    """Without blank lines, and without what stands at the ends of the others."""
+    """Without blank lines, and without what stands at the ends of the others; nor the line that
+    Anthropic's agents write anew with each request."""
     lines = (line.strip() for text in texts for line in text.splitlines())
-    return "\n".join(line for line in lines if line).encode("utf-8", "surrogatepass")
+    kept = (line for line in lines if line and not line.startswith(_BILLING))
+    return "\n".join(kept).encode("utf-8", "surrogatepass")

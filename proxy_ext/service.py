@@ -16,6 +16,7 @@ from any_agent.audit import AuditLog
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import Completer
 from any_agent.config import Config
+from any_agent.conversation import rank_tag
 from any_agent.engine import SGLangEngine
 from any_agent.errors import AnyAgentError, EngineUnavailable, StoreUnavailable
 from any_agent.loop_lag import new_lag, watched_loop
@@ -30,6 +31,7 @@ from proxy_ext.calls.inflight import most_calls
 from proxy_ext.frozen.frozen import FrozenModels
 from proxy_ext.frozen.provider import Provider
 from proxy_ext.idempotency import Answers
+from proxy_ext.implicit.joining import Implicit
 from proxy_ext.journal import Journal, PutMeta, SQLiteJournal
 from proxy_ext.leases.fence import Fence
 from proxy_ext.leases.leases import Leases
@@ -72,6 +74,7 @@ class Service:
     expiry: Expiry
     quotas: Quotas
     opening: Opening
+    implicit: Implicit
     leases: Leases
     fence: Fence
     archive: Archive
@@ -143,6 +146,7 @@ async def open_service(
             chat,
             context_length=context,
             keeps_cache=config.engine.update_mode == "in_place",
+            id_tag=rank_tag(rank),
         )
         rewards = Rewards(sessions, config.sessions)
         archive = Archive(
@@ -161,6 +165,16 @@ async def open_service(
         late = LateRewards(sessions, endings, config.sessions, grader_of(config.sessions))
         quotas = _quotas(config, access, sessions)
         s = config.sampling
+        opening = Opening(
+            sessions,
+            endings,
+            signer,
+            config.sessions,
+            run=run,
+            quotas=quotas,
+            largest_group=min(config.rollout.batch_size, config.rollout.max_concurrent),
+            public_url=public_url,
+        )
         service = Service(
             config=config,
             rank=rank,
@@ -177,16 +191,8 @@ async def open_service(
             late=late,
             expiry=Expiry(sessions, endings, late),
             quotas=quotas,
-            opening=Opening(
-                sessions,
-                endings,
-                signer,
-                config.sessions,
-                run=run,
-                quotas=quotas,
-                largest_group=min(config.rollout.batch_size, config.rollout.max_concurrent),
-                public_url=public_url,
-            ),
+            opening=opening,
+            implicit=Implicit(sessions, opening, completer, config.sessions),
             leases=Leases(sessions, fence, ttl=config.rollout.lease_ttl, needed=run.may_want),
             fence=fence,
             archive=archive,

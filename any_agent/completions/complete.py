@@ -82,12 +82,15 @@ class Completer:
         *,
         context_length: int,
         keeps_cache: bool = False,
+        id_tag: str = "",
     ) -> None:
-        """``keeps_cache``: weight updates keep the cache of calls under way (`in_place`)."""
+        """``keeps_cache``: weight updates keep the cache of calls under way (`in_place`).
+        ``id_tag``: what the hexadecimal part of ids begins with."""
         self.engine = engine
         self.chat = chat
         self.context_length = context_length
         self._keeps_cache = keeps_cache
+        self._id_tag = id_tag
 
     def find(self, call: ChatCall, tree: InteractionTree | None) -> Past:
         """What the call continues; costs little.
@@ -111,7 +114,7 @@ class Completer:
         Raises TemplateError, ContextLengthExceeded or InvalidRequest; nothing is recorded.
         """
         past = past or self.find(call, tree)
-        id = f"{call.id_prefix}{uuid.uuid4().hex}"
+        id = f"{call.id_prefix}{self._id_tag}{uuid.uuid4().hex[len(self._id_tag) :]}"
         ids = choice_ids(id, call.n * max(1, len(call.prompts)))
         gconfig = self._sampling(call, past.chat)
         choices = (
@@ -128,6 +131,10 @@ class Completer:
             prompt_tokens=sum(len(choice.prompt.ids) for choice in choices[:: call.n]),
             created_at=time.time(),
         )
+
+    def render_key(self, call: ChatCall) -> bytes:
+        """How its messages would be rendered: part of their keys. Raises as :meth:`prepare`."""
+        return self._format(call).render_key
 
     def _format(self, call: ChatCall) -> ChatFormat:
         """As the request's template arguments make it.

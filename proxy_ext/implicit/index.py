@@ -58,7 +58,7 @@ class Member:
     session: Session
     number: int
     read: bool
-    """Whether ``answers`` has what it recorded: of an earlier process's that is still to be read."""
+    """Whether ``answers`` has what it recorded; what an earlier process did is still to be read."""
     answers: deque[Answer] = field(default_factory=deque)
     recorded: bool = False
     """Whether anything was, be it cut off."""

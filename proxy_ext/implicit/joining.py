@@ -13,9 +13,10 @@ from starlette.requests import Request
 
 from any_agent.completions import ChatCall, Completer, Prepared
 from any_agent.completions.begin import LONG_TEXT, prepare
+from any_agent.completions.refused import in_the_agents_words
 from any_agent.config import SessionConfig
 from any_agent.conversation import task_of
-from any_agent.errors import InvalidRequest, SessionClosed, SessionDamaged
+from any_agent.errors import InvalidRequest, SessionClosed, SessionDamaged, TooManyRequests
 from any_agent.protocol import StartSession
 from any_agent.record import InteractionTree
 from proxy_ext.auth import ANYONE, Caller, Scope
@@ -107,7 +108,7 @@ class Implicit:
         repeated = await self._repeated(request, where)
         if repeated is not None:
             return self._taken("retried", repeated)
-        if (match := await self._match(where, call, long=len(await request.body()) > LONG_TEXT)):
+        if match := await self._match(where, call, long=len(await request.body()) > LONG_TEXT):
             how: How = "ambiguous" if match.ambiguous else "continued"
             return self._taken(how, match.answer.member, match.answer)
         start = self._start(body, where[1])
@@ -122,11 +123,9 @@ class Implicit:
         session = self._sessions.live.get(id) if id is not None else None
         if session is None or session.row.tenant != caller.tenant:
             return None
+        await self._read((session.row.tenant, session.row.task_id or ""))
         member = self._sessions.implicit.member(session)
         if member is None or not member.usable:
-            return None
-        await self._read((session.row.tenant, session.row.task_id or ""))
-        if not member.usable:
             return None
         answer = self._sessions.implicit.answer(session, response_id)
         return self._taken("continued", member, answer)
@@ -187,6 +186,7 @@ class Implicit:
                 group_size=self._config.implicit_group_size,
                 metadata=metadata if isinstance(metadata, dict) else {},
                 wait=self._config.implicit_wait,
+                ttl=None,
             )
         except ValidationError as error:
             said = error.errors(include_input=False, include_url=False)[0]["msg"]
@@ -196,13 +196,22 @@ class Implicit:
         self, request: Request, start: StartSession, call: ChatCall, caller: Caller, place: Place
     ) -> Joined:
         # What cannot be rendered, or is too long, must take no slot.
-        prepared = await prepare(self._completer, call, InteractionTree())
-        with place.lent():
-            started = await while_present(
-                request, self._opening.open(start, caller, implicit=True)
-            )
-        session = self._sessions.live.get(started.session_id)
-        member = self._sessions.implicit.member(session) if session is not None else None
+        try:
+            prepared = await prepare(self._completer, call, InteractionTree())
+        except InvalidRequest as error:
+            raise in_the_agents_words(error, call) from None
+        member: Member | None = None
+        try:
+            with place.lent():
+                opening = self._opening.open(start, caller, implicit=True)
+                started = await while_present(request, opening)
+                session = self._sessions.live.get(started.session_id)
+                member = self._sessions.implicit.member(session) if session is not None else None
+        except TooManyRequests:
+            if member is not None:
+                # It has its session, and no place any more: the same call again finds it.
+                member.taken -= 1
+            raise
         if member is None:
             raise SessionClosed(
                 f"session {started.session_id} was ended before its first call", retry_after=1

@@ -110,6 +110,10 @@ class Journal(Protocol):
         """In the order of their first commit: parents before children."""
         ...
 
+    async def session_of_interaction(self, interaction_id: str) -> str | None:
+        """Whose it is; None for one that is not here, or not any more."""
+        ...
+
     async def requests(self, session_id: str) -> list[StoredRequest]:
         """The marked requests of a session's interactions, in their order."""
         ...

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from any_agent.types import Interaction, SessionState
 
-
 IMPLICITLY = "implicit: "
 """Before the name of whose key it was, in ``opened_by`` of a session that a model call opened. No
 name of a caller begins like that."""

@@ -180,6 +180,11 @@ class SQLiteJournal:
             f"what is stored of session {session_id} is damaged; start a new session"
         )
 
+    async def session_of_interaction(self, interaction_id: str) -> str | None:
+        sql = "SELECT session_id FROM interactions WHERE id = ?"
+        row = await self._read(lambda c: c.execute(sql, (interaction_id,)).fetchone())
+        return None if row is None else row[0]
+
     async def requests(self, session_id: str) -> list[StoredRequest]:
         sql = (
             "SELECT id, request_hash, retry_count, delivered FROM interactions "

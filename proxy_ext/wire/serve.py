@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.completions import ChatCall, Delta
+from any_agent.completions import ChatCall, Delta, Prepared
 from any_agent.completions.answers import Answer
 from any_agent.completions.asked import (
     Asked,
@@ -85,21 +85,17 @@ async def serve(service: Service, request: Request, parse: Parse) -> Response:
     try:
         session, tenant = await _whose(service, request)
         service.quotas.require_tokens(tenant)
-        mode = session.mode if session is not None else SessionMode.EVAL
         body = await read_json(request)
         if service.frozen.knows(body):
             # It takes nothing of the engine's.
             place.leave()
             return await service.frozen.answer(request, body, session, tenant)
         service.frozen.policy.take(body)
-        # What a retry or the prompt finds in the tree stays there until the call has begun.
-        with service.sessions.trees.pinned(session) if session is not None else nullcontext():
-            if session is not None:
-                await service.sessions.load(session)
-            asked = await _checked(parse, Asking(service, session, mode, body), request)
-            await require_engine_supports(service.completer, asked.call)
-            listener = await _begin(
-                service, request, asked.call, session, place=place, tenant=tenant
+        if session is None and service.run.state == "training":
+            asked, listener = await _implicitly(service, request, parse, body, place)
+        else:
+            asked, listener = await _begun(
+                service, request, parse, body, session, place=place, tenant=tenant
             )
     except BaseException:
         place.leave()
@@ -108,6 +104,66 @@ async def serve(service: Service, request: Request, parse: Parse) -> Response:
     if asked.call.stream:
         return await _stream(service, request, asked, listener)
     return await _whole(service, request, asked, listener)
+
+
+async def _implicitly(
+    service: Service, request: Request, parse: Parse, body: Any, place: Place
+) -> tuple[Asked, Listener]:
+    """A call of an agent that opens no sessions: of the one that its conversation goes on in, or of
+    a new one."""
+    caller, found = service.auth.caller(request), service.implicit
+    before = body.get("previous_response_id") if isinstance(body, dict) else None
+    joined = await found.named(caller, before) if isinstance(before, str) else None
+    asked = None
+    if joined is None:
+        # Before a session is looked for, or even opened.
+        asked = await _checked(parse, Asking(service, None, SessionMode.TRAIN, body), request)
+        await require_engine_supports(service.completer, asked.call)
+        joined = await found.join(request, body, asked.call, caller, place)
+    try:
+        asked, listener = await _begun(
+            service,
+            request,
+            parse,
+            body,
+            joined.session,
+            place=place,
+            tenant=caller.tenant,
+            asked=asked,
+            prepared=joined.prepared,
+        )
+    except BaseException:
+        joined.give_up()
+        raise
+    joined.began(listener)
+    return asked, listener
+
+
+async def _begun(
+    service: Service,
+    request: Request,
+    parse: Parse,
+    body: Any,
+    session: Session | None,
+    *,
+    place: Place,
+    tenant: str | None,
+    asked: Asked | None = None,
+    prepared: Prepared | None = None,
+) -> tuple[Asked, Listener]:
+    """The call, checked and begun, or taken up again."""
+    mode = session.mode if session is not None else SessionMode.EVAL
+    # What a retry or the prompt finds in the tree stays there until the call has begun.
+    with service.sessions.trees.pinned(session) if session is not None else nullcontext():
+        if session is not None:
+            await service.sessions.load(session)
+        if asked is None:
+            asked = await _checked(parse, Asking(service, session, mode, body), request)
+            await require_engine_supports(service.completer, asked.call)
+        listener = await _begin(
+            service, request, asked.call, session, place=place, tenant=tenant, prepared=prepared
+        )
+    return asked, listener
 
 
 async def _checked(parse: Parse, asking: Asking, request: Request) -> Asked:
@@ -123,13 +179,14 @@ async def _whose(service: Service, request: Request) -> tuple[Session | None, st
     if session is not None:
         session.require_open()
         return session, session.row.tenant
-    if service.run.state == "training":
+    caller = service.auth.caller(request)
+    if service.run.state == "training" and not service.implicit.takes(caller):
         raise Unauthenticated(
             "calls belong to a session while training goes on: POST /rl/v1/start_session "
             "(mode train or eval) and use its api_key",
             code="no_session",
         )
-    return None, service.auth.caller(request).tenant
+    return None, caller.tenant
 
 
 async def _begin(
@@ -140,8 +197,9 @@ async def _begin(
     *,
     place: Place,
     tenant: str | None,
+    prepared: Prepared | None,
 ) -> Listener:
-    """The call that the request repeats, or a new one."""
+    """The call that the request repeats, or a new one; ``prepared``, if it was already."""
     tree, mark = None, None
     if session is not None:
         tree, mark = session.tree, mark_of(request, await request.body())
@@ -150,10 +208,11 @@ async def _begin(
             if earlier is not None:
                 return earlier
     await service.calls.turns.next()
-    try:
-        prepared = await prepare(service.completer, call, tree)
-    except InvalidRequest as error:
-        raise in_the_agents_words(error, call) from None
+    if prepared is None:
+        try:
+            prepared = await prepare(service.completer, call, tree)
+        except InvalidRequest as error:
+            raise in_the_agents_words(error, call) from None
     return service.calls.start(
         prepared, session, stream=call.stream, place=place, tenant=tenant, mark=mark
     )
