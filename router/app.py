@@ -38,6 +38,7 @@ from any_agent.rundir import RunDir
 from router.affinity import Affinity, key_in
 from router.areal import ArealRoutes
 from router.body import Body, json_object
+from router.conversations import Conversations
 from router.fanout import FanOut, Handler
 from router.forward import Forwarder
 from router.health import Ranks
@@ -88,6 +89,7 @@ class Router:
         self.ranks = ranks
         self.replies = replies = Replies(timeout=server.client_timeout)
         self.forwarder = forwarder = Forwarder(upstream, ranks, replies)
+        self._conversations = Conversations(config, forwarder)
         opens = Opens(affinity, ranks, forwarder, replies)
         self._own: dict[tuple[str, str], Handler] = {
             ("GET", START): opens.open,
@@ -168,6 +170,8 @@ class Router:
             # A rank refuses it by its head, so nobody waits here for its body.
             body.short = False
         if own is None:
+            if not named and self._conversations.takes(request.method, path, scope):
+                return await self._conversations.place(request, path, body)
             return await self.forwarder.pass_on(request, rank, body)
         if path not in _FOR_EVERYBODY and scope in (Scope.NONE, Scope.SESSION):
             # Any rank refuses it.

@@ -16,7 +16,13 @@ from any_agent.completions.begin import LONG_TEXT, prepare
 from any_agent.completions.refused import in_the_agents_words
 from any_agent.config import SessionConfig
 from any_agent.conversation import task_of
-from any_agent.errors import InvalidRequest, SessionClosed, SessionDamaged, TooManyRequests
+from any_agent.errors import (
+    InvalidRequest,
+    NotFound,
+    SessionClosed,
+    SessionDamaged,
+    TooManyRequests,
+)
 from any_agent.protocol import StartSession
 from any_agent.record import InteractionTree
 from proxy_ext.auth import ANYONE, Caller, Scope
@@ -103,25 +109,40 @@ class Implicit:
         if len(call.messages) > self._completer.context_length:
             # It says so, before anything is hashed.
             self._completer.find(call, None)
-        where = (caller.tenant, task_of(body))
+        long = len(await request.body()) > LONG_TEXT
+        task = await asyncio.to_thread(task_of, body) if long else task_of(body)
+        where = (caller.tenant, task)
         await self._read(where)
         repeated = await self._repeated(request, where)
         if repeated is not None:
             return self._taken("retried", repeated)
-        if match := await self._match(where, call, long=len(await request.body()) > LONG_TEXT):
+        if match := await self._match(where, call, long=long):
             how: How = "ambiguous" if match.ambiguous else "continued"
             return self._taken(how, match.answer.member, match.answer)
-        start = self._start(body, where[1])
-        task = self._sessions.implicit.task(where)
-        if task is not None and (unused := task.unused(start.metadata)) is not None:
+        start = self._start(body, task)
+        others = self._sessions.implicit.task(where)
+        if others is not None and (unused := others.unused(start.metadata)) is not None:
             return self._taken("reused", unused)
         return await self._open(request, start, call, caller, place)
 
+    async def session_of(self, caller: Caller, interaction_id: str) -> Session:
+        """The caller's session, over or not, that an answer is of; NotFound."""
+        id = await self._sessions.journal.session_of_interaction(interaction_id)
+        if id is not None:
+            session = await self._sessions.by_id(id)
+            if session.row.implicit and session.row.tenant == caller.tenant:
+                return session
+        raise NotFound(
+            f"none of your sessions here gave an answer {interaction_id[:80]!a}",
+            code="response_not_found",
+            param="response_id",
+        )
+
     async def named(self, caller: Caller, response_id: str) -> Joined | None:
         """By an earlier response of it; None for one that none of the caller's open ones gave."""
-        id = await self._sessions.journal.session_of_interaction(response_id)
-        session = self._sessions.live.get(id) if id is not None else None
-        if session is None or session.row.tenant != caller.tenant:
+        try:
+            session = await self.session_of(caller, response_id)
+        except NotFound:
             return None
         await self._read((session.row.tenant, session.row.task_id or ""))
         member = self._sessions.implicit.member(session)

@@ -34,7 +34,7 @@ async def response(service: Service, request: Request, id: str) -> Response:
         raise UnsupportedParameter(
             "an answer is told again whole: leave stream out", param="stream"
         )
-    tree = await _tree(service, request)
+    tree = await _tree(service, request, id)
     interaction = answer_of(id, tree)
     chat = service.completer.chat
     body = response_again(interaction, tree, token_logprobs(chat), chat)
@@ -44,7 +44,7 @@ async def response(service: Service, request: Request, id: str) -> Response:
 async def response_items(service: Service, request: Request, id: str) -> Response:
     """What an answer is an answer to, the latest item first unless `order` is `asc`."""
     limit, order, after = _page(request)
-    tree = await _tree(service, request)
+    tree = await _tree(service, request, id)
     items = input_items(answer_of(id, tree), tree)
     if order == "desc":
         items.reverse()
@@ -77,9 +77,18 @@ def _asked(asking: Asking) -> Asked:
     )
 
 
-async def _tree(service: Service, request: Request) -> InteractionTree:
-    """Of the caller's session; it is there until the next `await`."""
-    session = await service.auth.session(request, request.query_params.get("session_id"))
+async def _tree(service: Service, request: Request, id: str) -> InteractionTree:
+    """Of the caller's session; it is there until the next `await`.
+
+    Of an agent that opens no sessions, the one which gave this answer.
+    """
+    named = request.query_params.get("session_id")
+    session = await service.auth.session_or_none(request, named)
+    caller = service.auth.caller(request)
+    if session is None and service.implicit.takes(caller):
+        session = await service.implicit.session_of(caller, id)
+    if session is None:
+        session = await service.auth.session(request, named)
     await service.sessions.load(session)
     return session.tree
 
