@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from any_agent import EngineOpenAI, RolloutWorkflow
 from any_agent.chat import ChatFormat
 from any_agent.engine import InferenceEngine, SGLangEngine
 from any_agent.engine.embedded.engine import EmbeddedEngine
+from any_agent.engine.embedded.model import load_model
 from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.record import InteractionTree
 from any_agent.types import Continuation, Trajectory
 from any_agent.workflow import Episode
 from tests.direct.lab import HELLO, MODEL, MORE, until
+from tests.other_weights import publish_other
 from tests.proxy_ext.proxy_lab import config_for, running_proxy
 
 
@@ -59,16 +61,17 @@ async def talk(client: openai.AsyncOpenAI, number: int, turns: int = 4, **fields
         messages += [message.model_dump(exclude_none=True), MORE]
 
 
-def fresh_logprobs(engine: EmbeddedEngine, ids: list[int], start: int) -> torch.Tensor:
+def fresh_logprobs(model: Any, ids: list[int], start: int) -> torch.Tensor:
     """Of the ids from ``start`` on, by one forward pass."""
     with torch.inference_mode():
-        logits = engine.loaded.model(torch.tensor([ids])).logits[0]
+        logits = model(torch.tensor([ids])).logits[0]
     logprobs = torch.log_softmax(logits.float(), -1)[start - 1 : -1]
     return logprobs.gather(-1, torch.tensor(ids[start:])[:, None])[:, 0]
 
 
-def worst_and_exact(engine: EmbeddedEngine, client: EngineOpenAI) -> tuple[float, int]:
-    """The largest difference to a fresh pass, and how many turns continued exactly."""
+def worst_and_exact(models: Sequence[Any], client: EngineOpenAI) -> tuple[float, int]:
+    """The largest difference to a fresh pass of the weights of each token's version, and how many
+    turns continued exactly."""
     worst, exact = 0.0, 0
     exported = client.export_interactions()
     tree = InteractionTree.from_interactions(client.interactions)
@@ -82,27 +85,39 @@ def worst_and_exact(engine: EmbeddedEngine, client: EngineOpenAI) -> tuple[float
             parent = tree[str(i.parent_id)]
             before = [*tree.prompt_ids(parent.id).tolist(), *parent.output_ids.tolist()]
             assert prompt[: len(before)] == before
-        told = torch.tensor(row["logprobs"][len(prompt) :])
-        worst = max(worst, (fresh_logprobs(engine, ids, len(prompt)) - told).abs().max().item())
+        assert row["loss_mask"].tolist() == [0] * len(prompt) + [1] * len(i.output_ids)
+        versions = row["versions"].tolist()
+        assert versions == [-1] * len(prompt) + i.output_versions.tolist()
+        for version in set(versions[len(prompt) :]):
+            fresh = fresh_logprobs(models[version], ids, len(prompt))
+            told = torch.tensor(row["logprobs"][len(prompt) :])
+            own = torch.tensor([v == version for v in versions[len(prompt) :]])
+            worst = max(worst, (fresh - told)[own].abs().max().item())
     return worst, exact
 
 
 async def test_every_exported_logprob_is_that_of_a_fresh_pass(
-    embedded: EmbeddedEngine, remote: SGLangEngine, chat: ChatFormat, tiny_model_dir: Path
+    embedded: EmbeddedEngine,
+    remote: SGLangEngine,
+    chat: ChatFormat,
+    tiny_model_dir: Path,
+    tmp_path: Path,
 ) -> None:
+    paths = [tiny_model_dir, *(publish_other(tiny_model_dir, tmp_path, v) for v in range(1, 4))]
+    models = [load_model(str(path)).model for path in paths]
     clients = [EngineOpenAI(remote, chat) for _ in range(6)]
     talks = [asyncio.create_task(talk(client, k)) for k, client in enumerate(clients)]
-    # Updates (to the same weights) cut whatever is under way.
+    # Updates cut whatever is under way, and come between the calls of others.
     for version in range(1, 4):
         await asyncio.wait(talks, timeout=0.2)
         await remote.pause()
-        await embedded.update_weights(str(tiny_model_dir), str(version))
+        await embedded.update_weights(str(paths[version]), str(version))
         await remote.resume(version)
     await asyncio.gather(*talks)
     exact, versions = 0, set()
     for client in clients:
         assert len(client.interactions) == 4
-        worst, continued = worst_and_exact(embedded, client)
+        worst, continued = worst_and_exact(models, client)
         assert worst < 1e-3
         exact += continued
         for exported in client.export_interactions().values():
@@ -116,7 +131,7 @@ async def test_every_exported_logprob_is_that_of_a_fresh_pass(
 async def test_the_engine_may_be_in_the_process(embedded: EmbeddedEngine, chat: ChatFormat) -> None:
     client = EngineOpenAI(embedded, chat)
     await talk(client, 0)
-    worst, _ = worst_and_exact(embedded, client)
+    worst, _ = worst_and_exact([embedded.loaded.model], client)
     assert worst < 1e-3
     with pytest.raises(openai.BadRequestError) as raised:
         long = [{"role": "user", "content": "many words " * 5000}]
@@ -127,7 +142,7 @@ async def test_the_engine_may_be_in_the_process(embedded: EmbeddedEngine, chat: 
 async def test_seeded_talks_are_those_of_a_proxy(
     remote: SGLangEngine, url: str, chat: ChatFormat, tmp_path: Path
 ) -> None:
-    seeded = {"seed": 11, "temperature": 0.8}
+    seeded: dict[str, Any] = {"seed": 11, "temperature": 0.8}
     direct = EngineOpenAI(remote, chat, mode="eval")
     await talk(direct, 1, **seeded)
     async with running_proxy(config_for(tmp_path), chat, engine_url=url) as proxy:
@@ -154,7 +169,7 @@ async def test_a_cancelled_call_frees_the_engine(
 
     async def call() -> None:
         asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 1500}
-        answer = await client.chat.completions.create(**asked, stream=stream)
+        answer: Any = await client.chat.completions.create(**asked, stream=stream)
         if stream:
             async for _ in answer:
                 pass
