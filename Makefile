@@ -33,7 +33,12 @@ test: $(DEV) ## run the tests
 	@$(RUN) -m pytest -n 4 --dist loadfile $(ARGS)
 
 test-clients: $(DEV) ## try agents' SDKs, each in an environment of its own, against a live service
-	@$(RUN) -m pytest tests/clients/*/*_live.py $(ARGS)
+	@command -v npm >/dev/null || { \
+	  echo "setup    installing node and npm, for npm's openai"; \
+	  install="apt-get install -qq -y --no-install-recommends nodejs npm"; \
+	  { $$install || { apt-get update -qq && $$install; }; } >/dev/null || true; \
+	}
+	@$(RUN) -m pytest --timeout 900 tests/clients/*/*_live.py $(ARGS)
 
 test-engines: $(DEV) ## try the engines' client against a real SGLang on the CPU (installs 3.5 GB)
 	@$(RUN) -m pytest --timeout 900 tests/engine/sglang/sglang_live.py $(ARGS)

@@ -4,7 +4,7 @@ docs/configuration.md from any_agent/config.py: a setting's meaning is the docst
 field, its section's the docstring of the class. docs/metrics.md from each part's table of metrics.
 docs/sessions.md from the table of states in proxy_ext/sessions/lifecycle.py, docs/keys.md from the
 one of routes and scopes in proxy_ext/scopes.py, docs/parameters.md from the one in
-any_agent/completions/params/table.py.
+any_agent/completions/params/table.py, docs/compatibility.md from what `make test-clients` found.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 route_scopes: Any = importlib.import_module("route_scopes")
 call_parameters: Any = importlib.import_module("call_parameters")
+client_results: Any = importlib.import_module("client_results")
 session_states: Any = importlib.import_module("session_states")
 SOURCE = ROOT / "any_agent" / "config.py"
 TARGET = ROOT / "docs" / "configuration.md"
@@ -30,6 +31,7 @@ METRICS_TARGET = ROOT / "docs" / "metrics.md"
 KEYS_TARGET = ROOT / "docs" / "keys.md"
 SESSIONS_TARGET = ROOT / "docs" / "sessions.md"
 PARAMETERS_TARGET = ROOT / "docs" / "parameters.md"
+COMPATIBILITY_TARGET = ROOT / "docs" / "compatibility.md"
 
 HEAD = """# Configuration
 
@@ -135,6 +137,7 @@ def main() -> int:
         SESSIONS_TARGET: session_states.render(),
         KEYS_TARGET: route_scopes.render(),
         PARAMETERS_TARGET: call_parameters.render(),
+        COMPATIBILITY_TARGET: client_results.render(),
     }
     old = [p for p, text in texts.items() if not p.exists() or p.read_text("utf-8") != text]
     for path in old:

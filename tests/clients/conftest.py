@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("api", metafunc.module.APIS)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def environments(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Those of all clients begin to be made, two at once, while the first ones are tried."""
+    items = (i for i in request.session.items if isinstance(i, pytest.Function))
+    wanted = dict.fromkeys(i.callspec.params["client"] for i in items if hasattr(i, "callspec"))
+    with ThreadPoolExecutor(2) as pool:
+        for client in wanted:
+            # What goes wrong here goes wrong again, and is told, where the client is started.
+            pool.submit(client.command)
+        yield
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.fixture(scope="session")
 def live(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     with live_service(tiny_model_dir, tmp_path_factory.mktemp("live")) as service:
@@ -55,8 +69,10 @@ def process(client: Client, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture
-def agent(live: Live, process: Running) -> Agent:
-    return Agent(live, process)
+def agent(live: Live, process: Running) -> Iterator[Agent]:
+    agent = Agent(live, process)
+    yield agent
+    assert "branch" not in agent.recorded, "what a client sends back goes on exactly"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +16,8 @@ import pytest
 
 _OURS = (sys.executable, "-m")
 FOLDER = Path(__file__).resolve().parents[2] / ".venv-clients"
+_MAKING: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+"""One at a time makes a folder."""
 
 
 def python_with(name: str, pins: Path) -> Path:
@@ -25,7 +29,8 @@ def python_with(name: str, pins: Path) -> Path:
         # Ours installs into it: an environment without pip of its own is there at once.
         _run([*_OURS, "venv", "--clear", "--without-pip", folder], 120)
         pip = ("pip", "--python", python, "install", "-qq", "--disable-pip-version-check")
-        _run([*_OURS, *pip, "--no-compile", "-r", pins], 600)
+        # Every package is pinned: there is nothing to be worked out.
+        _run([*_OURS, *pip, "--no-compile", "--no-deps", "-r", pins], 600)
 
     _once(folder, [pins], make)
     return python
@@ -63,9 +68,10 @@ def _once(folder: Path, wanted: Sequence[Path], make: Callable[[], None]) -> Non
     """Make it unless it was made just so: whole, and of these files."""
     digest = hashlib.blake2b(b"\n".join(p.read_bytes() for p in wanted), digest_size=6).hexdigest()
     stamp = folder / f".made-{digest}"
-    if not stamp.exists():
-        make()
-        stamp.touch()
+    with _MAKING[folder]:
+        if not stamp.exists():
+            make()
+            stamp.touch()
 
 
 def _run(command: Sequence[str | Path], limit: float) -> None:

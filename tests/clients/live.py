@@ -48,6 +48,10 @@ class Live:
                     found[sample.labels["continuation"]] += int(sample.value)
         return found
 
+    def tokens(self, answer: str) -> int:
+        """How many an answer comes to, with the one that ends it."""
+        return len(self.chat.tokenizer.encode(answer, add_special_tokens=False)) + 1
+
     def says(self, text: str, *, end: bool = True) -> None:
         """What the engine samples next, special tokens spelled out."""
         ids = self.chat.tokenizer.encode(text, add_special_tokens=False)

@@ -1,7 +1,8 @@
-"""Runs steps of a client's script for the tests, in the client's environment: `runner.py SCRIPT`.
+"""Runs steps of a client's script for the tests, where the client is: `runner.py SCRIPT`.
 
-A line of the input is `{"step": ..., "given": [...], "variables": {...}}`, one of the output what that
-step returned, or `{"raised": ...}`. One process runs them all: these packages take long to import.
+A line of the input is `{"step": ..., "given": [...], "variables": {...}}`, one of the output what
+that step returned, or `{"raised": ...}`. One process runs them all: these packages take long to
+import.
 """
 
 from __future__ import annotations

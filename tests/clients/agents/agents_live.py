@@ -20,7 +20,7 @@ CLIENTS = (
         HERE / "steps.py",
     ),
 )
-APIS = ("chat",)
+APIS = ("chat", "responses")
 
 
 @pytest.mark.fills("plain")
@@ -71,6 +71,14 @@ def test_a_tools_round_trip_in_streams(live: Live, agent: Agent, api: str) -> No
 def test_output_of_a_type(live: Live, agent: Agent, api: str) -> None:
     live.says('{"total": 5}')
     assert agent("structured", api) == {"total": 5}
+
+
+@pytest.mark.fills("previous answer", api="responses")
+def test_turns_that_name_the_one_before(live: Live, agent: Agent) -> None:
+    for answer in TURNS:
+        live.says(answer)
+    assert agent("previous")["said"] == TURNS
+    assert agent.recorded == {"first": 1, "exact": 2}
 
 
 @pytest.mark.fills("errors")

@@ -9,6 +9,7 @@ from camel.agents import ChatAgent
 from camel.models import ModelFactory
 from camel.toolkits import FunctionTool
 from camel.types import ModelPlatformType
+from camel.utils import BaseTokenCounter
 
 ASK = "What is 2 and 3?"
 
@@ -23,6 +24,19 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+class Characters(BaseTokenCounter):
+    """Counts enough to see whether a context is full; the usual one fetches a vocabulary first."""
+
+    def count_tokens_from_messages(self, messages: list[Any]) -> int:
+        return len(str(messages))
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+
 def agent(stream: bool = False, tools: bool = False, **more: Any) -> ChatAgent:
     config: dict[str, Any] = {**more}
     if stream:
@@ -33,6 +47,7 @@ def agent(stream: bool = False, tools: bool = False, **more: Any) -> ChatAgent:
         url=os.environ["OPENAI_BASE_URL"],
         api_key=os.environ["OPENAI_API_KEY"],
         model_config_dict=config,
+        token_counter=Characters(),
     )
     return ChatAgent("You add.", model=model, tools=[FunctionTool(add)] if tools else None)
 

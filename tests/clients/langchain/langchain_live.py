@@ -16,7 +16,7 @@ CLIENTS = (
         "langchain", "LangChain", "langchain-core", HERE / "requirements.txt", HERE / "steps.py"
     ),
 )
-APIS = ("chat",)
+APIS = ("chat", "responses", "messages")
 
 
 @pytest.mark.fills("plain")
@@ -62,6 +62,14 @@ def test_a_tools_round_trip_in_streams(live: Live, agent: Agent, api: str) -> No
 def test_structured_output(live: Live, agent: Agent, api: str) -> None:
     live.says('{"total": 5}')
     assert agent("structured", api) == {"total": 5}
+
+
+@pytest.mark.fills("previous answer", api="responses")
+def test_turns_that_name_the_one_before(live: Live, agent: Agent) -> None:
+    for answer in TURNS:
+        live.says(answer)
+    assert agent("previous")["said"] == TURNS
+    assert agent.recorded == {"first": 1, "exact": 2}
 
 
 @pytest.mark.fills("errors")
