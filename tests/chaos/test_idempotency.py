@@ -23,6 +23,7 @@ from any_agent.launcher.trial import trial_dir
 from any_agent.registry import Entry, publish, rank_name
 from any_agent.types import Interaction, SessionState
 from proxy_ext.journal import SetState, SQLiteJournal, Statement
+from proxy_ext.model_routes import HANDLERS
 from proxy_ext.run_state import RunState
 from proxy_ext.scopes import RULES
 from proxy_ext.sessions.session import Session
@@ -208,10 +209,11 @@ EXEMPT = {
     "POST /rl/v1/lease": "a long poll",
     "POST /rl/v1/export_trajectories": "the same sessions again are leased to the same owner",
     "POST /export_trajectories": "a second one answers the same",
-    "POST /v1/chat/completions": "its retries are marked",
-    "POST /chat/completions": "its retries are marked",
-    "POST /v1/completions": "its retries are marked",
-    "POST /completions": "its retries are marked",
+    **{
+        f"POST {prefix}{path}": "its retries are marked, or it changes nothing"
+        for path in HANDLERS
+        for prefix in ("/v1", "")
+    },
 }
 
 

@@ -23,6 +23,7 @@ from schemathesis.specs.openapi import checks
 
 from any_agent.access import Scope
 from any_agent.errors import StoreUnavailable
+from proxy_ext.model_routes import HANDLERS
 from proxy_ext.scopes import RULES
 from tests.chaos.conftest import Figure
 from tests.chaos.killable import KillableProxy, engine_in_thread
@@ -36,6 +37,7 @@ SHORT, LONG = 300, 5000
 ROUTES = [
     route for route in OPERATIONS if route[1].startswith(("/rl/", "/grant", "/export", "/health"))
 ]
+MODEL_CALLS = {f"/v1{path}" for path in HANDLERS}
 API = schemathesis.openapi.from_dict(
     # Keys are ours to send.
     {
@@ -255,7 +257,7 @@ def test_unknown_fields_are_refused(service: Service) -> None:
             method,
             service.url + path.replace("{session_id}", session),
             json={"surprise": 1},
-            headers={"Authorization": f"Bearer {key if 'completions' in path else ADMIN}"},
+            headers={"Authorization": f"Bearer {key if path in MODEL_CALLS else ADMIN}"},
             timeout=30,
         )
         error = response.json()["error"]

@@ -193,6 +193,14 @@ def body_of(method: str, template: str, session: dict[str, Any]) -> dict[str, An
         "/chat/completions": {"messages": HELLO, "max_tokens": 2},
         "/v1/completions": {"prompt": "a", "max_tokens": 2},
         "/completions": {"prompt": "a", "max_tokens": 2},
+        "/v1/responses": {"input": "a", "max_output_tokens": 2},
+        "/responses": {"input": "a", "max_output_tokens": 2},
+        "/v1/messages": {"messages": HELLO, "max_tokens": 2},
+        "/messages": {"messages": HELLO, "max_tokens": 2},
+        "/v1/messages/count_tokens": {"messages": HELLO},
+        "/messages/count_tokens": {"messages": HELLO},
+        "/v1/embeddings": {"input": "a", "model": "none"},
+        "/embeddings": {"input": "a", "model": "none"},
         "/rl/v1/set_reward": {"final_reward": 1.0},
         "/rl/set_reward": {"reward": 1.0},
         "/rl/start_session": {"task_id": "task"},
@@ -225,6 +233,7 @@ async def ask(
         id = id[:-4] + ("0000" if id[-4:] != "0000" else "1111")
     headers: dict[str, str] = {}
     path = template.replace("{session_id}", id).replace("{model}", "policy")
+    path = path.replace("{response_id}", "resp_0")
     match kind:
         case "session" | "ended session":
             key = session["api_key"]
@@ -259,6 +268,8 @@ async def send(
     code = None
     if response.status >= 400 and text:
         code = json.loads(text)["error"]["code"]
+    # Anthropic's errors have one, each its own.
+    text = re.sub(r'"request_id":"req_[0-9a-f]+"', '"request_id":""', text)
     return Answer(response.status, code, text)
 
 
@@ -277,6 +288,10 @@ def verdict(rule: scopes.Rule, kind: str, template: str) -> str:
     return "hidden" if kind in STRANGERS and concerns_a_session(template) else "answered"
 
 
+_NOTHING_THERE = ("model_not_found", "response_not_found")
+"""Of a route that was opened: no embeddings are configured, and no such answer was given."""
+
+
 def was(answer: Answer) -> str:
     """What an answer amounts to."""
     hidden = {(404, "session_not_found"), (400, "session_mismatch")}
@@ -286,7 +301,8 @@ def was(answer: Answer) -> str:
         return "401"
     if answer.status == 403 and answer.code == "forbidden":
         return "403"
-    assert answer.status < 500 and answer.status not in (401, 403, 404, 405), answer
+    assert answer.status < 500 and answer.status not in (401, 403, 405), answer
+    assert answer.status != 404 or answer.code in _NOTHING_THERE, answer
     return "answered"
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from any_agent.chat import ChatFormat
 from tests.fakes.scripted_engine import ScriptedEngine
+from tests.fakes.scripted_run import FaultKind
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.messages_lab import PATH, TOOLS, agent_of, create, post, refused
 from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, our_app, until
@@ -91,7 +92,7 @@ async def test_in_front_of_the_routes(start: Start) -> None:
             response = await http.post(path, json={}, headers={"x-api-key": "sk-nothing"})
             refused(response, 401, "authentication_error", "invalid_api_key")
             response = await http.post(path, json={})
-            refused(response, 401, "authentication_error", "no_session")
+            refused(response, 401, "authentication_error", "invalid_api_key")
             large = {"messages": "x" * 200_000}
             response = await http.post(path, json=large, headers={"x-api-key": key})
             refused(response, 413, "request_too_large", "payload_too_large")
@@ -142,17 +143,33 @@ async def test_without_a_place(start: Start, engine: ScriptedEngine) -> None:
     assert (await waiting).status_code == 200
 
 
-async def test_an_engine_that_fails(proxy: Proxy, engine: ScriptedEngine) -> None:
-    session = await proxy.open()
-    engine.planted.add("lies")
-    response = await post(proxy, session["api_key"])
-    assert response.status_code == 500
-    refused(response, 500, "api_error", "engine_mismatch")
+@pytest.mark.parametrize(
+    ("kind", "status", "type", "code"),
+    [
+        ("nan", 500, "api_error", "engine_mismatch"),
+        ("die", 503, "overloaded_error", "engine_unavailable"),
+    ],
+)
+async def test_an_engine_that_fails(
+    proxy: Proxy, engine: ScriptedEngine, kind: FaultKind, status: int, type: str, code: str
+) -> None:
+    key = (await proxy.open())["api_key"]
+    engine.fail(kind, after=2)
+    refused(await post(proxy, key), status, type, code)
+    engine.fail(kind, after=2)
+    async with agent_of(proxy, key) as agent:
+        with pytest.raises(anthropic.APIStatusError) as raised:
+            async with agent.messages.stream(
+                model="m", max_tokens=8, messages=list(HELLO)
+            ) as stream:
+                await stream.until_done()
+    assert (raised.value.type, raised.value.error_code) == (type, code)
 
 
 async def test_a_stream_that_breaks(proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat) -> None:
     session = await proxy.open()
     key = session["api_key"]
+    await create(proxy, key, max_tokens=4)
     say(engine, chat, "one two three four five six")
     go_on = engine.hold(4)
     texts = []
@@ -164,7 +181,8 @@ async def test_a_stream_that_breaks(proxy: Proxy, engine: ScriptedEngine, chat: 
                 async for text in stream.text_stream:
                     texts.append(text)
                     if not go_on.is_set():
-                        await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, key)
+                        ended = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, key)
+                        assert ended.status_code == 200, ended.text
                         go_on.set()
     assert texts
     assert raised.value.error_code == "session_closed"

@@ -8,19 +8,20 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from any_agent.access import Scope
+from any_agent.error_shapes import is_messages
+from proxy_ext.model_routes import HANDLERS
 from proxy_ext.scopes import RULES
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy, our_app
 
 UNDESCRIBED = {
     # The same as those under /v1.
-    ("POST", "/chat/completions"),
-    ("POST", "/completions"),
-    ("GET", "/models"),
-    ("GET", "/models/{model}"),
+    *((method, path) for method, path in RULES if (method, f"/v1{path}") in RULES),
     ("GET", "/openapi.json"),
     ("HEAD", "/openapi.json"),
 }
+MODEL_CALLS = {("POST", f"/v1{path}") for path in HANDLERS}
+COUNT = ("POST", "/v1/messages/count_tokens")
 
 
 def described() -> dict[str, Any]:
@@ -55,17 +56,18 @@ def test_a_route_says_what_it_answers(route: tuple[str, str]) -> None:
         assert operation["security"] == [{"bearer": []}, {"x_api_key": []}]
     if "{session_id}" in route[1]:
         expected |= {"404"}
-    if route[0] != "GET":
+    if route[0] != "GET" and route != COUNT:
         # Whatever changes something is written, and a disk may be full.
         expected |= {"409", "507"}
-    if "start_session" in route[1] or "completions" in route[1]:
+    if "start_session" in route[1] or route in MODEL_CALLS:
         expected |= {"429"}
     missing = expected - responses.keys() - ({"409"} if route[1] == "/grant_capacity" else set())
     assert not missing
     for status, response in responses.items():
         assert len(response["description"]) > 5
         if status >= "400":
-            error = {"$ref": "#/components/schemas/Error"}
+            name = "AnthropicError" if is_messages(route[1]) else "Error"
+            error = {"$ref": f"#/components/schemas/{name}"}
             assert response["content"] == {"application/json": {"schema": error}}
         if status in ("429", "503", "507"):
             assert "Retry-After" in response["headers"]
@@ -94,8 +96,7 @@ def test_repeatable_routes_take_a_key() -> None:
         and "Idempotency-Key" not in {p["name"] for p in operation.get("parameters", ())}
     }
     assert without == {
-        ("POST", "/v1/chat/completions"),
-        ("POST", "/v1/completions"),
+        *MODEL_CALLS,
         ("POST", "/rl/v1/lease"),
         ("POST", "/rl/v1/export_trajectories"),
         ("POST", "/export_trajectories"),
