@@ -11,6 +11,7 @@ and makes a whole answer of one that broke off.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -42,6 +43,11 @@ _MOST_DEPTH = 6
 _MOST_SAID = 500
 """Characters of a provider's message that a client sees."""
 _LONGEST_WAIT = 60.0
+_LATE = (
+    "anyio._backends._asyncio",
+    "litellm.llms.anthropic.pass_through.messages.streaming_iterator",
+    "litellm.responses.mcp.litellm_proxy_mcp_handler",
+)
 _CLASS = re.compile(r"^(?:litellm\.)?(?:[A-Za-z]+(?:Error|Exception)\s*[:-]\s*)+")
 _HINT = re.compile(r"\. Handle with `litellm\.[A-Za-z]+`\.$")
 
@@ -230,6 +236,27 @@ def _set_up() -> None:
     litellm.use_chat_completions_url_for_anthropic_messages = True
     litellm.suppress_debug_info = True
     litellm.telemetry = False
+    # Of a model that it has no price of it says so at every streamed answer, with a traceback.
+    for name in ("LiteLLM", "LiteLLM Proxy"):
+        logging.getLogger(name).addFilter(_is_no_complaint_of_prices)
+    _import_early()
+
+
+def _import_early() -> None:
+    """What it would import at the first call, which would stop every stream for two seconds."""
+    import litellm
+    import openai
+
+    for name in _LATE:
+        importlib.import_module(name)
+    client = openai.AsyncOpenAI(api_key="none")
+    for name in ("chat", "completions", "embeddings", "responses"):
+        getattr(client, name)
+    litellm.token_counter(model="openai/gpt-4o", text="one")
+
+
+def _is_no_complaint_of_prices(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Error creating Anthropic response logging payload")
 
 
 def _deployment(entry: Mapping[str, Any], number: int, redact: Redactor) -> LiteLLMDeployment:
@@ -285,6 +312,10 @@ def _price(entry: Mapping[str, Any], number: int, model: str, provider: str) -> 
         return None
     key = f"any-agent-frozen-{number}"
     base = {k: v for k, v in known.items() if "cost" in k and v is not None}
+    if "input_cost_per_token" in said:
+        # Else what a provider has in its cache would be free, and pass every cap.
+        for name in ("cache_read_input_token_cost", "cache_creation_input_token_cost"):
+            base[name] = said["input_cost_per_token"]
     mode = own.get("mode") or known.get("mode") or "chat"
     litellm.register_model({key: {**base, **said, "litellm_provider": provider, "mode": mode}})
     return key

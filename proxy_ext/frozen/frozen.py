@@ -215,12 +215,13 @@ class FrozenModels:
     async def _record(self, call: FrozenCall, whole: bool) -> None:
         """Count what a call cost, and write it down with its session, if it has one."""
         answer, asked = call.answer, call.request
-        estimated = not any(answer.tokens())
+        estimated = not whole or not any(answer.tokens())
         if estimated:
-            answer.usage = answer.estimated(
-                await _count(call.deployment, _texts(asked)),
-                await _count(call.deployment, answer.said()),
-            )
+            # Of a stream that broke off, some usage may have been told at its beginning.
+            told = answer.tokens()
+            prompt = told[0] or await _count(call.deployment, _texts(asked))
+            output = await _count(call.deployment, answer.said())
+            answer.usage = answer.estimated(prompt, max(told[1], output))
         cost = call.deployment.cost(asked.api, answer.usage)
         prompt, output = answer.tokens()
         stats = self.stats

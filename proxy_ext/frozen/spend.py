@@ -67,7 +67,7 @@ class Spending:
         money is gone."""
         if not cost:
             return ()
-        if session is not None:
+        if session is not None and self._session_cap is not None:
             await self.of_session(session)
             self._sessions[session] += cost
         if tenant is None:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from any_agent.completions.asked import Asked
 from any_agent.completions.messages import count_tokens, messages_asked, parse_count
 from any_agent.error_shapes import REQUEST_ID
-from any_agent.errors import UnsupportedParameter
+from any_agent.errors import InvalidRequest, UnsupportedParameter
 from proxy_ext.service import Service
 from proxy_ext.wire.http import JSONResponse, read_json
 from proxy_ext.wire.serve import Asking, serve
@@ -38,8 +38,15 @@ async def count(service: Service, request: Request) -> Response:
         if session is not None:
             session.require_open()
         chat = service.completer.chat
+        body = await read_json(request)
+        if service.frozen.knows(body):
+            raise InvalidRequest(
+                "only the policy's tokens are counted here: a frozen model's provider counts its "
+                "own, and says so in its answers' usage",
+                param="model",
+            )
         call = parse_count(
-            await read_json(request),
+            body,
             model=service.config.model.name,
             known_settings=chat.writer.known_settings,
         )

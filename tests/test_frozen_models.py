@@ -1,0 +1,98 @@
+"""The list of frozen models as an operator writes it: checked early, its keys never in a file."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from any_agent.config import Config, load_config
+from any_agent.errors import ConfigError
+from any_agent.frozen_models import check_model_list, resolved, secrets_of
+
+SECRET = "sk-provider-4711"
+GOOD: dict[str, Any] = {
+    "model_name": "judge",
+    "litellm_params": {"model": "openai/gpt-4o-mini", "api_key": "os.environ/JUDGE_KEY"},
+}
+
+
+def config(*entries: object, more: tuple[str, ...] = ()) -> Config:
+    return load_config(None, [f"frozen.model_list={json.dumps(entries)}", *more], {})
+
+
+def params(**fields: Any) -> dict[str, Any]:
+    return {"model_name": "judge", "litellm_params": {"model": "openai/x", **fields}}
+
+
+def test_a_list_from_a_command_line() -> None:
+    made = config(GOOD, {**GOOD, "model_name": "other"})
+    assert [entry["model_name"] for entry in made.frozen.model_list] == ["judge", "other"]
+    assert load_config(None, ["frozen.model_list="], {}).frozen.model_list == ()
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ("gpt-4o", "entry 0 must be a mapping"),
+        ({}, "model_name must be letters"),
+        ({"model_name": "openai/*", "litellm_params": {}}, "patterns such as openai/*"),
+        ({"model_name": "judge"}, "entry 0 (judge): litellm_params needs a model"),
+        ({**GOOD, "modle_info": {}}, "unknown key modle_info"),
+        ({**GOOD, "model_info": 1}, "model_info must be a mapping"),
+        (params(api_key=SECRET), "litellm_params.api_key must not stand in a file"),
+        (params(aws_secret_access_key="abcdef"), "aws_secret_access_key must not stand in a file"),
+        (params(extra_headers={"Authorization": "Bearer x"}), "must not stand in a file"),
+        (params(extra_headers={"X-Other": SECRET}), "must not stand in a file"),
+        (params(api_key="os.environ/A-B"), "names no variable"),
+        (params(api_base="http://user:pass@host/v1"), "must hold no password"),
+        (params(api_base=1), "api_base must be a URL"),
+        (params(num_retries=3), "a call is sent once"),
+        (params(fallbacks=["policy"]), "a call is sent once"),
+        (params(rpm=3), "frozen.max_calls"),
+        (params(input_cost_per_token="cheap"), "must be USD for one token"),
+        (params(output_cost_per_token=-1), "must be USD for one token"),
+        (params(output_cost_per_token=True), "must be USD for one token"),
+    ],
+)
+def test_what_is_wrong_is_said(entry: object, says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config(entry)
+    assert says in str(raised.value)
+    assert SECRET not in str(raised.value) and "pass@" not in str(raised.value)
+
+
+def test_a_name_is_one_models() -> None:
+    for more in ((), ("model.name=policy", "model.policy_names=a,judge")):
+        name = "judge" if more else "policy"
+        with pytest.raises(ConfigError, match=f"{name} is a name of the policy"):
+            config({**GOOD, "model_name": name}, more=more)
+
+
+def test_keys_come_from_the_environment() -> None:
+    nested = params(
+        api_key="os.environ/A", extra_headers={"x": "os.environ/B"}, tags=["os.environ/C"]
+    )
+    entries = check_model_list([nested])
+    environ = {"A": "secret-a", "B": "secret-b", "C": "short"}
+    (entry,) = resolved(entries, environ)
+    assert entry["litellm_params"]["api_key"] == "secret-a"
+    assert entry["litellm_params"]["extra_headers"] == {"x": "secret-b"}
+    assert entry["litellm_params"]["tags"] == ["short"]
+    # Too short to be cut out of every log.
+    assert secrets_of(entries, environ) == ["secret-a", "secret-b"]
+    with pytest.raises(ConfigError, match=r"refers to A, C, which the environment does not have"):
+        resolved(entries, {"B": "secret-b"})
+
+
+def test_they_are_secrets_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    made = config(GOOD)
+    assert made.secrets() == [SECRET]
+    assert SECRET not in json.dumps(made.dump())
+
+
+def test_prices_as_yaml_reads_them() -> None:
+    (entry,) = check_model_list([{**GOOD, "model_info": {"input_cost_per_token": "1e-6"}}])
+    assert entry["model_info"]["input_cost_per_token"] == 1e-6
