@@ -79,8 +79,7 @@ class Front:
             return
         template = template_of(scope["path"])
         if template is None:
-            path = _redact(scope["path"])[:200]
-            await send_error(send, NotFound(f"there is no route {path}"), scope["path"])
+            await send_error(send, NotFound(_nowhere(scope["path"])), scope["path"])
             return
         rule = RULES.get((scope["method"], template))
         if rule is None:
@@ -174,6 +173,14 @@ class Front:
         return PayloadTooLarge(
             f"the body exceeds server.max_body_bytes ({self._max_body_bytes} bytes)"
         )
+
+
+def _nowhere(path: str) -> str:
+    message = f"there is no route {_redact(path)[:200]}"
+    if path.startswith("/v1/v1/"):
+        # Anthropic's clients do, OpenAI's do not.
+        return f"{message}: the client adds /v1 itself, so its base URL must not end in it"
+    return message
 
 
 def _where(request: Request, template: str) -> dict[str, Any]:

@@ -126,8 +126,8 @@ def bodies(headers: dict[str, Any]) -> dict[str, dict[str, Any]]:
         },
         "POST /v1/messages/count_tokens": {
             "summary": "Count Tokens",
-            "description": "The prompt tokens that a conversation's first request with this body "
-            "has. Also at `/messages/count_tokens`, and behind `/{session key}`.",
+            "description": "The prompt tokens that a request with this body would have now. Also "
+            "at `/messages/count_tokens`, and behind `/{session key}`.",
             "requestBody": {"required": True, "content": _json("CountTokensRequest")},
             "responses": {"200": {"description": "How many.", "content": _json("TokenCount")}},
         },

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,7 +31,7 @@ async def messages(service: Service, request: Request) -> Response:
 
 
 async def count(service: Service, request: Request) -> Response:
-    """The tokens of a conversation's first request. Nothing is sampled, and nothing recorded."""
+    """The tokens that a call with this body would have now. Nothing is sampled or recorded."""
     place = service.calls.enter()
     try:
         session = await service.auth.session_or_none(
@@ -37,7 +39,6 @@ async def count(service: Service, request: Request) -> Response:
         )
         if session is not None:
             session.require_open()
-        chat = service.completer.chat
         body = await read_json(request)
         if service.frozen.knows(body):
             raise InvalidRequest(
@@ -48,9 +49,14 @@ async def count(service: Service, request: Request) -> Response:
         call = parse_count(
             body,
             model=service.config.model.name,
-            known_settings=chat.writer.known_settings,
+            known_settings=service.completer.chat.writer.known_settings,
         )
-        return JSONResponse({"input_tokens": await count_tokens(service.completer, call)})
+        with service.sessions.trees.pinned(session) if session is not None else nullcontext():
+            if session is not None:
+                await service.sessions.load(session)
+            tree = session.tree if session is not None else None
+            tokens = await count_tokens(service.completer, call, tree)
+        return JSONResponse({"input_tokens": tokens})
     finally:
         place.leave()
 

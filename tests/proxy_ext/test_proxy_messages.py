@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ RESULT = {"type": "tool_result", "content": "it is there"}
 async def exact(proxy: Proxy, session_id: str) -> list[Any]:
     """A session's interactions, each of which continues the one before."""
     recorded = await proxy.recorded(session_id)
-    for before, after in zip(recorded, recorded[1:], strict=False):
+    for before, after in pairwise(recorded):
         assert after.parent_id == before.id, after.branch_reason
         assert after.continuation is Continuation.EXACT
     return recorded
@@ -304,7 +305,7 @@ async def test_claude_codes_billing_line_does_not_break_a_conversation(
     await exact(proxy, session["session_id"])
 
 
-async def test_counted_tokens_are_those_of_a_first_turn(
+async def test_counted_tokens_are_those_of_the_call(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
     bodies: list[dict[str, Any]] = [
@@ -323,6 +324,24 @@ async def test_counted_tokens_are_those_of_a_first_turn(
         answer = await create(proxy, session["api_key"], **body)
         assert counted.input_tokens == answer.usage.input_tokens
         assert len(await proxy.recorded(session["session_id"])) == 1
+    session = await proxy.open()
+    key = session["api_key"]
+    messages: list[Any] = list(HELLO)
+    for text, most in (("yes", 50), (f"No.\n{CALL}", 200), ("It is cut off.", 3), ("Bye.", 50)):
+        # Counted twice, for a count is no call, and asked once.
+        counts = [
+            (
+                await post(proxy, key, "/messages/count_tokens", messages=messages, tools=TOOLS)
+            ).json()
+            for _ in range(2)
+        ]
+        say(engine, chat, text)
+        answer = await create(proxy, key, messages=messages, tools=TOOLS, max_tokens=most)
+        assert counts == [{"input_tokens": answer.usage.input_tokens}] * 2
+        results = [{**RESULT, "tool_use_id": b.id} for b in answer.content if b.type == "tool_use"]
+        content = [*results, *_text("Go on.")]
+        messages += [said_back(answer), {"role": "user", "content": content}]
+    await exact(proxy, session["session_id"])
     session = await proxy.open()
     for path in ("/messages/count_tokens", "/v1/messages/count_tokens?beta=true"):
         response = await post(proxy, session["api_key"], path, max_tokens=...)

@@ -104,6 +104,10 @@ async def test_in_front_of_the_routes(start: Start) -> None:
         assert response.json()["error"]["type"] == "authentication_error"
         response = await http.post("/v1/messages/batches", headers={"x-api-key": key})
         refused(response, 404, "not_found_error", "not_found")
+        # As agents have it that give Anthropic's client OpenAI's base URL.
+        for prefix in ("/v1", f"/{key}/v1"):
+            response = await http.post(f"{prefix}/v1/messages", headers={"x-api-key": key})
+            assert "must not end in it" in refused(response, 404, "not_found_error", "not_found")
         many = {"x-api-key": key, "x-more": "y" * 40_000}
         refused(await http.post(PATH, headers=many), 413, "request_too_large", "payload_too_large")
 

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
-from any_agent.completions.begin import LONG_TEXT
+from any_agent.completions.begin import LONG_TEXT, LONG_WHOLE
 from any_agent.completions.complete import Completer
 from any_agent.completions.params import ChatCall
 from any_agent.completions.prompt import prompt_of
+from any_agent.record import InteractionTree
 
 
-async def count_tokens(completer: Completer, call: ChatCall) -> int:
-    """Of a conversation's first request, also where it is too long for the context.
+async def count_tokens(
+    completer: Completer, call: ChatCall, tree: InteractionTree | None = None
+) -> int:
+    """Of the prompt that the call would have now, also where it is too long for the context.
 
-    Raises what rendering raises, and ContextLengthExceeded for what is too long to be rendered.
+    Recorded ids stay as they are: what goes on from an interaction of ``tree`` has other ids than a
+    first request with the same messages may have. Raises what rendering raises, and
+    ContextLengthExceeded for what is too long to be rendered.
     """
-    past = completer.find(call, None)
+    past = completer.find(call, tree)
     assert past.found is not None
-    found = past.found
+    # It was not called: the next request is not to find it.
+    found = replace(past.found, noted=None)
 
     def count() -> int:
-        ids = prompt_of(call, found, None, past.chat).ids
+        ids = prompt_of(call, found, tree, past.chat).ids
         if call.forced_call is None:
             return len(ids)
         return len(ids) + len(past.chat.forced_call_ids(ids, call.forced_call) or ())
 
-    if past.new_characters > LONG_TEXT:
+    if past.new_characters > LONG_TEXT or found.characters > LONG_WHOLE:
         return await asyncio.to_thread(count)
     return count()
