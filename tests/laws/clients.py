@@ -77,8 +77,10 @@ def meddle(
     elif kind == "history" and asked:
         rng.choice(asked)["content"] += "!"
     elif kind == "calls" and called:
-        call = rng.choice(called)["tool_calls"][0]
-        call["function"] = call["function"] | {"arguments": '{"a": 1000}'}
+        answer = rng.choice(called)
+        first, *others = answer["tool_calls"]
+        function = first["function"] | {"arguments": '{"a": 1000}'}
+        answer["tool_calls"] = [first | {"function": function}, *others]
     elif kind == "tools":
         tools = [tool | {"function": tool["function"] | {"name": "sub"}} for tool in tools or []]
     elif kind == "drop" and len(answers) > 1 and not answers[0].get("tool_calls"):

@@ -43,11 +43,18 @@ async def check_session(lab: Lab, talk: Talk, *, each: int = 1) -> InteractionTr
 
 
 def heard(message: Message) -> dict[str, Any]:
-    """A message's fields that say something; arguments as values, as some APIs have them."""
+    """A message's fields that say something; arguments as values, as some APIs have them.
+
+    A call has one id in all APIs, but for how Anthropic's begin.
+    """
     out = {k: v for k, v in message.items() if v and k not in ("role", "index")}
     if "tool_calls" in out:
         out["tool_calls"] = [
-            (call["id"], call["function"]["name"], value_of(call["function"]["arguments"]))
+            (
+                call["id"].replace("toolu_", "call_", 1),
+                call["function"]["name"],
+                value_of(call["function"]["arguments"]),
+            )
             for call in out["tool_calls"]
         ]
     return out
