@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,11 +35,10 @@ from any_agent.errors import (
 from any_agent.frozen_models import ModelList, resolved, secrets_of
 from any_agent.logs import Redactor
 from proxy_ext.frozen.provider import Event, FrozenApi
+from proxy_ext.frozen.streams import close, sse, with_reasons
 
 log = logging.getLogger(__name__)
 
-_MOST_DEPTH = 6
-"""Of LiteLLM's streams in one another."""
 _MOST_SAID = 500
 """Characters of a provider's message that a client sees."""
 _LONGEST_WAIT = 60.0
@@ -126,16 +125,18 @@ class LiteLLMDeployment:
         source: Any = None
         try:
             source = await self._ask(api, {**params, **more}, within)
-            events = _sse(source) if api == "messages" else _events(source)
+            events = sse(source) if api == "messages" else _events(source)
             async for event in events:
+                if event.get("type") == "error":
+                    raise self._broken_off(event)
                 yield event
-            if any(stream.received_finish_reason is None for stream in _its_own(source)):
+            if any(stream.received_finish_reason is None for stream in with_reasons(source)):
                 # It has made up an end.
-                raise ProviderUnavailable(f"the provider of {self.name} broke off its answer")
+                raise self._broken_off({})
         except Exception as error:
             raise self._error(error) from None
         finally:
-            await _close(source)
+            await close(source)
 
     def cost(self, api: FrozenApi, usage: Mapping[str, Any]) -> float | None:
         """See :class:`proxy_ext.frozen.provider.Deployment`."""
@@ -174,6 +175,13 @@ class LiteLLMDeployment:
         # The operator's last: nothing of a client's takes its place.
         own = {"timeout": within, **self.params, "num_retries": 0, "max_retries": 0}
         return await ask(**{**params, **own})
+
+    def _broken_off(self, event: Event) -> ProviderUnavailable:
+        """What an event says of an answer that has no end."""
+        error = event.get("error")
+        said = error.get("message") if isinstance(error, dict) else event.get("message")
+        why = f": {self.redact.text(said)[:_MOST_SAID]}" if isinstance(said, str) else ""
+        return ProviderUnavailable(f"the provider of {self.name} broke off its answer{why}")
 
     def _error(self, error: Exception) -> AnyAgentError:
         """What a client is told. What the provider says is shown where it is about the request."""
@@ -343,59 +351,6 @@ def _without_nulls(value: Any) -> Any:
 async def _events(source: Any) -> AsyncGenerator[Event]:
     async for event in source:
         yield _plain(event)
-
-
-async def _sse(source: Any) -> AsyncGenerator[Event]:
-    """Of bytes that are cut anywhere."""
-    rest = b""
-    async for piece in source:
-        if isinstance(piece, dict):
-            yield piece
-            continue
-        rest += piece.encode() if isinstance(piece, str) else piece
-        *whole, rest = rest.replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in whole:
-            lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
-            if lines:
-                yield json.loads(b"\n".join(lines))
-
-
-def _its_own(source: Any) -> Iterator[Any]:
-    """LiteLLM's streams that know whether the provider has said why its answer ended."""
-    for stream in _nested(source):
-        if hasattr(stream, "received_finish_reason"):
-            yield stream
-
-
-def _nested(source: Any) -> Iterator[Any]:
-    """A stream and those that it reads from."""
-    level, seen = [source], {id(source)}
-    for _ in range(_MOST_DEPTH):
-        below: list[Any] = []
-        for stream in level:
-            yield stream
-            for value in list(getattr(stream, "__dict__", {}).values()):
-                reads = hasattr(value, "__anext__") or hasattr(value, "aiter_bytes")
-                if reads and id(value) not in seen:
-                    seen.add(id(value))
-                    below.append(value)
-        level = below
-
-
-async def _close(source: Any) -> None:
-    """End the provider's answer, however many streams are around it: the outer ones need not."""
-    if source is None:
-        return
-    for stream in reversed(list(_nested(source))):
-        for name in ("aclose", "close"):
-            close = getattr(stream, name, None)
-            if close is None:
-                continue
-            with suppress(Exception):
-                done = close()
-                if hasattr(done, "__await__"):
-                    await done
-            break
 
 
 def _usage(api: FrozenApi, usage: dict[str, Any]) -> Any:

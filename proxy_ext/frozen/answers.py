@@ -206,8 +206,6 @@ class ResponsesAnswer(FrozenAnswer):
 
     def event(self, event: Event) -> tuple[bytes, bool]:
         kind = event.get("type")
-        if kind == "error":
-            raise ProviderError(_said_by(event))
         self.begun = True
         response = event.get("response")
         if isinstance(response, dict):
@@ -263,8 +261,6 @@ class MessagesAnswer(FrozenAnswer):
 
     def event(self, event: Event) -> tuple[bytes, bool]:
         kind = event.get("type")
-        if kind == "error":
-            raise ProviderError(_said_by(event))
         self.begun = True
         index = _number(event.get("index"))
         if kind == "message_start" and isinstance(event.get("message"), dict):
@@ -345,12 +341,6 @@ def _usage(usage: Any) -> dict[str, Any]:
 def _says_nothing(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta") or choice.get("text")
     return not delta and choice.get("finish_reason") is None
-
-
-def _said_by(event: Event) -> str:
-    error = event.get("error")
-    message = error.get("message") if isinstance(error, dict) else event.get("message")
-    return f"the provider broke off its answer: {str(message)[:300]}"
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:

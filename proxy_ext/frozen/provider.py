@@ -33,8 +33,8 @@ class Deployment(Protocol):
     def stream(
         self, api: FrozenApi, params: Mapping[str, Any], *, within: float
     ) -> AsyncGenerator[Event]:
-        """The answer's events. ProviderError, also for a stream that ends before its end; closing
-        it ends the call at the provider."""
+        """The answer's events. ProviderError, also where one says so, and for a stream that ends
+        before its end; closing it ends the call at the provider."""
         ...
 
     def cost(self, api: FrozenApi, usage: Mapping[str, Any]) -> float | None:
