@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from any_agent.completions.answers.text import TextAnswer
 from any_agent.completions.params import TOKEN_LIMITS, ChatCall, parse_chat, parse_completion
 from any_agent.completions.prepared import Head
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
+
+_MANY_ENTRIES = 10_000
+"""Log-probabilities of a whole answer that is written in a thread: each takes a microsecond or two,
+and 20 for each of 8,000 tokens stopped every stream for a quarter of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,14 @@ def text_asked(body: Any, rules: Rules, chat: ChatFormat) -> Asked:
 def token_logprobs(chat: ChatFormat) -> TokenLogprobs:
     """Of a chat format: what is written of its tokens is written once."""
     return TokenLogprobs(chat)
+
+
+async def whole(answer: Answer, call: ChatCall, answers: list[Interaction]) -> bytes:
+    """The body of a whole answer; in a thread, if many log-probabilities are told."""
+    entries = (1 + call.top_logprobs) * sum(len(a.output_ids) for a in answers)
+    if call.logprobs and entries > _MANY_ENTRIES:
+        return await asyncio.to_thread(answer.whole, answers)
+    return answer.whole(answers)
 
 
 def version_of(answers: Sequence[Interaction], serving: int) -> int:

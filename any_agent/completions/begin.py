@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
+from any_agent.completions.asked import Asked
 from any_agent.completions.complete import Completer
 from any_agent.completions.params import ChatCall, require_supported
 from any_agent.completions.prepared import Prepared
+from any_agent.completions.refused import in_the_agents_words
 from any_agent.engine import Capabilities
-from any_agent.errors import UnsupportedParameter
+from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
 
 LONG_TEXT = 65_536
@@ -20,7 +23,17 @@ _NOTHING = Capabilities(
 )
 
 
-async def require_engine_supports(completer: Completer, call: ChatCall) -> None:
+async def checked(completer: Completer, parse: Callable[[], Asked], size: int) -> Asked:
+    """The parsed body of ``size`` bytes; in a thread if it is long, for its parts may be many.
+
+    UnsupportedParameter for what the engine cannot do.
+    """
+    asked = await asyncio.to_thread(parse) if size > LONG_WHOLE else parse()
+    await _require_engine_supports(completer, asked.call)
+    return asked
+
+
+async def _require_engine_supports(completer: Completer, call: ChatCall) -> None:
     """UnsupportedParameter for what the engine cannot do, which is asked only if that matters."""
     vocabulary = completer.chat.vocab_size
     try:
@@ -31,9 +44,15 @@ async def require_engine_supports(completer: Completer, call: ChatCall) -> None:
 
 
 async def prepare(completer: Completer, call: ChatCall, tree: InteractionTree | None) -> Prepared:
-    """As :meth:`Completer.prepare`, in a thread where there is much to render."""
-    past = completer.find(call, tree)
-    whole = past.found.characters if past.found is not None else 0
-    if past.new_characters > LONG_TEXT or whole > LONG_WHOLE:
-        return await asyncio.to_thread(completer.prepare, call, tree, past)
-    return completer.prepare(call, tree, past)
+    """As :meth:`Completer.prepare`, in a thread where there is much to render.
+
+    What it refuses is named as the request names it.
+    """
+    try:
+        past = completer.find(call, tree)
+        whole = past.found.characters if past.found is not None else 0
+        if past.new_characters > LONG_TEXT or whole > LONG_WHOLE:
+            return await asyncio.to_thread(completer.prepare, call, tree, past)
+        return completer.prepare(call, tree, past)
+    except InvalidRequest as error:
+        raise in_the_agents_words(error, call) from None

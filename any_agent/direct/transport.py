@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable
+from functools import partial
 from typing import TypeVar
 
 import httpx
@@ -12,8 +13,8 @@ import orjson
 
 from any_agent.completions import Completion, Delta, Head
 from any_agent.completions.answers import Answer
-from any_agent.completions.asked import Asked, headers_of, version_of
-from any_agent.completions.begin import prepare, require_engine_supports
+from any_agent.completions.asked import Asked, headers_of, version_of, whole
+from any_agent.completions.begin import checked, prepare
 from any_agent.completions.body import json_of
 from any_agent.direct.routes import CALLS, told
 from any_agent.direct.running import Running
@@ -27,8 +28,6 @@ T = TypeVar("T")
 BASE_PATH = "/v1"
 BASE_URL = f"http://engine.invalid{BASE_PATH}"
 """Of requests that never leave the process."""
-_MANY_ENTRIES = 10_000
-"""Log-probabilities of a whole answer that is written in a thread."""
 
 
 class InProcessClient(httpx.AsyncClient):
@@ -77,9 +76,9 @@ class InProcess(httpx.AsyncBaseTransport):
             return _json(told(self._session, request.method, path, query), {})
         session = self._session
         completer = await session.completer()
-        body = await json_of(await request.aread())
-        asked = parse(body, session, completer)
-        await require_engine_supports(completer, asked.call)
+        content = await request.aread()
+        body = await json_of(content)
+        asked = await checked(completer, partial(parse, body, session, completer), len(content))
         prepared = await prepare(completer, asked.call, session.tree)
         session.require_open()
         stream = asked.call.stream
@@ -113,12 +112,7 @@ class _Call:
         await self.end()
         answers = [completion.interaction for completion in ended]
         answer, headers = self._shape(answers)
-        call = self._asked.call
-        entries = (1 + call.top_logprobs) * sum(len(a.output_ids) for a in answers)
-        if call.logprobs and entries > _MANY_ENTRIES:
-            body = await asyncio.to_thread(answer.whole, answers)
-        else:
-            body = answer.whole(answers)
+        body = await whole(answer, self._asked.call, answers)
         # All of them or none: a caller that was cancelled got none.
         for completion in ended:
             self.session.record(completion)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from starlette.requests import Request
@@ -20,10 +20,10 @@ from any_agent.completions.asked import (
     headers_of,
     text_asked,
     version_of,
+    whole,
 )
-from any_agent.completions.begin import LONG_WHOLE, prepare, require_engine_supports
-from any_agent.completions.refused import in_the_agents_words
-from any_agent.errors import AnyAgentError, InvalidRequest, Unauthenticated
+from any_agent.completions.begin import checked, prepare
+from any_agent.errors import AnyAgentError, Unauthenticated
 from any_agent.types import Interaction, SessionMode
 from proxy_ext.calls.call import Item, Listener
 from proxy_ext.calls.inflight import Place
@@ -32,9 +32,6 @@ from proxy_ext.service import Service
 from proxy_ext.sessions.session import Session
 from proxy_ext.wire.http import Client, EventStream, read_json
 
-_MANY_ENTRIES = 10_000
-"""Log-probabilities of a whole answer that is written in a thread: each takes a microsecond or two,
-and 20 for each of 8,000 tokens stopped every stream for a quarter of a second."""
 _BATCH = 65_536
 """Bytes of events that are sent at once, if so many are there."""
 
@@ -118,7 +115,6 @@ async def _implicitly(
     if joined is None:
         # Before a session is looked for, or even opened.
         asked = await _checked(parse, Asking(service, None, SessionMode.TRAIN, body), request)
-        await require_engine_supports(service.completer, asked.call)
         joined = await found.join(request, body, asked.call, caller, place)
     try:
         asked, listener = await _begun(
@@ -159,7 +155,6 @@ async def _begun(
             await service.sessions.load(session)
         if asked is None:
             asked = await _checked(parse, Asking(service, session, mode, body), request)
-            await require_engine_supports(service.completer, asked.call)
         listener = await _begin(
             service, request, asked.call, session, place=place, tenant=tenant, prepared=prepared
         )
@@ -167,10 +162,8 @@ async def _begun(
 
 
 async def _checked(parse: Parse, asking: Asking, request: Request) -> Asked:
-    """The parsed body. A long one, whose parts may be many, is parsed in a thread."""
-    if len(await request.body()) > LONG_WHOLE:
-        return await asyncio.to_thread(parse, asking)
-    return parse(asking)
+    size = len(await request.body())
+    return await checked(asking.service.completer, partial(parse, asking), size)
 
 
 async def _whose(service: Service, request: Request) -> tuple[Session | None, str | None]:
@@ -209,10 +202,7 @@ async def _begin(
                 return earlier
     await service.calls.turns.next()
     if prepared is None:
-        try:
-            prepared = await prepare(service.completer, call, tree)
-        except InvalidRequest as error:
-            raise in_the_agents_words(error, call) from None
+        prepared = await prepare(service.completer, call, tree)
     return service.calls.start(
         prepared, session, stream=call.stream, place=place, tenant=tenant, mark=mark
     )
@@ -229,10 +219,7 @@ async def _whole(service: Service, request: Request, asked: Asked, listener: Lis
             in_order = [answers[k] for k in sorted(answers)]
             version = version_of(in_order, service.run.version)
             answer = asked.answer(listener.call.head, version)
-            if _entries(asked.call, in_order) > _MANY_ENTRIES:
-                body = await asyncio.to_thread(answer.whole, in_order)
-            else:
-                body = answer.whole(in_order)
+            body = await whole(answer, asked.call, in_order)
             await client.look()
         response = Response(
             body, headers=_headers(listener, asked.call, version), media_type="application/json"
@@ -310,11 +297,6 @@ async def _events(
                 # The status is sent already.
                 yield answer.failed(error)
                 return
-
-
-def _entries(call: ChatCall, answers: list[Interaction]) -> int:
-    """How many log-probabilities an answer tells of."""
-    return (1 + call.top_logprobs) * sum(len(a.output_ids) for a in answers) * call.logprobs
 
 
 def _headers(listener: Listener, call: ChatCall, version: int) -> dict[str, str]:

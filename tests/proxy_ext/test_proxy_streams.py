@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from any_agent.chat import ChatFormat
+from any_agent.completions import asked as completions_asked
 from any_agent.completions.answers.chat import ChatAnswer
-from proxy_ext.wire import serve
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, until
 from tests.proxy_ext.retry_lab import agent_of, stream_of
@@ -168,7 +168,7 @@ async def test_a_long_answer_is_written_off_the_loop(
         threads.append(threading.current_thread())
         return whole(*args)
 
-    monkeypatch.setattr(serve, "_MANY_ENTRIES", 8 * 4 - 1)
+    monkeypatch.setattr(completions_asked, "_MANY_ENTRIES", 8 * 4 - 1)
     monkeypatch.setattr(ChatAnswer, "whole", noted)
     later = await proxy.complete(key, **fields)
     assert later["choices"] == at_once["choices"]
