@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from any_agent.completions.asked import Asked
-from any_agent.errors import NotFound
+from any_agent.errors import InvalidRequest, NotFound
 from proxy_ext.service import Service
 from proxy_ext.wire.serve import Asking, serve
 
@@ -17,11 +17,18 @@ async def embeddings(service: Service, request: Request) -> Response:
 
 
 def _of_the_policy(asking: Asking) -> Asked:
-    name = asking.body.get("model") if isinstance(asking.body, dict) else None
-    named = f"{str(name)[:80]!a} is none of them" if name is not None else "the body names none"
+    body = asking.body
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    name = body.get("model")
+    if not isinstance(name, str):
+        raise InvalidRequest(
+            "model is required: the name of a model of the service's frozen.model_list",
+            param="model",
+        )
     raise NotFound(
-        "the policy makes no embeddings, the models of the service's frozen.model_list do, and "
-        + named,
+        f"the policy makes no embeddings; models of the service's frozen.model_list do, and "
+        f"{name[:80]!a} is none of them",
         code="model_not_found",
         param="model",
     )
