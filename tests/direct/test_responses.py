@@ -10,20 +10,10 @@ import pytest
 from any_agent import EngineOpenAI
 from any_agent.chat import ChatFormat
 from any_agent.types import Continuation
-from tests.direct.lab import CALL, HELLO, MODEL, MORE, said
+from tests.direct.lab import CALL, HELLO, MODEL, MORE, TOOLS, said
 from tests.fakes.scripted_engine import ScriptedEngine
 
-ADD: dict[str, Any] = {
-    "type": "function",
-    "name": "add",
-    "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-        "required": ["a", "b"],
-        "additionalProperties": False,
-    },
-}
+ADD: dict[str, Any] = {"type": "function", **TOOLS[0]["function"]}
 
 
 async def test_whole_and_once_more(
