@@ -14,6 +14,7 @@ from any_agent.types import Continuation, SessionMode, SessionState
 from proxy_ext.calls.stats import FIRST, NO_SESSION, Outcome, Retried
 from proxy_ext.frozen.spend import CAPS
 from proxy_ext.frozen.stats import OUTCOMES
+from proxy_ext.implicit.joining import How
 from proxy_ext.opening.quotas import QUOTAS
 from proxy_ext.service import Service
 from proxy_ext.sessions import late
@@ -167,6 +168,22 @@ FROZEN_UNPRICED = Metric(
     "counter",
     "Calls of frozen models whose price is not known: no cap sees them.",
     ("model",),
+)
+IMPLICIT_CALLS = Metric(
+    "any_agent_implicit_calls_total",
+    "counter",
+    "Model calls that named no session, by how they got theirs (sessions.implicit): opened, "
+    "continued, ambiguous (continued where another had said the same), retried or reused (one in "
+    "which nothing had been said).",
+    ("how",),
+)
+IMPLICIT_OPEN = Metric(
+    "any_agent_implicit_sessions_open", "gauge", "Open sessions that model calls opened."
+)
+IMPLICIT_ENDED = Metric(
+    "any_agent_implicit_sessions_ended_total",
+    "counter",
+    "Of these, those that had been idle for long enough, and went to the grader.",
 )
 RETRIES = Metric(
     "any_agent_retries_total",
@@ -323,6 +340,9 @@ def _sessions(service: Service) -> Iterable[Reading]:
     yield REWARDS, _by_one(service.rewards.given, ("completion", "final"))
     yield LATE_REWARDS, _by_one(service.late.outcomes, get_args(late.Outcome))
     yield GRADING, service.late.grading
+    yield IMPLICIT_CALLS, _by_one(service.implicit.calls, get_args(How))
+    yield IMPLICIT_OPEN, len(service.sessions.implicit)
+    yield IMPLICIT_ENDED, service.expiry.implicit_ended
 
 
 def _calls(service: Service) -> Iterable[Reading]:

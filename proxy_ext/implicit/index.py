@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from any_agent.chat import chain_keys, reasoning_of
@@ -22,6 +23,8 @@ Where: TypeAlias = tuple[str | None, str]
 
 _MESSAGES = 16
 """Bytes of a key that stand for the messages."""
+_MOST_OVER = 16_384
+"""Answers of ended sessions that are still known."""
 _MOST_ANSWERS = 512
 """Of one session, the newest: nobody goes back further."""
 
@@ -106,14 +109,22 @@ class Task:
             at.insert(0, begun.parent)
         return Look(at, keys[-1] if keys or begun is None else begun.key, digest)
 
-    def find(self, look: Look, messages: Sequence[Message]) -> Match | None:
+    def find(
+        self, look: Look, messages: Sequence[Message], over: Container[bytes] = ()
+    ) -> Match | None:
         """The answer with the longest conversation that the messages go on from.
 
-        Of several the one that was continued least often, then the oldest session's.
+        Of several the one that was continued least often, then the oldest session's. None if the
+        longest is of a session that is ``over``: another one that said less is not this one.
         """
         for key, covered in reversed(look.keys):
-            # What ends with an answer adds nothing to it: it goes on from an earlier one.
-            if covered < len(messages) and (match := self._best(key, messages[covered - 1])):
+            if covered == len(messages):
+                # What ends with an answer adds nothing to it: it goes on from an earlier one.
+                continue
+            match = self._best(key, messages[covered - 1])
+            if match is None and (key[:_MESSAGES] in over or key[:_MESSAGES] in self._answers):
+                return None
+            if match is not None:
                 if look.digest is not None:
                     parent = key, covered
                     noted = Beginning(len(messages), look.last, 0, 0, parent, frozenset())
@@ -182,9 +193,12 @@ class Task:
 
 
 class ImplicitIndex:
-    """Of one rank. It holds open sessions only, so it is as bounded as they are."""
+    """Of one rank. It holds open sessions, so it is as bounded as they are, and the latest answers
+    of those that are over."""
 
     def __init__(self) -> None:
+        self.over: dict[bytes, None] = {}
+        """The messages' keys of ended sessions' answers, the oldest first."""
         self._tasks: dict[Where, Task] = {}
         self._members: dict[str, tuple[Where, Member]] = {}
         self._next = 0
@@ -240,10 +254,18 @@ class ImplicitIndex:
             if session.state is not SessionState.OPEN and session.id in self._members:
                 where, member = self._members.pop(session.id)
                 task = self._tasks[where]
+                self._note_over(member)
                 task.drop(member)
                 del task.members[session.id]
                 if not task.members:
                     del self._tasks[where]
+
+    def _note_over(self, member: Member) -> None:
+        for answer in member.answers:
+            self.over.pop(answer.key[:_MESSAGES], None)
+            self.over[answer.key[:_MESSAGES]] = None
+        for key in list(islice(self.over, max(0, len(self.over) - _MOST_OVER))):
+            del self.over[key]
 
     @contextmanager
     def ending(self, session: Session) -> Iterator[None]:

@@ -84,8 +84,8 @@ class Implicit:
         self._opening = opening
         self._completer = completer
         self._config = config
-        self.calls: Counter[How] = Counter()
-        """By how they got their session."""
+        self.calls: Counter[str] = Counter()
+        """By how they got their session (:data:`How`)."""
 
     def takes(self, caller: Caller) -> bool:
         """Whether this caller's calls need no session of their own making."""
@@ -197,7 +197,7 @@ class Implicit:
             look = await asyncio.to_thread(task.look, call.messages, call.tools, template)
         else:
             look = task.look(call.messages, call.tools, template)
-        return task.find(look, call.messages)
+        return task.find(look, call.messages, self._sessions.implicit.over)
 
     def _start(self, body: Any, task_id: str) -> StartSession:
         metadata = body.get("metadata") if isinstance(body, Mapping) else None
