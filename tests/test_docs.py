@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/configuration.md"]
 DOCUMENTS += ["docs/metrics.md", "docs/sessions.md", "docs/keys.md", "docs/from-areal.md"]
 DOCUMENTS += ["docs/reliability.md", "docs/doctor.md", "docs/parameters.md", "docs/calls.md"]
-DOCUMENTS += ["docs/frozen-models.md"]
+DOCUMENTS += ["docs/frozen-models.md", "docs/implicit-sessions.md"]
 
 
 @pytest.fixture(scope="module")
