@@ -32,7 +32,7 @@ from proxy_ext.rl.common import service_of
 from proxy_ext.service import Service, open_service
 from proxy_ext.wire.http import JSONResponse, error_response
 from proxy_ext.wire.models import list_models, one_model
-from proxy_ext.wire.responses import response, response_items
+from proxy_ext.wire.responses import delete_response, response, response_items
 
 log = logging.getLogger(__name__)
 
@@ -147,15 +147,22 @@ def _add_responses_routes(app: FastAPI) -> None:
     async def again(request: Request, response_id: str) -> Response:
         return await response(service_of(request), request, response_id)
 
+    async def delete(request: Request, response_id: str) -> Response:
+        return await delete_response(service_of(request), request, response_id)
+
     async def items(request: Request, response_id: str) -> Response:
         return await response_items(service_of(request), request, response_id)
 
     for prefix in ("/v1", ""):
-        for path, endpoint in (("", again), ("/input_items", items)):
+        for method, path, endpoint in (
+            ("GET", "", again),
+            ("DELETE", "", delete),
+            ("GET", "/input_items", items),
+        ):
             app.add_api_route(
                 f"{prefix}/responses/{{response_id}}{path}",
                 endpoint,
-                methods=["GET"],
+                methods=[method],
                 include_in_schema=bool(prefix),
             )
 

@@ -53,6 +53,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "POST /v1/completions": ("model calls", _MODEL_CALL),
     "POST /v1/responses": ("model calls", _MODEL_CALL),
     "GET /v1/responses/{response_id}": ("model calls", "404"),
+    "DELETE /v1/responses/{response_id}": ("model calls", "404 409 410 507"),
     "GET /v1/responses/{response_id}/input_items": ("model calls", "404"),
     "POST /v1/messages": ("model calls", _MODEL_CALL),
     "POST /v1/messages/count_tokens": ("model calls", "404 410 429"),
@@ -181,7 +182,7 @@ def _complete_parameter(parameter: dict[str, Any]) -> None:
     elif kinds:
         schema["anyOf"] = kinds
     if parameter["name"] == "after":
-        schema["pattern"] = PAGES
+        schema.setdefault("pattern", PAGES)
 
 
 def _close_maps(schema: Any) -> None:

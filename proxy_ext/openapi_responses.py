@@ -8,6 +8,7 @@ from any_agent.completions.params import request_schema
 
 _TEXT = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
+_ITEM_ID = "^[a-z]{2,3}_in[0-9a-f]{32}_[0-9]{1,6}$"
 _ITEMS = {"type": "array", "items": {"type": "object", "required": ["type"]}}
 
 SCHEMAS: dict[str, Any] = {
@@ -45,6 +46,16 @@ SCHEMAS: dict[str, Any] = {
                     "total_tokens": _COUNT,
                 },
             },
+        },
+    },
+    "DeletedResponse": {
+        "title": "DeletedResponse",
+        "type": "object",
+        "required": ["id", "object", "deleted"],
+        "properties": {
+            "id": _TEXT,
+            "object": {"const": "response"},
+            "deleted": {"const": True},
         },
     },
     "ResponseItems": {
@@ -85,14 +96,25 @@ def bodies(headers: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "`/responses/{response_id}`.",
             "responses": {"200": {"description": "The response.", "content": _json("Response")}},
         },
+        "DELETE /v1/responses/{response_id}": {
+            "summary": "Delete a response",
+            "description": "It cannot be had again, nor be gone on from by its id. What the open "
+            "session recorded stays. Also at `/responses/{response_id}`.",
+            "responses": {
+                "200": {"description": "It is deleted.", "content": _json("DeletedResponse")}
+            },
+        },
         "GET /v1/responses/{response_id}/input_items": {
             "summary": "Input items",
             "description": "What it is an answer to. Also at "
             "`/responses/{response_id}/input_items`.",
             "parameters": [
+                {"name": "response_id", "in": "path", "required": True, "schema": _TEXT},
                 _parameter("limit", {"type": "integer", "minimum": 1, "maximum": 100}, "20."),
                 _parameter("order", {"enum": ["asc", "desc"]}, "`desc`: the latest first."),
-                _parameter("after", _TEXT, "The item that the page comes after."),
+                _parameter(
+                    "after", {**_TEXT, "pattern": _ITEM_ID}, "The item that the page comes after."
+                ),
             ],
             "responses": {"200": {"description": "Items.", "content": _json("ResponseItems")}},
         },

@@ -42,6 +42,8 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     "POST /responses": (AGENTS, ""),
     "GET /v1/responses/{response_id}": (AGENTS, ""),
     "GET /responses/{response_id}": (AGENTS, ""),
+    "DELETE /v1/responses/{response_id}": (AGENTS, ""),
+    "DELETE /responses/{response_id}": (AGENTS, ""),
     "GET /v1/responses/{response_id}/input_items": (AGENTS, ""),
     "GET /responses/{response_id}/input_items": (AGENTS, ""),
     "POST /v1/messages": (AGENTS, ""),

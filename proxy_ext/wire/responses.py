@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from any_agent.completions.asked import Asked, token_logprobs
 from any_agent.completions.responses import (
     answer_of,
+    deleted_record,
     input_items,
     response_again,
     responses_asked,
 )
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
+from proxy_ext.journal import PutInteraction
 from proxy_ext.service import Service
+from proxy_ext.sessions.session import Session
 from proxy_ext.wire.http import JSONResponse
 from proxy_ext.wire.serve import Asking, serve
 
@@ -39,6 +44,22 @@ async def response(service: Service, request: Request, id: str) -> Response:
     chat = service.completer.chat
     body = response_again(interaction, tree, token_logprobs(chat), chat)
     return Response(body, media_type="application/json")
+
+
+async def delete_response(service: Service, request: Request, id: str) -> Response:
+    """Nobody gets the answer by its id any more, nor goes on from it by name.
+
+    What was recorded of it stays: it is a part of its session, which is deleted whole.
+    """
+    session = await _session(service, request, id)
+    async with session.lock:
+        session.require_open()
+        await service.sessions.load(session)
+        interaction = answer_of(id, session.tree)
+        deleted = deleted_record(interaction)
+        await service.journal.commit(PutInteraction(replace(interaction, request=deleted)))
+        interaction.request = deleted
+    return JSONResponse({"id": id, "object": "response", "deleted": True})
 
 
 async def response_items(service: Service, request: Request, id: str) -> Response:
@@ -77,18 +98,19 @@ def _asked(asking: Asking) -> Asked:
     )
 
 
-async def _tree(service: Service, request: Request, id: str) -> InteractionTree:
-    """Of the caller's session; it is there until the next `await`.
-
-    Of an agent that opens no sessions, the one which gave this answer.
-    """
+async def _session(service: Service, request: Request, id: str) -> Session:
+    """The caller's; of an agent that opens no sessions, the one which gave this answer."""
     named = request.query_params.get("session_id")
     session = await service.auth.session_or_none(request, named)
     caller = service.auth.caller(request)
     if session is None and service.implicit.takes(caller):
         session = await service.implicit.session_of(caller, id)
-    if session is None:
-        session = await service.auth.session(request, named)
+    return session if session is not None else await service.auth.session(request, named)
+
+
+async def _tree(service: Service, request: Request, id: str) -> InteractionTree:
+    """Of the caller's session; it is there until the next `await`."""
+    session = await _session(service, request, id)
     await service.sessions.load(session)
     return session.tree
 

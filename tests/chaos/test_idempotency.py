@@ -209,6 +209,8 @@ EXEMPT = {
     "POST /rl/v1/lease": "a long poll",
     "POST /rl/v1/export_trajectories": "the same sessions again are leased to the same owner",
     "POST /export_trajectories": "a second one answers the same",
+    "DELETE /v1/responses/{response_id}": "a second one finds nothing",
+    "DELETE /responses/{response_id}": "a second one finds nothing",
     **{
         f"POST {prefix}{path}": "its retries are marked, or it changes nothing"
         for path in HANDLERS

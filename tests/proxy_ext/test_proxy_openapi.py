@@ -100,6 +100,8 @@ def test_repeatable_routes_take_a_key() -> None:
         ("POST", "/rl/v1/lease"),
         ("POST", "/rl/v1/export_trajectories"),
         ("POST", "/export_trajectories"),
+        # Its second one finds nothing.
+        ("DELETE", "/v1/responses/{response_id}"),
     }
 
 

@@ -4,12 +4,18 @@ from any_agent.completions.responses.answer import ResponsesAnswer
 from any_agent.completions.responses.asked import responses_asked
 from any_agent.completions.responses.call import ResponsesCall
 from any_agent.completions.responses.parse import parse_responses
-from any_agent.completions.responses.recorded import answer_of, input_items, response_again
+from any_agent.completions.responses.recorded import (
+    answer_of,
+    deleted_record,
+    input_items,
+    response_again,
+)
 
 __all__ = [
     "ResponsesAnswer",
     "ResponsesCall",
     "answer_of",
+    "deleted_record",
     "input_items",
     "parse_responses",
     "response_again",

@@ -13,6 +13,8 @@ from any_agent.types import Interaction, Message
 ID_PREFIX = "resp_"
 RECORD = "responses"
 """Where an interaction's request keeps what its answer repeats."""
+DELETED = "deleted"
+"""There: its agent wants it to be told of no more."""
 
 
 def messages_before(id: str, tree: InteractionTree | None) -> list[Message]:
@@ -23,7 +25,12 @@ def messages_before(id: str, tree: InteractionTree | None) -> list[Message]:
         InvalidRequest: its texts were not kept.
     """
     interaction = tree.get(id) if tree is not None else None
-    if tree is None or interaction is None or "text" in interaction.request:
+    if (
+        tree is None
+        or interaction is None
+        or "text" in interaction.request
+        or is_deleted(interaction)
+    ):
         raise NotFound(
             f"previous_response_id {id[:80]!a} is no answer of this session",
             code="previous_response_not_found",
@@ -40,6 +47,11 @@ def has_instructions(interaction: Interaction) -> bool:
     return bool(interaction.request.get(RECORD, {}).get("instructions"))
 
 
+def is_deleted(interaction: Interaction) -> bool:
+    """Whether its agent deleted it."""
+    return bool(interaction.request.get(RECORD, {}).get(DELETED))
+
+
 class Items:
     """Resolves references to items of the session's answers."""
 
@@ -52,7 +64,7 @@ class Items:
         interaction = (
             self._tree.get(ID_PREFIX + match[1]) if self._tree is not None and match else None
         )
-        if match is not None and interaction is not None:
+        if match is not None and interaction is not None and not is_deleted(interaction):
             require_texts(interaction, where)
             items = items_of(interaction)
             k = int(match[2])

@@ -11,7 +11,13 @@ from any_agent.completions.params import ChatCall
 from any_agent.completions.prepared import Head
 from any_agent.completions.responses.answer import ResponsesAnswer
 from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
-from any_agent.completions.responses.history import RECORD, has_instructions, require_texts
+from any_agent.completions.responses.history import (
+    DELETED,
+    RECORD,
+    has_instructions,
+    is_deleted,
+    require_texts,
+)
 from any_agent.completions.responses.output import item_id, item_of
 from any_agent.completions.responses.tools import flat
 from any_agent.errors import NotFound
@@ -29,13 +35,19 @@ def answer_of(id: str, tree: InteractionTree | None) -> Interaction:
     interaction = tree.get(id) if tree is not None else None
     if interaction is not None:
         require_texts(interaction, "response_id")
-    if interaction is None or RECORD not in interaction.request:
+    if interaction is None or RECORD not in interaction.request or is_deleted(interaction):
         raise NotFound(
             f"there is no response {id[:80]!a} in this session",
             code="response_not_found",
             param="response_id",
         )
     return interaction
+
+
+def deleted_record(interaction: Interaction) -> dict[str, Any]:
+    """``request`` of an answer that its agent wants to be told of no more."""
+    record = interaction.request
+    return {**record, RECORD: {**record.get(RECORD, {}), DELETED: True}}
 
 
 def response_again(
@@ -75,7 +87,7 @@ def input_items(interaction: Interaction, tree: InteractionTree) -> list[dict[st
     messages = tree.messages(interaction.id)[1 if has_instructions(interaction) else 0 :]
     out: list[dict[str, Any]] = []
     # Their ids are not those of answers: only these can be referred to.
-    prefix = f"in_{interaction.id.rpartition('_')[2]}"
+    prefix = f"in{interaction.id.rpartition('_')[2]}"
     for message in messages:
         out += _items(message, prefix, len(out))
     return out

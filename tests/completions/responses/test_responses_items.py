@@ -1,0 +1,234 @@
+"""Input items to messages: what belongs together, what is refused, and how it is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from any_agent.completions.responses.history import Items, messages_before
+from any_agent.completions.responses.items import messages_of
+from any_agent.completions.responses.reasoning import decoded, encoded
+from any_agent.completions.responses.recorded import answer_of, deleted_record, input_items
+from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, UnsupportedParameter
+from any_agent.record import InteractionTree, without_texts
+from any_agent.types import (
+    Continuation,
+    GenerationHyperparameters,
+    Interaction,
+    Message,
+    logprob_array,
+)
+
+HEX = "0123456789abcdef" * 2
+ID = f"resp_{HEX}"
+USER = {"role": "user", "content": "hi"}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+CHAT_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]}
+
+
+def messages(*items: Any, tree: InteractionTree | None = None) -> list[Message]:
+    return messages_of(list(items), Items(tree))
+
+
+def assistant(**fields: Any) -> Message:
+    return {"role": "assistant", "content": None, **fields}
+
+
+def recorded(
+    id: str = ID,
+    parent: str | None = None,
+    delta: Any = None,
+    *,
+    instructed: bool = False,
+    **out: Any,
+) -> Interaction:
+    return Interaction(
+        id=id,
+        session_id="s",
+        parent_id=parent,
+        prompt_delta_ids=np.array([1, 2], dtype=np.int32),
+        output_ids=np.array([3], dtype=np.int32),
+        output_logprobs=logprob_array([-0.5]),
+        output_versions=np.array([0], dtype=np.int32),
+        message_delta=[USER] if delta is None else delta,
+        output_message={"role": "assistant", "content": "a", **out},
+        finish_reason="stop",
+        gconfig=GenerationHyperparameters(),
+        model="m",
+        tools=None,
+        continuation=Continuation.EXACT if parent else Continuation.ROOT,
+        branch_reason=None,
+        untrainable_reason=None,
+        request={"responses": {"instructions": True} if instructed else {}},
+        created_at=1.0,
+    )
+
+
+def tree_of(*interactions: Interaction) -> InteractionTree:
+    return InteractionTree.from_interactions(interactions)
+
+
+def test_a_text_is_the_users() -> None:
+    assert messages_of("hi", Items(None)) == [USER]
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([{"role": "developer", "content": "d"}], [{"role": "system", "content": "d"}]),
+        (
+            [{"role": "user", "content": [{"type": "input_text", "text": t} for t in "hi"]}],
+            [USER],
+        ),
+        # What one answer said is one message.
+        (
+            [THOUGHT, SAID, CALL],
+            [assistant(reasoning_content="r", content="a", tool_calls=[CHAT_CALL])],
+        ),
+        ([CALL, CALL], [assistant(tool_calls=[CHAT_CALL, CHAT_CALL])]),
+        ([CALL, SAID], [assistant(tool_calls=[CHAT_CALL], content="a")]),
+        # Two texts in a row are two answers, and so is what is thought after one.
+        ([SAID, SAID], [assistant(content="a"), assistant(content="a")]),
+        ([SAID, THOUGHT], [assistant(content="a"), assistant(reasoning_content="r")]),
+        ([CALL, THOUGHT], [assistant(tool_calls=[CHAT_CALL]), assistant(reasoning_content="r")]),
+        ([SAID, USER, SAID], [assistant(content="a"), USER, assistant(content="a")]),
+        (
+            [{**CALL, "type": "function_call_output", "output": "7"}],
+            [{"role": "tool", "tool_call_id": "c", "content": "7"}],
+        ),
+        (
+            [
+                {
+                    "type": "function_call_output",
+                    "call_id": "c",
+                    "output": [{"type": "input_text"} | {"text": "7"}],
+                }
+            ],
+            [{"role": "tool", "tool_call_id": "c", "content": "7"}],
+        ),
+        ([{"type": "reasoning", "summary": []}], [assistant()]),
+        (
+            [{"type": "reasoning", "summary": [], "encrypted_content": encoded("é")}],
+            [assistant(reasoning_content="é")],
+        ),
+        ([{"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}], [assistant()]),
+    ],
+)
+def test_items_are_messages(items: list[Any], expected: list[Message]) -> None:
+    assert messages(*items) == expected
+
+
+def test_ids_tell_what_is_of_one_answer() -> None:
+    first = [{**SAID, "id": f"msg_{HEX}_{k}"} for k in range(2)]
+    assert messages(*first) == [assistant(content="aa")]
+    other = {**CALL, "id": f"fc_{'0' * 32}_0"}
+    assert len(messages(first[0], other)) == 2
+
+
+@pytest.mark.parametrize(
+    ("item", "kind", "param", "said"),
+    [
+        ("x", InvalidRequest, "input[1]", "an object"),
+        ({}, InvalidRequest, "input[1]", "must have a type"),
+        ({"type": 3}, InvalidRequest, "input[1]", "must have a type"),
+        ({"type": "computer_call"}, UnsupportedParameter, "input[1]", "computer_call"),
+        ({"type": "é" * 999}, UnsupportedParameter, "input[1]", "is a"),
+        ({"type": "message", "role": "tool"}, InvalidRequest, "input[1].role", "user, assistant"),
+        ({"role": "user"}, InvalidRequest, "input[1].content", "a text"),
+        (
+            {"role": "user", "content": [{"type": "input_image"}]},
+            InvalidRequest,
+            "input[1].content[0]",
+            "reads text only",
+        ),
+        (
+            {"role": "user", "content": [{"type": "input_text", "text": 3}]},
+            InvalidRequest,
+            "input[1].content[0].text",
+            "a string",
+        ),
+        ({**CALL, "arguments": {}}, InvalidRequest, "input[1].arguments", "a string"),
+        ({**CALL, "call_id": None}, InvalidRequest, "input[1].call_id", "a string"),
+        ({"type": "function_call_output", "call_id": "c"}, InvalidRequest, "input[1].output", ""),
+        ({"type": "reasoning", "summary": 3}, InvalidRequest, "input[1].summary", "a list"),
+        ({"type": "reasoning", "content": [3]}, InvalidRequest, "input[1].content[0]", ""),
+        ({"type": "item_reference"}, InvalidRequest, "input[1].id", "a string"),
+        ({"type": "item_reference", "id": "x"}, NotFound, "input[1]", "send it whole"),
+        ({"role": "user", "content": "\ud800"}, InvalidRequest, "input[1].content", "surrogate"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    item: Any, kind: type[AnyAgentError], param: str, said: str
+) -> None:
+    with pytest.raises(kind) as raised:
+        messages(USER, item)
+    assert raised.value.param == param
+    assert said in raised.value.message and len(raised.value.message) < 400
+
+
+def test_references_are_items_of_the_sessions_answers() -> None:
+    tree = tree_of(recorded(reasoning_content="r", tool_calls=[CHAT_CALL]))
+    ids = [f"rs_{HEX}_0", f"msg_{HEX}_1", f"fc_{HEX}_2"]
+    said = messages(*({"type": "item_reference", "id": id} for id in ids), tree=tree)
+    assert said == [assistant(reasoning_content="r", content="a", tool_calls=[CHAT_CALL])]
+    # Without a type, as OpenAI's clients may leave it out.
+    assert messages({"id": ids[1]}, tree=tree) == [assistant(content="a")]
+    for id in (f"msg_{HEX}_0", f"msg_{HEX}_3", f"msg_{'0' * 32}_1", f"fc_{HEX}_9999"):
+        with pytest.raises(NotFound):
+            messages({"type": "item_reference", "id": id}, tree=tree)
+
+
+def test_what_comes_before_is_the_sessions() -> None:
+    system = {"role": "system", "content": "old"}
+    first = recorded(delta=[system, USER], instructed=True)
+    second = recorded(
+        f"resp_{'1' * 32}", ID, [{"role": "user", "content": "more"}], instructed=True
+    )
+    tree = tree_of(first, second)
+    assert messages_before(ID, tree) == [USER, first.output_message]
+    assert [m["content"] for m in messages_before(second.id, tree)] == ["hi", "a", "more", "a"]
+    for id, known in (("resp_x", tree), (ID, None), ("x" * 99_999, tree)):
+        with pytest.raises(NotFound) as raised:
+            messages_before(id, known)
+        assert raised.value.code == "previous_response_not_found"
+        assert len(raised.value.message) < 200
+    with pytest.raises(InvalidRequest) as refused:
+        messages_before(ID, tree_of(without_texts(recorded())))
+    assert refused.value.code == "content_not_stored"
+
+
+def test_a_deleted_answer_is_not_there() -> None:
+    interaction = recorded()
+    assert answer_of(ID, tree_of(interaction)) is interaction
+    interaction.request = deleted_record(interaction)
+    tree = tree_of(interaction)
+    with pytest.raises(NotFound):
+        answer_of(ID, tree)
+    with pytest.raises(NotFound):
+        messages_before(ID, tree)
+    with pytest.raises(NotFound):
+        messages({"type": "item_reference", "id": f"msg_{HEX}_0"}, tree=tree)
+
+
+def test_what_an_answer_is_an_answer_to() -> None:
+    said = assistant(content="b", reasoning_content="r", tool_calls=[CHAT_CALL])
+    told = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "7"}]}
+    system = {"role": "system", "content": "s"}
+    interaction = recorded(delta=[system, USER, said, told], instructed=True)
+    items = input_items(interaction, tree_of(interaction))
+    kinds = ["message", "reasoning", "message", "function_call", "function_call_output"]
+    assert [item["type"] for item in items] == kinds
+    assert len({item["id"] for item in items}) == 5
+    # They can be sent as they are.
+    told = {**told, "content": "7"}
+    assert messages(*items) == [USER, said, told]
+
+
+@pytest.mark.parametrize("text", ["aa1.", "aa1.%%%", "aa1.gA==", "other", "", "aa1.é"])
+def test_what_is_not_ours_brings_nothing_back(text: str) -> None:
+    assert not decoded(text)
+    assert decoded(encoded("né 🙂")) == "né 🙂"
