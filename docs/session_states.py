@@ -58,9 +58,9 @@ service, as nobody could be heard meanwhile. Neither goes by the wall clock: a r
 boot clock, so that a clock set forward or back expires nothing, also while the service is down.
 After a reboot of the machine only the wall clock is left.
 
-Sessions that model calls opened ([implicit-sessions.md](implicit-sessions.md)) do not expire when they are
-idle (`sessions.implicit_idle_timeout`): their agent is done, and they await their reward, which
-`sessions.grader` gives at once.
+Sessions that model calls opened ([implicit-sessions.md](implicit-sessions.md)) do not expire when
+they are idle (`sessions.implicit_idle_timeout`): their agent is done, and they await their reward,
+which `sessions.grader` gives at once.
 
 ## Deletion and veto
 

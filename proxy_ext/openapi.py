@@ -35,8 +35,8 @@ _ERRORS = {
     413: "The body or the headers are too large.",
     422: "Well-formed, but it cannot be done; or the Idempotency-Key came with another request.",
     429: "No slot, no place or no quota is left; try again after `Retry-After` seconds.",
-    502: "The rank died before it answered: whether it did what was asked is not known. Of a frozen "
-    "model: what its provider says is no answer, or it refuses this service.",
+    502: "The rank died before it answered: whether it did what was asked is not known. Of a "
+    "frozen model: what its provider says is no answer, or it refuses this service.",
     503: "The rank, its engine or its store cannot answer now.",
     504: "The provider of a frozen model took too long.",
     507: "The store's disk is full.",

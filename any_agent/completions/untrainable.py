@@ -22,8 +22,8 @@ UntrainableReason: TypeAlias = Literal[
 """grammar, logit_bias, penalty, min_p, truncated_sampling: the tokens were not drawn from the
 distribution that their log-probabilities are of. tool_choice: the answer's opening was given.
 no_tokens: nothing was sampled. version_gone: a weight update cut off a call of a session that is
-pinned to one version. undelivered: the answer reached nobody. frozen_model: it is of another model than
-the policy."""
+pinned to one version. undelivered: the answer reached nobody. frozen_model: it is of another model
+than the policy."""
 
 REASONS: tuple[UntrainableReason, ...] = get_args(UntrainableReason)
 OTHER = "other"

@@ -70,7 +70,9 @@ async def take_up(
         await _told(news, earlier, remaining)
 
 
-async def session_of(sessions: Callable[[], Sequence[Session]], mark: RequestMark) -> Session | None:
+async def session_of(
+    sessions: Callable[[], Sequence[Session]], mark: RequestMark
+) -> Session | None:
     """The session, of several, that has the call which a retry repeats and whose client is gone.
 
     None if none of them has such a call. As long as it may just have been left, it is waited for.

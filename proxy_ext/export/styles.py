@@ -29,9 +29,7 @@ def rows(record: Record, style: str, discount: float) -> Iterator[bytes]:
     calls = [call for call in record.interactions if not is_frozen(call)]
     tree = InteractionTree.from_interactions(calls)
     rewards = propagate_rewards(calls, discount=discount, final_reward=session["final_reward"])
-    rewarded = session["final_reward"] is not None or any(
-        call.reward is not None for call in calls
-    )
+    rewarded = session["final_reward"] is not None or any(call.reward is not None for call in calls)
     said = {name: session[name] for name in ("group_id", "task_id", "state", "step")}
     if style == "messages":
         found = _messages(tree, rewards)

@@ -202,7 +202,9 @@ class Provider:
             _data({**head, "choices": [{"index": 0, "text": word, "finish_reason": None}]})
             for word in words
         ]
-        events.append(_data({**head, "choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}))
+        events.append(
+            _data({**head, "choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
+        )
         if (body.get("stream_options") or {}).get("include_usage"):
             events.append(_data({**head, "choices": [], "usage": _usage(words)}))
         events.append(b"data: [DONE]\n\n")
