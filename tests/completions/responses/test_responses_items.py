@@ -167,7 +167,7 @@ def test_what_is_wrong_is_named(
     with pytest.raises(kind) as raised:
         messages(USER, item)
     assert raised.value.param == param
-    assert said in raised.value.message and len(raised.value.message) < 400
+    assert said in raised.value.message and len(raised.value.message) < 600
 
 
 def test_references_are_items_of_the_sessions_answers() -> None:
