@@ -34,28 +34,29 @@ def conversation_of(system: Any, messages: list[Any]) -> list[Message]:
         text = _system_text(system)
         if text:
             out.append({"role": "system", "content": text})
-    before = ""
+    said: _Said | None = None
     for i, message in enumerate(messages):
         if type(message) is not dict:
             _wrong(f"messages[{i}]", "must be an object")
         role, content = message.get("role"), message.get("content")
+        if role == "assistant":
+            if said is None:
+                said = _Said()
+            said.add(content, i)
+            continue
+        if said is not None:
+            out.append(said.message())
+            said = None
         if role == "user":
             if type(content) is str:
                 out.append({"role": "user", "content": content})
             else:
                 _user_turn(out, content, i)
-        elif role == "assistant":
-            said = _assistant_turn(content, i)
-            if before == "assistant":
-                _merge(out[-1], said)
-            else:
-                out.append(said)
         elif role == "system":
             out.append({"role": "system", "content": _text(content, f"messages[{i}].content")})
         else:
             _wrong(f"messages[{i}].role", "must be user, assistant or system")
-        before = role
-    if before == "assistant":
+    if said is not None:
         raise InvalidRequest(_PREFILL, param="messages")
     return out
 
@@ -120,31 +121,39 @@ def _result(block: dict[str, Any], where: str) -> Message:
     return {"role": "tool", "tool_call_id": call_id(id), "content": text}
 
 
-def _assistant_turn(content: Any, i: int) -> Message:
-    if isinstance(content, str):
-        return {"role": "assistant", "content": content}
-    if not isinstance(content, list):
-        _wrong(f"messages[{i}].content", "must be a string or a list of content blocks")
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    for k, block in enumerate(content):
-        kind = block.get("type") if type(block) is dict else None
-        if kind == "text" and type(block.get("text")) is str:
-            texts.append(block["text"])
-        elif kind == "tool_use":
-            calls.append(_call(block, f"messages[{i}].content[{k}]"))
-        elif kind == "thinking" and type(block.get("thinking")) is str:
-            thoughts.append(block["thinking"])
-        elif kind != "redacted_thinking":
-            where = f"messages[{i}].content[{k}]"
-            _refuse(block, where, 'must be a "text", "tool_use" or "thinking" block')
-    said: Message = {"role": "assistant", "content": "".join(texts)}
-    if any(thoughts):
-        said["reasoning_content"] = "".join(thoughts)
-    if calls:
-        said["tool_calls"] = calls
-    return said
+class _Said:
+    """An assistant's turn: some clients send each block as a message of its own."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+
+    def add(self, content: Any, i: int) -> None:
+        if isinstance(content, str):
+            self._texts.append(content)
+            return
+        if not isinstance(content, list):
+            _wrong(f"messages[{i}].content", "must be a string or a list of content blocks")
+        for k, block in enumerate(content):
+            kind = block.get("type") if type(block) is dict else None
+            if kind == "text" and type(block.get("text")) is str:
+                self._texts.append(block["text"])
+            elif kind == "tool_use":
+                self._calls.append(_call(block, f"messages[{i}].content[{k}]"))
+            elif kind == "thinking" and type(block.get("thinking")) is str:
+                self._thoughts.append(block["thinking"])
+            elif kind != "redacted_thinking":
+                where = f"messages[{i}].content[{k}]"
+                _refuse(block, where, 'must be a "text", "tool_use" or "thinking" block')
+
+    def message(self) -> Message:
+        said: Message = {"role": "assistant", "content": "".join(self._texts)}
+        if any(self._thoughts):
+            said["reasoning_content"] = "".join(self._thoughts)
+        if self._calls:
+            said["tool_calls"] = self._calls
+        return said
 
 
 def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
@@ -157,14 +166,6 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
         _wrong(f"{where}.input", "must be an object")
     function = {"name": name, "arguments": arguments_of(given)}
     return {"id": call_id(id), "type": "function", "function": function}
-
-
-def _merge(said: Message, more: Message) -> None:
-    """An assistant's turn goes on: some clients send each block as a message of its own."""
-    said["content"] += more["content"]
-    for key in ("reasoning_content", "tool_calls"):
-        if key in more:
-            said[key] = said[key] + more[key] if key in said else more[key]
 
 
 def _refuse(block: Any, where: str, wanted: str) -> NoReturn:

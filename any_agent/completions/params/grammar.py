@@ -96,7 +96,6 @@ def _parsed(value: Any, name: str) -> Any:
 
 
 def schema_grammar(schema: Any, name: str) -> str:
-    """The grammar of a JSON schema, which the parameter of that name asks for."""
     """Of a JSON schema; InvalidRequest, under the parameter's name, for what is none of ours."""
     if not isinstance(schema, dict):
         raise InvalidRequest(f"the schema of {name} must be an object", param=name)
