@@ -43,8 +43,6 @@ _ERRORS = {
 }
 _WAITING = (429, 503, 507)
 """They say when to try again."""
-_STREAM = "text/event-stream"
-_MSGPACK = "application/x-msgpack"
 
 _MODEL_CALL = "402 404 409 410 429 504 507"
 _TABLE: dict[str, tuple[str, str]] = {

@@ -17,7 +17,7 @@ from any_agent.record.export import (
     to_json,
     to_tensors,
 )
-from any_agent.record.frozen import FROZEN_MODEL, FROZEN_PREFIX, frozen_id, is_frozen
+from any_agent.record.frozen import FROZEN_MODEL, frozen_id, is_frozen
 from any_agent.record.rewards import discarded, propagate_rewards, session_score, was_received
 from any_agent.record.seen import Beginning
 from any_agent.record.texts import has_reasoning, lacks_texts, without_texts
@@ -25,7 +25,6 @@ from any_agent.record.tree import InteractionTree
 
 __all__ = [
     "FROZEN_MODEL",
-    "FROZEN_PREFIX",
     "Beginning",
     "InteractionTree",
     "Row",

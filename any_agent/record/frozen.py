@@ -8,13 +8,13 @@ from any_agent.types import Interaction
 
 FROZEN_MODEL = "frozen_model"
 """Why none of them is trained on."""
-FROZEN_PREFIX = "frozen-"
+_PREFIX = "frozen-"
 """What their ids begin with, and no others."""
 
 
 def frozen_id() -> str:
     """A new one's."""
-    return f"{FROZEN_PREFIX}{secrets.token_hex(16)}"
+    return f"{_PREFIX}{secrets.token_hex(16)}"
 
 
 def is_frozen(interaction: Interaction) -> bool:

@@ -47,7 +47,7 @@ class FrozenAnswer:
 
     def said(self) -> str:
         """All text of it so far, to count its tokens by."""
-        return _text_in(self.message())
+        return text_in(self.message())
 
     def estimated(self, prompt: int, output: int) -> dict[str, Any]:
         """A usage that nobody told, in the API's form."""
@@ -351,7 +351,7 @@ def _number(value: Any) -> int:
     return value if type(value) is int and value >= 0 else 0
 
 
-def _text_in(value: Any) -> str:
+def text_in(value: Any) -> str:
     """Every text of plain data, without recursion."""
     out: list[str] = []
     left = [value]

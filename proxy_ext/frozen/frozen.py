@@ -19,7 +19,7 @@ from any_agent.config import Config, FrozenConfig
 from any_agent.errors import AnyAgentError, ConfigError, InvalidRequest, NotFound, TooManyRequests
 from any_agent.record import FROZEN_MODEL, frozen_id, is_frozen, without_texts
 from any_agent.types import GenerationHyperparameters, Interaction
-from proxy_ext.frozen.answers import ANSWERS
+from proxy_ext.frozen.answers import ANSWERS, text_in
 from proxy_ext.frozen.call import End, FrozenCall
 from proxy_ext.frozen.names import PolicyNames
 from proxy_ext.frozen.provider import Deployment, Provider
@@ -219,7 +219,8 @@ class FrozenModels:
         if estimated:
             # Of a stream that broke off, some usage may have been told at its beginning.
             told = answer.tokens()
-            prompt = told[0] or await _count(call.deployment, _texts(asked))
+            texts = text_in([asked.messages, asked.tools])
+            prompt = told[0] or await _count(call.deployment, texts)
             output = await _count(call.deployment, answer.said())
             answer.usage = answer.estimated(prompt, max(told[1], output))
         cost = call.deployment.cost(asked.api, answer.usage)
@@ -316,20 +317,6 @@ def _interaction(call: FrozenCall, *, whole: bool) -> Interaction:
         request={"recorded": asked.recorded} if asked.recorded else {},
         created_at=call.created_at,
     )
-
-
-def _texts(asked: FrozenRequest) -> str:
-    out: list[str] = []
-    left: list[Any] = [asked.messages, asked.tools]
-    while left:
-        part = left.pop()
-        if isinstance(part, str):
-            out.append(part)
-        elif isinstance(part, dict):
-            left += part.values()
-        elif isinstance(part, list):
-            left += part
-    return " ".join(out)
 
 
 async def _count(deployment: Deployment, text: str) -> int:
