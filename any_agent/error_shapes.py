@@ -26,6 +26,11 @@ _TYPES = {
 }
 
 
+def request_id() -> str:
+    """Of a request that has no interaction."""
+    return f"req_{uuid.uuid4().hex}"
+
+
 def is_messages(path: str) -> bool:
     """Whether a request's path is one of Anthropic's Messages API."""
     return _MESSAGES.match(path) is not None
@@ -61,7 +66,7 @@ def anthropic_body(error: AnyAgentError, status: int | None = None) -> dict[str,
             "code": error.code,
             "details": details,
         },
-        "request_id": f"req_{uuid.uuid4().hex}",
+        "request_id": request_id(),
     }
 
 

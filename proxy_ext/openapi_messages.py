@@ -129,7 +129,13 @@ def bodies(headers: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "description": "The prompt tokens that a request with this body would have now. Also "
             "at `/messages/count_tokens`, and behind `/{session key}`.",
             "requestBody": {"required": True, "content": _json("CountTokensRequest")},
-            "responses": {"200": {"description": "How many.", "content": _json("TokenCount")}},
+            "responses": {
+                "200": {
+                    "description": "How many.",
+                    "headers": request_id,
+                    "content": _json("TokenCount"),
+                }
+            },
         },
     }
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from any_agent.completions.asked import Asked
 from any_agent.completions.messages import count_tokens, messages_asked, parse_count
-from any_agent.error_shapes import REQUEST_ID
+from any_agent.error_shapes import REQUEST_ID, request_id
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from proxy_ext.service import Service
 from proxy_ext.wire.http import JSONResponse, read_json
@@ -56,7 +56,7 @@ async def count(service: Service, request: Request) -> Response:
                 await service.sessions.load(session)
             tree = session.tree if session is not None else None
             tokens = await count_tokens(service.completer, call, tree)
-        return JSONResponse({"input_tokens": tokens})
+        return JSONResponse({"input_tokens": tokens}, headers={REQUEST_ID: request_id()})
     finally:
         place.leave()
 

@@ -321,6 +321,7 @@ async def test_counted_tokens_are_those_of_the_call(
         async with agent_of(proxy, session["api_key"]) as agent:
             asked: dict[str, Any] = {"model": "claude", "messages": HELLO, **body}
             counted = await agent.messages.count_tokens(**asked)
+        assert counted._request_id is not None and counted._request_id.startswith("req_")
         answer = await create(proxy, session["api_key"], **body)
         assert counted.input_tokens == answer.usage.input_tokens
         assert len(await proxy.recorded(session["session_id"])) == 1
