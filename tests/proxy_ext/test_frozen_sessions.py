@@ -54,7 +54,7 @@ async def judged(proxy: Proxy, session: dict[str, Any], **fields: Any) -> httpx.
 
 async def mixed(proxy: Proxy) -> tuple[dict[str, Any], list[str]]:
     """A session with two turns of the policy, and a judge's call before, between and after them."""
-    session = await proxy.open(task_id="t")
+    session = await proxy.open(task_id="t", group_size=1)
     key = session["api_key"]
     assert (await judged(proxy, session)).is_success
     first = await proxy.complete(key)
@@ -80,7 +80,11 @@ async def test_the_policys_tree_never_sees_them(proxy: Proxy) -> None:
     assert rewarded.json()["interaction_id"] == ids[1]
     judge = next(i.id for i in recorded if i.id not in ids)
     named = {"reward": 1.0, "interaction_id": judge}
-    refused(await proxy.post("/rl/v1/set_reward", named, session["api_key"]), 404, "not_found")
+    refused(
+        await proxy.post("/rl/v1/set_reward", named, session["api_key"]),
+        404,
+        "completion_not_found",
+    )
     assert (await proxy.post("/rl/v1/finalize", {}, session["api_key"])).is_success
     (trajectory,) = await proxy.lease()
     assert [i.id for i in trajectory.interactions] == ids
@@ -281,7 +285,8 @@ async def test_a_name_of_nobodys(start: Start, provider: ScriptedProvider) -> No
     assert [answer.status_code for answer in await asyncio.gather(*answers)] == [200] * 4
     said = refused(await proxy.call(session["api_key"], model="gpt-5"), 404, "model_not_found")
     assert "'gpt-5'" in said and "'policy'" in said
-    assert (await scrape(proxy))("any_agent_policy_calls_by_name_total", name="mine") == 1
+    names = (await scrape(proxy)).labels("any_agent_policy_calls_by_name_total", "name")
+    assert names == {"policy", "gpt-4o", "mine"}
 
 
 async def test_the_policy_makes_no_embeddings(proxy: Proxy) -> None:
