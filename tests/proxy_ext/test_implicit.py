@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
-import openai
 import pytest
 
-from any_agent.types import SessionState
-from proxy_ext.sessions.session import Session
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
-from tests.proxy_ext.proxy_lab import LIMIT, Proxy, until
-
-GRADER = "tests.proxy_ext.graders.by_length"
-SYSTEM = {"role": "system", "content": "You are brief."}
-ONE = [SYSTEM, {"role": "user", "content": "Say a number."}]
-MORE = {"role": "user", "content": "Another one."}
-ADMIN = "the-admin-key-of-these-tests"
-
-Messages = Sequence[dict[str, Any]]
-
-
-def settings(*more: str, grader: str = GRADER) -> tuple[str, ...]:
-    each = "sessions.implicit_group_size=1"
-    return ("sessions.implicit=true", f"sessions.grader={grader}", each, *more)
+from tests.proxy_ext.implicit_lab import (
+    KEY,
+    MORE,
+    ONE,
+    SYSTEM,
+    client,
+    idle,
+    says,
+    session,
+    settings,
+    will_say,
+)
+from tests.proxy_ext.proxy_lab import Proxy, until
 
 
 @pytest.fixture
@@ -37,36 +32,6 @@ async def proxy(start: Start) -> Proxy:
     return proxy
 
 
-def client(proxy: Proxy, **options: Any) -> openai.AsyncOpenAI:
-    """As an agent makes it, from its environment alone."""
-    options = {"api_key": "sk-anything", "max_retries": 0} | options
-    return openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", timeout=LIMIT, **options)
-
-
-async def says(proxy: Proxy, messages: Messages, **fields: Any) -> tuple[dict[str, Any], str]:
-    """The answer's message, and its session's id."""
-    response = await proxy.call("sk-anything", messages, **fields)
-    assert response.status_code == 200, response.text
-    return response.json()["choices"][0]["message"], response.headers["x-any-agent-session"]
-
-
-def session(proxy: Proxy, id: str) -> Session:
-    return proxy.service.sessions.live[id]
-
-
-async def idle(proxy: Proxy, id: str) -> dict[str, Any]:
-    """What is said of a session once nobody has called for long enough."""
-    session(proxy, id).active -= proxy.service.config.sessions.implicit_idle_timeout + 1
-    proxy.service.sessions.watch(session(proxy, id))
-
-    async def over() -> dict[str, Any] | None:
-        await proxy.service.expiry.sweep()
-        now = dict((await proxy.http.get(f"/rl/v1/sessions/{id}")).json())
-        return now if now["state"] not in ("open", "awaiting_reward") else None
-
-    return dict(await until(over, "it ends"))
-
-
 async def test_a_conversation_is_a_session(proxy: Proxy) -> None:
     async with client(proxy) as agent:
         messages: list[Any] = list(ONE)
@@ -75,9 +40,7 @@ async def test_a_conversation_is_a_session(proxy: Proxy) -> None:
                 model="gpt-4o", messages=messages, max_tokens=8, metadata={"plus": "2"}
             )
             messages += [done.choices[0].message.to_dict(), MORE]
-    ids = set(proxy.service.sessions.live)
-    assert len(ids) == 1
-    (id,) = ids
+    (id,) = proxy.service.sessions.live
     tree = session(proxy, id).tree
     assert [str(i.continuation) for i in tree] == ["root", "exact", "exact"]
     assert session(proxy, id).row.metadata == {"plus": "2"}
@@ -87,3 +50,115 @@ async def test_a_conversation_is_a_session(proxy: Proxy) -> None:
     (trajectory,) = await proxy.lease()
     assert trajectory.final_reward == 8
     assert proxy.service.implicit.calls == {"opened": 1, "continued": 2}
+
+
+async def test_each_of_two_agents_at_once_has_its_own(proxy: Proxy, engine: ScriptedEngine) -> None:
+    """Two that begin alike are two attempts; each goes on with the answer that it got."""
+    will_say(engine, proxy, "one", "two")
+    (first, a), (second, b) = await asyncio.gather(says(proxy, ONE), says(proxy, ONE))
+    assert a != b and {first["content"], second["content"]} == {"one", "two"}
+    talks = {a: [*ONE, first, MORE], b: [*ONE, second, MORE]}
+    for _ in range(2):
+        for id in (b, a):
+            answer, got = await says(proxy, talks[id])
+            assert got == id
+            talks[id] += [answer, MORE]
+    assert proxy.service.implicit.calls == {"opened": 2, "continued": 4}
+    rows = [session(proxy, id).row for id in (a, b)]
+    assert rows[0].task_id == rows[1].task_id and str(rows[0].task_id).startswith("auto-")
+
+
+async def test_those_that_said_the_same_are_gone_on_with_in_turn(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
+    will_say(engine, proxy, *["same"] * 3)
+    ids = [(await says(proxy, ONE))[1] for _ in range(3)]
+    assert len(set(ids)) == 3
+    said = {"role": "assistant", "content": "same"}
+    went = [(await says(proxy, [*ONE, said, MORE]))[1] for _ in range(3)]
+    assert went == ids
+    assert proxy.service.implicit.calls == {"opened": 3, "ambiguous": 2, "continued": 1}
+    # What several think is known by what they thought, or else by nothing: as a fork of the oldest.
+    assert (await says(proxy, [*ONE, said, MORE]))[1] == ids[0]
+
+
+async def test_a_fork_stays_in_its_session(proxy: Proxy) -> None:
+    answer, id = await says(proxy, ONE)
+    other = {"role": "user", "content": "A different one."}
+    for messages in ([*ONE, answer, MORE], [*ONE, answer, other], [*ONE, answer, MORE]):
+        assert (await says(proxy, messages))[1] == id
+    root, *forks = session(proxy, id).tree
+    assert [fork.parent_id for fork in forks] == [root.id] * 3
+
+
+async def test_another_question_is_another_conversation(proxy: Proxy) -> None:
+    _, id = await says(proxy, ONE)
+    others = [
+        [SYSTEM, {"role": "user", "content": "Something else."}],
+        [{"role": "system", "content": "You are long."}, *ONE[1:]],
+        ONE[1:],
+    ]
+    assert len({id, *[(await says(proxy, messages))[1] for messages in others]}) == 4
+
+
+async def test_what_ended_is_not_gone_on_with_in_another(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
+    """Nor in one that has said the beginning of it."""
+    will_say(engine, proxy, "same", "same", "more")
+    (answer, a), (_, b) = [await says(proxy, ONE) for _ in range(2)]
+    further, got = await says(proxy, [*ONE, answer, MORE])
+    assert got == a
+    await proxy.http.post(f"/rl/v1/sessions/{a}/abort", json={})
+    _, c = await says(proxy, [*ONE, answer, MORE, further, MORE])
+    assert c not in (a, b)
+    assert [str(i.continuation) for i in session(proxy, c).tree] == ["root"]
+
+
+async def test_a_call_renews_the_idle_time(proxy: Proxy) -> None:
+    answer, id = await says(proxy, ONE)
+    session(proxy, id).active -= 200
+    await says(proxy, [*ONE, answer, MORE])
+    assert session(proxy, id).idle_timeout == 300
+    assert session(proxy, id).idle_expires - asyncio.get_running_loop().time() > 250
+
+
+async def test_one_without_an_answer_expires(proxy: Proxy, engine: ScriptedEngine) -> None:
+    engine.fail("status", status=400)
+    assert (await proxy.call(KEY, ONE)).status_code >= 400
+    (id,) = proxy.service.sessions.live
+    ended = await idle(proxy, id)
+    assert (ended["state"], ended["interactions"]) == ("expired", 0)
+    assert "no call was answered" in ended["reason"]
+
+
+async def test_a_first_call_that_failed_and_comes_again(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
+    engine.fail("status", status=400)
+    assert (await proxy.call(KEY, ONE)).status_code >= 400
+    (id,) = proxy.service.sessions.live
+    assert (await says(proxy, ONE))[1] == id
+    # It has an answer now: the next attempt is one of its own.
+    assert (await says(proxy, ONE))[1] != id
+    assert proxy.service.implicit.calls == {"opened": 2, "reused": 1}
+
+
+async def test_a_marked_retry_finds_its_call(proxy: Proxy, engine: ScriptedEngine) -> None:
+    go_on = engine.hold(2)
+    body = {"model": "gpt-4o", "messages": ONE, "max_tokens": 8}
+    asked = asyncio.create_task(
+        proxy.post("/v1/chat/completions", body, KEY, **{"x-stainless-retry-count": "0"})
+    )
+    await until(lambda: engine.running)
+    asked.cancel()
+    (id,) = proxy.service.sessions.live
+    await until(lambda: any(call.vacant for call in session(proxy, id).calls))
+    again = asyncio.create_task(
+        proxy.post("/v1/chat/completions", body, KEY, **{"x-stainless-retry-count": "1"})
+    )
+    go_on.set()
+    answer = await again
+    assert (answer.status_code, answer.headers["x-any-agent-session"]) == (200, id)
+    assert len(engine.requests) == 1
+    assert proxy.service.implicit.calls == {"opened": 1, "retried": 1}

@@ -1,0 +1,126 @@
+"""Model calls of agents that open no sessions go to the home of their conversation."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from any_agent.access import run_dir_of
+from any_agent.conversation import rank_tag, task_of
+from any_agent.keystore import create_key
+from router.affinity import home_of
+from tests.router.conftest import StartLab
+from tests.router.router_lab import Lab, Received
+
+PATH = "/v1/chat/completions"
+IMPLICIT = ("sessions.implicit=true", "sessions.grader=tests.proxy_ext.graders.by_length")
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def said(k: int, *more: str) -> list[dict[str, Any]]:
+    return [SYSTEM, *({"role": "user", "content": text} for text in (f"Task {k}", *more))]
+
+
+def home(body: dict[str, Any]) -> int:
+    return home_of(task_of(body), 2)
+
+
+async def ranks_of(lab: Lab, path: str, body: Any, key: str | None = None) -> list[int]:
+    """Which ranks got it, of four times."""
+    for rank in lab.ranks:
+        rank.received.clear()
+    for _ in range(4):
+        assert (await lab.post(path, body, key)).status_code == 200
+    return sorted({rank.number for rank in lab.ranks if rank.received})
+
+
+@pytest.fixture
+async def pair(start_lab: StartLab) -> Lab:
+    return await start_lab(*IMPLICIT, ranks=2)
+
+
+async def test_a_conversation_stays_whichever_api_it_comes_by(pair: Lab) -> None:
+    homes = set()
+    for k in range(8):
+        body = {"messages": said(k)}
+        homes.add(home(body))
+        for path, each in (
+            (PATH, body),
+            ("/chat/completions", {"messages": said(k, "more", "and more")}),
+            ("/v1/responses", {"instructions": "Be brief.", "input": f"Task {k}"}),
+            ("/v1/messages", {"system": "Be brief.", "messages": said(k)[1:]}),
+        ):
+            assert await ranks_of(pair, path, each) == [home(body)], (k, path)
+    assert homes == {0, 1}
+
+
+async def test_a_response_names_its_rank(pair: Lab) -> None:
+    for rank in (0, 1):
+        id = f"resp_{rank_tag(rank)}{'ab' * 14}"
+        body = {"input": "more", "previous_response_id": id}
+        assert await ranks_of(pair, "/v1/responses", body) == [rank]
+        for path in (f"/v1/responses/{id}", f"/responses/{id}/input_items"):
+            before = len(pair.ranks[rank].received)
+            for _ in range(3):
+                assert (await pair.get(path)).status_code == 200
+            assert len(pair.ranks[rank].received) == before + 3
+    # Of a rank that there is not: the home of the conversation says what is wrong.
+    body = {"input": "more", "previous_response_id": f"resp_{rank_tag(9)}abcd"}
+    assert await ranks_of(pair, "/v1/responses", body) == [home(body)]
+
+
+async def test_what_is_sent_arrives_as_it_was(pair: Lab) -> None:
+    long = {"messages": said(1, "x" * 300_000)}
+    assert await ranks_of(pair, PATH, long) == [home(long)]
+    rank = pair.ranks[home(long)]
+    assert rank.received[0].json == long
+    for odd in (b"", b"{", b"[]", b'{"messages": 1}', b'"text"', b"[" * 2000):
+        response = await pair.http.post(PATH, content=odd)
+        assert response.status_code == 200
+    bodies = [r.body for each in pair.ranks for r in each.received]
+    assert {b"", b"{", b"[]", b'{"messages": 1}', b'"text"', b"[" * 2000} <= set(bodies)
+
+
+async def test_calls_that_name_a_session_go_where_it_is(pair: Lab) -> None:
+    body = {"messages": said(2)}
+    for rank in (0, 1):
+        assert await ranks_of(pair, PATH, body, pair.key(rank)) == [rank]
+        assert await ranks_of(pair, f"/{pair.key(rank)}{PATH}", body) == [rank]
+
+
+async def test_without_it_ranks_take_turns(start_lab: StartLab) -> None:
+    lab = await start_lab(ranks=2)
+    assert await ranks_of(lab, PATH, {"messages": said(1)}) == [0, 1]
+
+
+async def test_only_for_those_whose_calls_open_sessions(start_lab: StartLab) -> None:
+    lab = await start_lab(*IMPLICIT, "server.admin_key=operator-secret-4711", ranks=2)
+    key = create_key(run_dir_of(lab.config).keys, "tenant", tenant="alice")[0]
+    body = {"messages": said(3)}
+    assert await ranks_of(lab, PATH, body, key) == [home(body)]
+    # Refused by its head, without a look at its body.
+    assert await ranks_of(lab, PATH, body) == [0, 1]
+
+
+async def test_long_requests_are_bounded(start_lab: StartLab) -> None:
+    lab = await start_lab(*IMPLICIT, "server.max_body_bytes=200000", ranks=2)
+    go_on = asyncio.Event()
+
+    async def wait(received: Received) -> None:
+        await go_on.wait()
+        await received.answer()
+
+    for rank in lab.ranks:
+        rank.handler = wait
+    body = {"messages": said(4, "x" * 190_000)}
+    asked = [asyncio.create_task(lab.post(PATH, body)) for _ in range(12)]
+    refused, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    assert {task.result().status_code for task in refused} == {503}
+    short = asyncio.create_task(lab.post(PATH, {"messages": said(4)}))
+    go_on.set()
+    assert (await short).status_code == 200
+    statuses = [(await task).status_code for task in asked]
+    assert statuses.count(200) == 8
+    assert (await lab.post(PATH, body)).status_code == 200
