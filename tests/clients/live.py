@@ -18,8 +18,8 @@ from tests.e2e.serving import serve
 from tests.fakes.scripted_engine import ScriptedEngine
 
 _LIMIT = 60.0
-_CONTEXT = 65536
-"""Of the engine, in tokens: some agents begin with a system prompt and tools of 60 KB."""
+_CONTEXT = 131072
+"""Of the engine, in tokens: some agents begin with a prompt and tools of 60 KB."""
 
 
 @dataclass(frozen=True, slots=True)

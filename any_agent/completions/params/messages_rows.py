@@ -162,6 +162,8 @@ _NOTED: tuple[tuple[str, Schema, str], ...] = (
     ),
 )
 _KEPT: tuple[Any, ...] = ("all", {"type": "all"})
+# Anthropic's SDK asks for a thread by itself where it runs tools, and by these goes on without.
+_UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 _REFUSED = (
     only(
         "context_management",
@@ -177,7 +179,7 @@ _REFUSED = (
     never("compaction", "Shorten the messages in the agent.", MESSAGES),
     never("fallbacks", "Try again in the agent.", MESSAGES),
     never("fallback_credit_token", "Try again in the agent.", MESSAGES),
-    never("thread", "Send the whole conversation.", MESSAGES),
+    never("thread", "Send the whole conversation.", MESSAGES, details=_UNTHREADED),
 )
 MESSAGES_ROWS: tuple[Parameter, ...] = (
     *_HONOURED,

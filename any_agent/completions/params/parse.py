@@ -144,7 +144,7 @@ def _require_neutral(row: Parameter, value: Any) -> None:
     except InvalidRequest:
         asked = row.name if isinstance(value, dict | list) else f"{row.name}={shown(value)}"
         raise UnsupportedParameter(
-            f"{asked} is not supported here. {row.meaning}", param=row.name
+            f"{asked} is not supported here. {row.meaning}", param=row.name, details=row.details
         ) from None
 
 

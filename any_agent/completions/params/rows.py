@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from any_agent.completions.params.values import Schema
@@ -51,6 +51,8 @@ class Parameter:
     """What it makes an interaction whose answer it bends."""
     checked: bool = True
     """By the schema alone; if not, where it is read, because it has parts to be named."""
+    details: Schema = field(default_factory=dict)
+    """Of refused ones, more for the error: what tells an SDK to do without."""
 
 
 INTEGER: Schema = {"type": "integer"}
@@ -73,5 +75,7 @@ def only(name: str, *values: Any, then: str, apis: tuple[Api, ...] = BOTH) -> Pa
     return Parameter(name, "refused", {"enum": list(values)}, then, apis)
 
 
-def never(name: str, then: str, apis: tuple[Api, ...] = BOTH) -> Parameter:
-    return Parameter(name, "refused", {"type": "null"}, then, apis)
+def never(
+    name: str, then: str, apis: tuple[Api, ...] = BOTH, *, details: Schema | None = None
+) -> Parameter:
+    return Parameter(name, "refused", {"type": "null"}, then, apis, details=details or {})

@@ -73,9 +73,8 @@ def tools() -> dict[str, Any]:
 
 def tools_streamed() -> dict[str, Any]:
     with Anthropic().messages.stream(**CALL, messages=ASK, tools=TOOLS) as events:
-        parts = sum(e.type == "input_json" for e in events)
         first = events.get_final_message()
-    return {**_carried_out(first), "in parts": parts > 1}
+    return _carried_out(first)
 
 
 def runner() -> dict[str, Any]:

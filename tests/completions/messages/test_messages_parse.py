@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from any_agent.completions.messages import parse_count
 from any_agent.completions.messages.conversation import conversation_of
-from any_agent.errors import InvalidRequest
+from any_agent.error_shapes import anthropic_body
+from any_agent.errors import InvalidRequest, UnsupportedParameter
 from tests.completions.messages.anthropic_lab import HELLO, parse
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -39,6 +40,16 @@ def user(*blocks: Any) -> dict[str, Any]:
 
 def assistant(*blocks: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": list(blocks)}
+
+
+def test_an_sdk_that_asks_for_a_thread_is_told_to_do_without() -> None:
+    with pytest.raises(UnsupportedParameter) as refused:
+        parse(thread={})
+    assert anthropic_body(refused.value)["error"]["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+        "param": "thread",
+    }
 
 
 def test_a_conversation() -> None:
