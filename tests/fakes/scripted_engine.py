@@ -265,8 +265,8 @@ class ScriptedEngine:
     def _script(self, rid: str, prompt: int) -> list[int] | None:
         attempt, _, request = rid.partition("-")
         if self.resumes and attempt != "0" and request in self._begun:
-            began, script = self._begun[request]
-            return script[prompt - began :]
+            began, begun = self._begun[request]
+            return begun[prompt - began :]
         script = self._scripts.popleft() if self._scripts else None
         if self.resumes and script is not None:
             self._begun[request] = (prompt, script)

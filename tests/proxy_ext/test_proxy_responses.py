@@ -267,13 +267,9 @@ async def test_the_events_of_a_stream(
 ) -> None:
     key = (await proxy.open())["api_key"]
     say(engine, chat, f"I look.\n{CALL}")
+    asked: Any = {"model": "gpt-5", "input": "Find it.", "tools": TOOLS, "stream": True}
     async with agent_of(proxy, key) as agent:
-        stream = await agent.responses.create(
-            model="gpt-5",
-            input="Find it.",
-            tools=TOOLS,
-            stream=True,  # type: ignore[arg-type]
-        )
+        stream: Any = await agent.responses.create(**asked)
         events = [event async for event in stream]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
