@@ -283,8 +283,9 @@ async def test_every_path_and_key(proxy: Proxy) -> None:
     assert response.headers["x-any-agent-interaction"] == response.json()["id"]
     assert response.headers["request-id"].startswith("req_")
     async with agent_of(proxy, key) as agent:
+        talk: list[Any] = [*HELLO]
         message = await agent.beta.messages.create(
-            model="claude", max_tokens=5, messages=list(HELLO), betas=["x-2026-01-01"]
+            model="claude", max_tokens=5, messages=talk, betas=["x-2026-01-01"]
         )
         assert message.id.startswith("msg_")
         assert message._request_id == "req_" + message.id.removeprefix("msg_")
