@@ -49,7 +49,8 @@ def agent(stream: bool = False, tools: bool = False, **more: Any) -> ChatAgent:
         model_config_dict=config,
         token_counter=Characters(),
     )
-    return ChatAgent("You add.", model=model, tools=[FunctionTool(add)] if tools else None)
+    given = [FunctionTool(add)] if tools else None
+    return ChatAgent("You add.", model=model, tools=given, stream_accumulate=False)
 
 
 def plain() -> dict[str, Any]:
@@ -63,8 +64,8 @@ def plain() -> dict[str, Any]:
 
 
 def stream() -> dict[str, Any]:
-    parts = [part.msgs[0].content for part in agent(stream=True).step(ASK) if part.msgs]
-    return {"content": parts[-1], "parts": len(parts)}
+    parts = _parts(list(agent(stream=True).step(ASK)))
+    return {"content": "".join(parts), "parts": len(parts)}
 
 
 def three_turns() -> dict[str, Any]:
@@ -77,12 +78,17 @@ def tools() -> dict[str, Any]:
 
 
 def tools_streamed() -> dict[str, Any]:
-    return _called(list(agent(tools=True, stream=True).step(ASK))[-1])
+    answers = list(agent(tools=True, stream=True).step(ASK))
+    return {**_called(answers[-1]), "content": "".join(_parts(answers))}
 
 
 def _called(answer: Any) -> dict[str, Any]:
     (call,) = answer.info["tool_calls"]
     return {"name": call.tool_name, "result": call.result, "content": answer.msgs[0].content}
+
+
+def _parts(answers: list[Any]) -> list[str]:
+    return [answer.msgs[0].content for answer in answers if answer.msgs and answer.msgs[0].content]
 
 
 def refused() -> dict[str, Any]:

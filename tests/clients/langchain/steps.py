@@ -95,7 +95,9 @@ def previous() -> dict[str, Any]:
 
 
 def refused(api: str) -> dict[str, Any]:
-    more = {"model_kwargs" if api == "messages" else "extra_body": {"surprise": 1}}
+    more: dict[str, Any] = {"extra_body": {"surprise": 1}}
+    if api == "messages":
+        more = {"model_kwargs": more}
     try:
         model(api, **more).invoke([ASK])
     except Exception as error:
