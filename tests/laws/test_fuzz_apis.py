@@ -17,108 +17,19 @@ from any_agent.record import InteractionTree
 from any_agent.types import Interaction
 from tests.families import Family, family
 from tests.laws.apis import MESSAGES, NEW, RESPONSES, Api, Asked, Given
+from tests.laws.bodies import BODIES, FIXED
 from tests.laws.cases import FAMILIES, label
 from tests.laws.checks import check_parsing
 from tests.laws.mixed import checked, require_same
 from tests.laws.record import heard
 from tests.laws.talk import TOOLS
-from tests.laws.test_fuzz import CONTENT, JSON, SAID, TEXT
+from tests.laws.test_fuzz import SAID
 from tests.laws.voices import Voice
 
 FEW = [("qwen3", True), ("llama3", False), ("gpt_oss", False)]
 SHORT, LONG = 25, 400
 """Examples of each family and API."""
 
-ROLE = st.sampled_from(["user", "assistant", "system", "developer", "tool", "x", None])
-ITEM_TEXT = st.one_of(
-    st.builds(
-        lambda kind, text: {"type": kind, "text": text},
-        st.sampled_from(["input_text", "output_text", "refusal", "text", "input_image", "x"]),
-        TEXT,
-    ),
-    JSON,
-)
-ARGUMENTS = st.sampled_from(["{}", '{"a": 1}', '{"a"', "", "[]"]) | JSON
-ITEM = st.one_of(
-    st.fixed_dictionaries(
-        {"role": ROLE, "content": st.one_of(TEXT, st.lists(ITEM_TEXT, max_size=3), JSON)},
-        optional={"type": st.just("message"), "id": TEXT, "status": TEXT},
-    ),
-    st.fixed_dictionaries(
-        {"type": st.just("function_call"), "call_id": TEXT, "name": TEXT, "arguments": ARGUMENTS},
-        optional={"id": TEXT},
-    ),
-    st.fixed_dictionaries(
-        {"type": st.just("function_call_output"), "call_id": TEXT, "output": CONTENT}
-    ),
-    st.fixed_dictionaries(
-        {"type": st.just("reasoning")},
-        optional={
-            "id": TEXT,
-            "summary": st.lists(ITEM_TEXT, max_size=2) | JSON,
-            "content": st.lists(ITEM_TEXT, max_size=2) | JSON,
-            "encrypted_content": TEXT | st.sampled_from(["aa1.", "aa1.%%", "aa1._w=="]) | JSON,
-        },
-    ),
-    st.fixed_dictionaries({"type": st.sampled_from(["item_reference", "web_search_call"])}),
-    st.fixed_dictionaries({"type": st.just("item_reference"), "id": TEXT}),
-    JSON,
-)
-BLOCK = st.one_of(
-    st.builds(lambda text: {"type": "text", "text": text}, TEXT),
-    st.fixed_dictionaries(
-        {"type": st.just("thinking"), "thinking": TEXT | JSON}, optional={"signature": TEXT}
-    ),
-    st.fixed_dictionaries({"type": st.just("redacted_thinking")}, optional={"data": TEXT | JSON}),
-    st.fixed_dictionaries({"type": st.just("tool_use"), "id": TEXT, "name": TEXT, "input": JSON}),
-    st.fixed_dictionaries(
-        {"type": st.just("tool_result"), "tool_use_id": TEXT},
-        optional={
-            "content": st.recursive(
-                TEXT | JSON,
-                lambda inner: st.lists(
-                    st.builds(lambda text: {"type": "text", "text": text}, inner), max_size=2
-                ),
-                max_leaves=4,
-            ),
-            "is_error": st.booleans() | JSON,
-        },
-    ),
-    st.fixed_dictionaries({"type": st.sampled_from(["image", "document", "x"])}),
-    JSON,
-)
-TURN = st.one_of(
-    st.fixed_dictionaries(
-        {"role": ROLE, "content": st.one_of(TEXT, st.lists(BLOCK, max_size=3), JSON)}
-    ),
-    JSON,
-)
-BODIES = {
-    "responses": st.fixed_dictionaries(
-        {"input": st.one_of(st.lists(ITEM, max_size=5), TEXT, JSON)},
-        optional={
-            "instructions": TEXT | JSON,
-            "previous_response_id": TEXT | JSON,
-            "include": st.lists(TEXT, max_size=2) | JSON,
-            "reasoning": JSON,
-            "text": JSON,
-            "metadata": JSON,
-        },
-    ),
-    "messages": st.fixed_dictionaries(
-        {"messages": st.one_of(st.lists(TURN, max_size=5), JSON), "max_tokens": st.just(64) | JSON},
-        optional={
-            "system": st.one_of(TEXT, st.lists(BLOCK, max_size=2), JSON),
-            "thinking": JSON,
-            "output_config": JSON,
-            "stop_sequences": st.lists(TEXT, max_size=2) | JSON,
-        },
-    ),
-}
-FIXED = {
-    "responses": {"tools": [{"type": "function", **TOOLS[0]["function"]}]},
-    "messages": {"tools": [{"name": "add", "input_schema": {"type": "object"}}]},
-}
 SPOKEN = pytest.mark.parametrize("api", NEW, ids=lambda api: api.name)
 
 
