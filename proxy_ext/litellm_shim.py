@@ -42,6 +42,12 @@ log = logging.getLogger(__name__)
 _MOST_SAID = 500
 """Characters of a provider's message that a client sees."""
 _LONGEST_WAIT = 60.0
+_INPUT = (
+    "input_cost_per_token",
+    "cache_read_input_token_cost",
+    "cache_creation_input_token_cost",
+)
+_OURS = "any-agent"
 _LATE = (
     "anyio._backends._asyncio",
     "litellm.llms.anthropic.pass_through.messages.streaming_iterator",
@@ -123,18 +129,28 @@ class LiteLLMDeployment:
         if api in ("chat", "completions"):
             more["stream_options"] = {**params.get("stream_options", {}), "include_usage": True}
         source: Any = None
+        begun = False
         try:
             source = await self._ask(api, {**params, **more}, within)
             events = sse(source) if api == "messages" else _events(source)
             async for event in events:
                 if event.get("type") == "error":
                     raise self._broken_off(event)
+                begun = True
                 yield event
             if any(stream.received_finish_reason is None for stream in with_reasons(source)):
                 # It has made up an end.
                 raise self._broken_off({})
         except Exception as error:
-            raise self._error(error) from None
+            known = self._error(error)
+            if (
+                begun
+                and not isinstance(error, AnyAgentError)
+                and known.status != ProviderTimeout.status
+            ):
+                # In whichever words of whichever library: they are in the log.
+                known = self._broken_off({})
+            raise known from None
         finally:
             await close(source)
 
@@ -244,9 +260,6 @@ def _set_up() -> None:
     litellm.use_chat_completions_url_for_anthropic_messages = True
     litellm.suppress_debug_info = True
     litellm.telemetry = False
-    # Of a model that it has no price of it says so at every streamed answer, with a traceback.
-    for name in ("LiteLLM", "LiteLLM Proxy"):
-        logging.getLogger(name).addFilter(_is_no_complaint_of_prices)
     _import_early()
 
 
@@ -261,10 +274,6 @@ def _import_early() -> None:
     for name in ("chat", "completions", "embeddings", "responses"):
         getattr(client, name)
     litellm.token_counter(model="openai/gpt-4o", text="one")
-
-
-def _is_no_complaint_of_prices(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith("Error creating Anthropic response logging payload")
 
 
 def _deployment(entry: Mapping[str, Any], number: int, redact: Redactor) -> LiteLLMDeployment:
@@ -309,6 +318,9 @@ def _price(entry: Mapping[str, Any], number: int, model: str, provider: str) -> 
         known = dict(litellm.get_model_info(model, custom_llm_provider=provider))
     except Exception:
         known = {}
+    if not known or litellm.model_cost.get(str(known["key"]), {}).get("source") == _OURS:
+        known = {}
+        _make_known(f"{provider}/{model}", provider, str(own.get("mode") or "chat"))
     if not said:
         priced = known.get("input_cost_per_token") is not None and known.get("key")
         free = not known.get("input_cost_per_token") and not known.get("output_cost_per_token")
@@ -322,11 +334,20 @@ def _price(entry: Mapping[str, Any], number: int, model: str, provider: str) -> 
     base = {k: v for k, v in known.items() if "cost" in k and v is not None}
     if "input_cost_per_token" in said:
         # Else what a provider has in its cache would be free, and pass every cap.
-        for name in ("cache_read_input_token_cost", "cache_creation_input_token_cost"):
-            base[name] = said["input_cost_per_token"]
+        base |= dict.fromkeys(_INPUT, said["input_cost_per_token"])
     mode = own.get("mode") or known.get("mode") or "chat"
     litellm.register_model({key: {**base, **said, "litellm_provider": provider, "mode": mode}})
     return key
+
+
+def _make_known(key: str, provider: str, mode: str) -> None:
+    """Of a model that LiteLLM has not heard of it asks for a whole answer, and makes a stream of
+    that, and it complains of its price at every call. What we reckon with stands elsewhere."""
+    import litellm
+
+    free = dict.fromkeys((*_INPUT, "output_cost_per_token"), 0.0)
+    said = {"litellm_provider": provider, "mode": mode, "source": _OURS}
+    litellm.register_model({key: {**free, **said, "supports_native_streaming": True}})
 
 
 def _plain(answer: Any) -> dict[str, Any]:

@@ -111,8 +111,8 @@ class Provider:
             return web.Response(text="<html>a gateway</html>", content_type="text/html")
         if fault in _ERRORS:
             status, error = _ERRORS[fault]
-            key = request.headers.get("authorization") or request.headers.get("x-api-key", "")
-            said = {**error, "message": error["message"].replace("KEY", key.split(" ")[-1])}
+            key = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
+            said = {**error, "message": str(error["message"]).replace("KEY", key.split(" ")[-1])}
             headers = {"retry-after": "7"} if status == 429 else {}
             return web.json_response({"error": said}, status=status, headers=headers)
         return None

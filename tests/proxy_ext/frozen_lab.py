@@ -59,8 +59,8 @@ def secret_in_environment() -> Iterator[None]:
         yield
 
 
-def chat_body(model: str = "judge", **fields: Any) -> dict[str, Any]:
-    return {"model": model, "messages": HELLO, **fields}
+def chat_body(**fields: Any) -> dict[str, Any]:
+    return {"model": "judge", "messages": HELLO, **fields}
 
 
 BODIES: dict[str, dict[str, Any]] = {

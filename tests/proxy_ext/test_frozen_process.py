@@ -67,7 +67,9 @@ async def test_killed_and_started_again(
             provider.fail("401")
             error = await first.post("/v1/chat/completions", chat_body(), key)
             assert SECRET not in refused(error, 502, "provider_error")
-            policy = await first.post("/v1/chat/completions", chat_body("any", max_tokens=4), key)
+            policy = await first.post(
+                "/v1/chat/completions", chat_body(model="any", max_tokens=4), key
+            )
             assert policy.status_code == 200, policy.text
             first.kill()
         async with life(config, engine.url) as second:

@@ -92,7 +92,8 @@ def test_shapes_that_nobody_takes(api: FrozenApi, more: dict[str, Any], param: s
 
 
 def test_tools_that_litellm_might_run_itself() -> None:
-    for api, kind in (("chat", "mcp"), ("messages", "mcp_toolset"), ("responses", "litellm")):
+    kinds: dict[FrozenApi, str] = {"chat": "mcp", "messages": "mcp_toolset", "responses": "litellm"}
+    for api, kind in kinds.items():
         with pytest.raises(UnsupportedParameter):
             check(api, tools=[{"type": kind}])
     assert check("responses", tools=[{"type": "web_search"}]).tools
