@@ -53,13 +53,23 @@ def is_deleted(interaction: Interaction) -> bool:
 
 
 class Items:
-    """Resolves references to items of the session's answers."""
+    """Resolves one request's references to items of the session's answers, each of which it may
+    name once: else a small request would be a conversation of gigabytes."""
 
     def __init__(self, tree: InteractionTree | None) -> None:
         self._tree = tree
+        self._named: set[str] = set()
 
     def __call__(self, id: str, where: str) -> dict[str, Any]:
-        """The item. NotFound, naming it; InvalidRequest where its texts were not kept."""
+        """The item. NotFound, naming it; InvalidRequest where its texts were not kept, or for one
+        that was named before."""
+        if id in self._named:
+            raise InvalidRequest(
+                f"{where}: the item {id[:80]!a} is in the input twice; leave one out",
+                code="duplicate_item",
+                param=where,
+            )
+        self._named.add(id)
         match = ITEM_ID.fullmatch(id)
         interaction = (
             self._tree.get(ID_PREFIX + match[1]) if self._tree is not None and match else None

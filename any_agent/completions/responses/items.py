@@ -39,7 +39,7 @@ def messages_of(given: Any, resolve: Resolve) -> list[Message]:
     turns = _Turns()
     for k, item in enumerate(given):
         _add(turns, item, f"input[{k}]", resolve)
-    return turns.messages
+    return turns.whole()
 
 
 def _add(turns: _Turns, item: Any, where: str, resolve: Resolve) -> None:
@@ -149,32 +149,45 @@ class _Turns:
     """Puts messages together; what the assistant said in a row may be one message or several."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self._messages: list[Message] = []
         self._open: Message | None = None
         """The assistant's message that more may belong to."""
+        self._texts: dict[str, list[str]] = {}
+        """Its texts by their field, in pieces: there may be thousands of them."""
         self._of: str | None = None
         """The answer that it comes from, where its items say so."""
 
+    def whole(self) -> list[Message]:
+        """All messages, when nothing follows."""
+        self._end()
+        return self._messages
+
     def other(self, message: Message) -> None:
-        self._open = None
-        self.messages.append(message)
+        self._end()
+        self._messages.append(message)
 
     def reasoning(self, text: str, item: dict[str, Any]) -> None:
-        message = self._message(item, new=self._said("content") or self._said("tool_calls"))
+        self._message(item, new="content" in self._texts or self._called())
         if text:
-            message["reasoning_content"] = message.get("reasoning_content", "") + text
+            self._texts.setdefault("reasoning_content", []).append(text)
 
     def content(self, text: str, item: dict[str, Any]) -> None:
         # Text after a call belongs to the same answer; two texts in a row are two.
-        new = self._said("content") and not self._said("tool_calls")
-        message = self._message(item, new=new)
-        message["content"] = (message["content"] or "") + text
+        self._message(item, new="content" in self._texts and not self._called())
+        self._texts.setdefault("content", []).append(text)
 
     def call(self, call: dict[str, Any], item: dict[str, Any]) -> None:
         self._message(item, new=False).setdefault("tool_calls", []).append(call)
 
-    def _said(self, field: str) -> bool:
-        return self._open is not None and self._open.get(field) is not None
+    def _called(self) -> bool:
+        return self._open is not None and "tool_calls" in self._open
+
+    def _end(self) -> None:
+        """Nothing more belongs to the open message."""
+        if self._open is not None:
+            self._open.update({field: "".join(texts) for field, texts in self._texts.items()})
+        self._open = None
+        self._texts = {}
 
     def _message(self, item: dict[str, Any], *, new: bool) -> Message:
         """The message that the item is a part of; ``new``: a new one, unless their ids tell."""
@@ -184,9 +197,10 @@ class _Turns:
         if of is not None and self._of is not None and self._open is not None:
             new = of != self._of
         if new or self._open is None:
+            self._end()
             self._open = {"role": "assistant", "content": None}
             self._of = None
-            self.messages.append(self._open)
+            self._messages.append(self._open)
         self._of = self._of or of
         return self._open
 

@@ -180,6 +180,16 @@ def test_references_are_items_of_the_sessions_answers() -> None:
     for id in (f"msg_{HEX}_0", f"msg_{HEX}_3", f"msg_{'0' * 32}_1", f"fc_{HEX}_9999"):
         with pytest.raises(NotFound):
             messages({"type": "item_reference", "id": id}, tree=tree)
+    # A few bytes each, they would be as many copies of the answer.
+    with pytest.raises(InvalidRequest) as raised:
+        messages({"id": ids[1]}, USER, {"id": ids[1]}, tree=tree)
+    assert (raised.value.code, raised.value.param) == ("duplicate_item", "input[2]")
+
+
+def test_an_answer_in_thousands_of_pieces() -> None:
+    piece = "x" * 1500
+    (message,) = messages(CALL, *[{"role": "assistant", "content": piece}] * 20_000)
+    assert message == assistant(content=piece * 20_000, tool_calls=[CHAT_CALL])
 
 
 def test_what_comes_before_is_the_sessions() -> None:
