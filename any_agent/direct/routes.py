@@ -9,7 +9,12 @@ import orjson
 
 from any_agent.completions import Completer
 from any_agent.completions.asked import Asked, chat_asked, text_asked, token_logprobs
-from any_agent.completions.responses import answer_of, response_again, responses_asked
+from any_agent.completions.responses import (
+    answer_of,
+    deleted_record,
+    response_again,
+    responses_asked,
+)
 from any_agent.direct.session import DirectSession
 from any_agent.errors import NotFound, UnsupportedParameter
 
@@ -47,6 +52,10 @@ def told(session: DirectSession, method: str, path: str, query: str) -> bytes:
     _, kind, *rest = f"{path}/".split("/")
     if method == "GET" and kind == "models" and len(rest) <= 2:
         return orjson.dumps(_models(session.rules.model, rest[0]))
+    if method == "DELETE" and kind == "responses" and len(rest) == 2:
+        interaction = answer_of(rest[0], session.tree)
+        interaction.request = deleted_record(interaction)
+        return orjson.dumps({"id": interaction.id, "object": "response", "deleted": True})
     if method == "GET" and kind == "responses" and len(rest) == 2:
         if "stream=true" in query:
             raise UnsupportedParameter(

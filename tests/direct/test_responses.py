@@ -29,6 +29,10 @@ async def test_whole_and_once_more(
     with pytest.raises(openai.NotFoundError) as raised:
         await client.responses.retrieve("resp_none")
     assert raised.value.code == "response_not_found"
+    await client.responses.delete(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(answer.id)
+    # It stays a part of its session.
     client.set_reward(answer.id, 1.0)
     assert client.export_interactions()[answer.id].reward == 1.0
 
