@@ -66,8 +66,9 @@ def test_odd_values_are_refused_or_taken(name: str, value: Any) -> None:
 
 def test_options_are_known_by_name() -> None:
     for field in ("reasoning", "text", "stream_options"):
+        odd: dict[str, Any] = {field: {"surprise": 1}}
         with pytest.raises(UnsupportedParameter) as raised:
-            parse(**{field: {"surprise": 1}})
+            parse(**odd)
         assert raised.value.param == f"{field}.surprise"
 
 
