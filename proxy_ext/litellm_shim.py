@@ -43,8 +43,7 @@ _MOST_SAID = 500
 """Characters of a provider's message that a client sees."""
 _LONGEST_WAIT = 60.0
 _INPUT = (
-    "input_cost_per_token",
-    "cache_read_input_token_cost",
+    *("input_cost_per_token", "cache_read_input_token_cost"),
     "cache_creation_input_token_cost",
 )
 _OURS = "any-agent"
@@ -143,11 +142,7 @@ class LiteLLMDeployment:
                 raise self._broken_off({})
         except Exception as error:
             known = self._error(error)
-            if (
-                begun
-                and not isinstance(error, AnyAgentError)
-                and known.status != ProviderTimeout.status
-            ):
+            if begun and known is not error and not isinstance(known, ProviderTimeout):
                 # In whichever words of whichever library: they are in the log.
                 known = self._broken_off({})
             raise known from None
