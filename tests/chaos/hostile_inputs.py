@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-POSTS = (
+MODEL_CALLS = (
     "/v1/chat/completions",
     "/chat/completions",
     "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+)
+POSTS = (
+    *MODEL_CALLS,
     "/rl/v1/start_session",
     "/rl/v1/set_reward",
     "/rl/v1/finalize",
@@ -65,6 +72,34 @@ NUMERIC = {
     "/rl/v1/lease": (b"wait", b"max_groups"),
     "/rl/v1/export_trajectories": (b"discount",),
 }
+
+
+CALL_NUMBERS = {
+    "/v1/chat/completions": (
+        b'"messages":[{"role":"user","content":"x"}]',
+        (
+            "seed",
+            "temperature",
+            "max_tokens",
+            "top_p",
+            "n",
+            "top_k",
+            "min_p",
+            "top_logprobs",
+            "presence_penalty",
+            "logit_bias",
+        ),
+    ),
+    "/v1/responses": (
+        b'"input":"x"',
+        ("temperature", "max_output_tokens", "top_p", "top_logprobs", "max_tool_calls"),
+    ),
+    "/v1/messages": (
+        b'"messages":[{"role":"user","content":"x"}],"max_tokens":4',
+        ("temperature", "top_p", "top_k"),
+    ),
+}
+"""Calls, but for a number; and the parameters that are one, or (of chat) an object of them."""
 
 
 TRAVERSAL = (

@@ -156,8 +156,11 @@ class Reply:
     def error(self) -> dict[str, Any]:
         """The error, checked to be of our shape."""
         assert self.headers.get("content-type", "").startswith("application/json"), self
-        error = json.loads(self.body)["error"]
-        assert {"message", "type", "code", "param"} <= error.keys(), error
+        data = json.loads(self.body)
+        error = data["error"]
+        # Anthropic's shape, on its paths, says what the API is at fault with, and names no field.
+        named = {"request_id"} if data.get("type") == "error" else {"param"}
+        assert {"message", "type", "code", *named} <= {*error, *data}, data
         assert isinstance(error["message"], str) and isinstance(error["code"], str), error
         return dict(error)
 

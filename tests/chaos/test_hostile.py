@@ -16,9 +16,11 @@ import pytest
 from tests.chaos.conftest import Figure
 from tests.chaos.hostile_inputs import (
     ALIEN,
+    CALL_NUMBERS,
     DEEP,
     HIDDEN,
     MARKUP,
+    MODEL_CALLS,
     NAMES,
     NUMBERS,
     NUMERIC,
@@ -175,7 +177,7 @@ async def test_deep_json(target: Target, part: Part) -> None:
     _, key = target.open()
     for name, body in DEEP.items():
         for path in POSTS:
-            own = key if path.endswith(("completions", "set_reward", "finalize")) else ADMIN_KEY
+            own = key if path in (*MODEL_CALLS, *REWARDED) else ADMIN_KEY
             reply = await exchange(part, request("POST", path, body, key=own))
             assert reply.refused(), (name, path)
             assert reply.error["code"] in ("too_deep", "session_not_found"), (path, reply.error)
@@ -201,15 +203,14 @@ async def test_numbers_that_are_none(target: Target, part: Part) -> None:
 
 async def test_numbers_of_a_call_that_are_none(target: Target, part: Part) -> None:
     _, key = target.open()
-    fields = ("seed", "temperature", "max_tokens", "top_p", "n", "top_k", "min_p", "top_logprobs")
-    for field in (*fields, "presence_penalty", "logit_bias"):
-        for number in NUMBERS:
-            if number == b"-0.0":
-                continue
-            messages = b'"messages":[{"role":"user","content":"x"}]'
-            body = b'{%s, "%s": %s}' % (messages, field.encode(), number)
-            reply = await exchange(part, request("POST", CHAT, body, key=key))
-            assert reply.refused(), (body[:80], reply.status, reply.body[:200])
+    for path, (needed, fields) in CALL_NUMBERS.items():
+        for field in fields:
+            for number in NUMBERS:
+                if number == b"-0.0":
+                    continue
+                body = b'{%s, "%s": %s}' % (needed, field.encode(), number)
+                reply = await exchange(part, request("POST", path, body, key=key))
+                assert reply.refused(), (path, body[:80], reply.status, reply.body[:200])
 
 
 # -- names and paths -----------------------------------------------------------------------------

@@ -35,6 +35,8 @@ class Lab:
     """By version."""
 
     async def open(self) -> Talk:
+        # What was said at first is forgotten after a minute, which a slow machine may take.
+        await self.proxy.admit(1000)
         return Talk(self, await self.proxy.open())
 
     async def update(self) -> None:
@@ -70,7 +72,7 @@ async def lab_of(
         *settings,
     )
     async with engine.serve() as url, running_proxy(config, fam.chat, engine_url=url) as proxy:
-        await proxy.admit(100)
+        await proxy.admit(1000)
         yield Lab(fam, engine, proxy, folder, {0: fam.weights_dir})
 
 
