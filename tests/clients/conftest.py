@@ -43,11 +43,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("api", metafunc.module.APIS)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def environments(request: pytest.FixtureRequest) -> Iterator[None]:
     """Those of all clients begin to be made, two at once, while the first ones are tried."""
-    items = (i for i in request.session.items if isinstance(i, pytest.Function))
-    wanted = dict.fromkeys(i.callspec.params["client"] for i in items if hasattr(i, "callspec"))
+    clients = (_given(item).get("client") for item in request.session.items)
+    wanted = dict.fromkeys(client for client in clients if isinstance(client, Client))
     with ThreadPoolExecutor(2) as pool:
         for client in wanted:
             # What goes wrong here goes wrong again, and is told, where the client is started.
@@ -63,7 +63,9 @@ def live(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="session")
-def process(client: Client, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def process(
+    client: Client, environments: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
     with running(client, tmp_path_factory.mktemp(client.name)) as process:
         yield process
 
@@ -81,13 +83,20 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     outcome = _outcome(report)
-    if outcome is not None and isinstance(item, pytest.Function):
+    given = _given(item)
+    if outcome is not None and "client" in given:
         found = item.config.stash[_FOUND]
-        client, api = (item.callspec.params.get(name) for name in ("client", "api"))
+        client, api = given["client"], given.get("api")
         for mark in item.iter_markers("fills"):
             for feature in mark.args:
                 found.note(client, api or mark.kwargs["api"], feature, outcome)
     return report
+
+
+def _given(item: pytest.Item) -> dict[str, Any]:
+    """The parameters of a test."""
+    callspec = getattr(item, "callspec", None)
+    return {} if callspec is None else dict(callspec.params)
 
 
 def _outcome(report: pytest.TestReport) -> str | None:
