@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from any_agent.chat import ChatFormat
 from any_agent.config import Config
@@ -62,18 +63,18 @@ def create_app(
     training: bool,
     engine_wait: float = 0.0,
     opened: Callable[[Service], None] = lambda _: None,
-    litellm_app: Any | None = None,
+    load_litellm: Callable[[], ASGIApp] = litellm_shim.load_app,
 ) -> Front:
     """The ASGI app of a rank. ``opened`` is given the service when it is there.
 
-    ``litellm_app``: only tests pass another one.
+    ``load_litellm``: only tests pass another one.
     """
-    litellm_app = litellm_app if litellm_app is not None else litellm_shim.load_app()
+    litellm = litellm_shim.LiteLLMApp(load_litellm)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(litellm_shim.lifespan(litellm_app))
+            await stack.enter_async_context(litellm.lifespan())
             service = await stack.enter_async_context(
                 open_service(
                     config,
@@ -109,7 +110,7 @@ def create_app(
     describe(app)
     return Front(
         ours,
-        litellm_app,
+        litellm,
         auth=lambda: app.state.service.auth,
         audit=lambda: app.state.service.audit,
         max_body_bytes=config.server.max_body_bytes,
