@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from any_agent.chat import ChatFormat
 from any_agent.config import Config
@@ -25,6 +26,7 @@ from proxy_ext.front import Front
 from proxy_ext.frozen.frozen import require_prices
 from proxy_ext.frozen.provider import Provider
 from proxy_ext.idempotency import Replayed
+from proxy_ext.litellm_app import LiteLLMApp
 from proxy_ext.metrics import exposition
 from proxy_ext.model_routes import ModelRoutes
 from proxy_ext.openapi import describe
@@ -65,16 +67,16 @@ def create_app(
     training: bool,
     engine_wait: float = 0.0,
     opened: Callable[[Service], None] = lambda _: None,
-    litellm_app: Any | None = None,
+    load_litellm: Callable[[], ASGIApp] = litellm_shim.load_app,
     provider: Provider | None = None,
 ) -> Front:
     """The ASGI app of a rank. ``opened`` is given the service when it is there.
 
-    ``litellm_app`` and ``provider``: only tests pass other ones. ConfigError for frozen models that
-    cannot be used.
+    ``load_litellm`` and ``provider``: only tests pass other ones. ConfigError for frozen models
+    that cannot be used.
     """
-    if litellm_app is None:
-        litellm_app = litellm_shim.load_app()
+    litellm = LiteLLMApp(load_litellm)
+    if provider is None:
         provider = litellm_shim.load_provider(config.frozen.model_list)
     if provider is not None:
         require_prices(config.frozen, provider)
@@ -82,7 +84,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(litellm_shim.lifespan(litellm_app))
+            await stack.enter_async_context(litellm.lifespan())
             service = await stack.enter_async_context(
                 open_service(
                     config,
@@ -120,7 +122,7 @@ def create_app(
     describe(app)
     return Front(
         ours,
-        litellm_app,
+        litellm,
         auth=lambda: app.state.service.auth,
         audit=lambda: app.state.service.audit,
         max_body_bytes=config.server.max_body_bytes,

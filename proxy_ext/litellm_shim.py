@@ -58,9 +58,7 @@ _HINT = re.compile(r"\. Handle with `litellm\.[A-Za-z]+`\.$")
 
 def load_app() -> Any:
     """Import LiteLLM's proxy app, set to need no network and no database."""
-    # Read at import: prices from the package, not from the network.
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-    os.environ.setdefault("LITELLM_LOG", "ERROR")
+    _load()
     # It wants a master key; nobody is ever told this one.
     os.environ["LITELLM_MASTER_KEY"] = f"sk-{secrets.token_hex(24)}"
     for name in ("DATABASE_URL", "CONFIG_FILE_PATH", "WORKER_CONFIG"):
@@ -68,12 +66,27 @@ def load_app() -> Any:
     from litellm.proxy import proxy_server
 
     proxy_server.general_settings["disable_model_info_refresh"] = True
+    _quieten()
+    return proxy_server.app
+
+
+def _load() -> None:
+    # Read at import: prices from the package, not from the network.
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    os.environ.setdefault("LITELLM_LOG", "ERROR")
+    # It would fetch what a client names, from this host.
+    os.environ["MAX_IMAGE_URL_DOWNLOAD_SIZE_MB"] = "0"
+    import litellm  # noqa: F401
+
+    _quieten()
+
+
+def _quieten() -> None:
     for name in ("LiteLLM", "LiteLLM Proxy", "LiteLLM Router"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.ERROR)
         # Its own would write past ours, which cuts keys out.
         logger.handlers.clear()
-    return proxy_server.app
 
 
 def load_provider(model_list: ModelList) -> LiteLLMProvider | None:
@@ -246,6 +259,7 @@ class LiteLLMProvider:
 
 
 def _set_up() -> None:
+    _load()
     import litellm
 
     # Of embeddings it takes 0 retries for none said.

@@ -111,7 +111,7 @@ def serve_proxy(
         engine_url=engine_url,
         public_url=f"http://127.0.0.1:{listener.getsockname()[1]}",
         training=True,
-        litellm_app=litellm_stand_in(),
+        load_litellm=litellm_stand_in,
     )
     options = uvicorn.Config(
         app, http=Connection, loop="uvloop", lifespan="on", access_log=False, log_config=None

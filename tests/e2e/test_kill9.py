@@ -123,7 +123,8 @@ async def test_kill_9(tiny_model_dir: Path, tmp_path: Path) -> None:
 
 
 async def litellm_behind_the_allowlist(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+    # The first request to it imports it.
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
         response = await http.get("/health/liveliness")
         assert response.status_code == 200
         assert "alive" in response.text

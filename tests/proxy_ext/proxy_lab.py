@@ -96,7 +96,7 @@ def our_app() -> Any:
         engine_url="http://127.0.0.1:1",
         public_url="http://127.0.0.1:2",
         training=True,
-        litellm_app=litellm_stand_in(),
+        load_litellm=litellm_stand_in,
     )
     return front._ours.app  # type: ignore[attr-defined]
 
@@ -221,7 +221,7 @@ async def running_proxy(
         engine_url=engine_url,
         public_url=url,
         training=training,
-        litellm_app=litellm_stand_in(),
+        load_litellm=litellm_stand_in,
         **fields,
     )
     options = uvicorn.Config(

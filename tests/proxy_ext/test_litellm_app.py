@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+from starlette.applications import Starlette
+
+from proxy_ext.litellm_app import LiteLLMApp
+from tests.proxy_ext.proxy_lab import litellm_stand_in
+
+
+async def test_it_is_loaded_once_when_it_is_asked_first() -> None:
+    loads, may_end = [], threading.Event()
+
+    def load() -> Starlette:
+        loads.append(threading.current_thread())
+        assert may_end.wait(30)
+        return litellm_stand_in()
+
+    app = LiteLLMApp(load)
+    async with app.lifespan():
+        assert not loads
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://rank") as http:
+            first, *others = [asyncio.create_task(http.get("/health/liveliness")) for _ in range(4)]
+            await asyncio.sleep(0.05)
+            # The event loop runs meanwhile, and who asked first may leave.
+            first.cancel()
+            may_end.set()
+            answers = await asyncio.gather(*others)
+            answers.append(await http.get("/health/liveness"))
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert len(loads) == 1 and loads[0] is not threading.main_thread()
+
+
+async def test_it_is_shut_down_at_the_end() -> None:
+    said = []
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        said.append("up")
+        yield
+        said.append("down")
+
+    app = LiteLLMApp(lambda: Starlette(lifespan=lifespan))
+    async with app.lifespan():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://rank") as http:
+            assert (await http.get("/health/liveness")).status_code == 404
+        assert said == ["up"]
+    assert said == ["up", "down"]
+
+
+def test_a_proxy_that_serves_has_not_imported_it() -> None:
+    source = "import sys, proxy_ext.__main__, proxy_ext.app; print('litellm' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "False", done.stderr
