@@ -277,6 +277,8 @@ def _import_early() -> None:
     import litellm
     import openai
 
+    # Messages of another provider's model take a module of the app's: five seconds more.
+    load_app()
     for name in _LATE:
         importlib.import_module(name)
     client = openai.AsyncOpenAI(api_key="none")
