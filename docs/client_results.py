@@ -35,8 +35,7 @@ FEATURES = {
     "stops": "Which stop string, or which limit, ended an answer.",
     "token counts": "Asked for before a call, equal to what the call used.",
     "whole preset": "Claude Code's own prompt and all of its tools.",
-    "errors": "A refused call raises the client's own exception with the service's code, is not "
-    "tried again, and leaves no record.",
+    "errors": "A refused call fails as the client's own errors do, says why, and leaves no record.",
 }
 
 HEAD = """# Compatibility

@@ -17,7 +17,7 @@ from tests.clients.results import RESULTS, WORKS, Results
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
-EACH = {"plain", "streaming", "three turns", "tools", "streamed tools"}
+EACH = {"plain", "streaming", "three turns", "tools", "streamed tools", "errors"}
 """Tried with every client over every API that it speaks."""
 
 

@@ -87,3 +87,11 @@ def test_with_claude_codes_own_prompt_and_tools(live: Live, agent: Agent, api: s
     live.says("5.")
     assert agent("whole_preset")["result"] == "5."
     assert agent.recorded == {"first": 1}
+
+
+@pytest.mark.fills("errors")
+def test_refusals(agent: Agent, api: str) -> None:
+    said = agent("refused")
+    assert said["failed"]
+    assert said["result"].startswith("Prompt is too long")
+    assert agent.recorded == {}

@@ -73,9 +73,13 @@ async def whole_preset() -> dict[str, Any]:
     return await _once(options(tools=preset, system_prompt=preset))
 
 
-async def _once(options: ClaudeAgentOptions) -> dict[str, Any]:
+async def refused() -> dict[str, Any]:
+    return await _once(options(), "many words " * 40000)
+
+
+async def _once(options: ClaudeAgentOptions, text: str = ASK) -> dict[str, Any]:
     async with ClaudeSDKClient(options) as client:
-        await client.query(ASK)
+        await client.query(text)
         return await _read(client.receive_response())
 
 
