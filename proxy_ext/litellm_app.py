@@ -33,7 +33,12 @@ class LiteLLMApp:
 
     async def _start(self) -> ASGIApp:
         # Streams go on meanwhile.
-        app: ASGIApp = await asyncio.to_thread(self._load)
+        try:
+            app: ASGIApp = await asyncio.to_thread(self._load)
+        except BaseException:
+            # The next request tries again.
+            self._started = None
+            raise
         await self._stack.enter_async_context(lifespan(app))
         # As what was there at the start: its objects stay.
         gc.freeze()

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
+import pytest
 from starlette.applications import Starlette
 
 from proxy_ext.litellm_app import LiteLLMApp
@@ -62,3 +63,20 @@ def test_a_proxy_that_serves_has_not_imported_it() -> None:
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=120
     )
     assert done.stdout.strip() == "False", done.stderr
+
+
+async def test_a_load_that_failed_is_tried_again() -> None:
+    faults = [ImportError("not there")]
+
+    def load() -> Starlette:
+        if faults:
+            raise faults.pop()
+        return litellm_stand_in()
+
+    app = LiteLLMApp(load)
+    async with app.lifespan():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://rank") as http:
+            with pytest.raises(ImportError):
+                await http.get("/health/liveness")
+            assert (await http.get("/health/liveness")).status_code == 200
