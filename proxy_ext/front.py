@@ -178,8 +178,10 @@ class Front:
 def _nowhere(path: str) -> str:
     message = f"there is no route {_redact(path)[:200]}"
     if path.startswith("/v1/v1/"):
-        # Anthropic's clients do, OpenAI's do not.
-        return f"{message}: the client adds /v1 itself, so its base URL must not end in it"
+        return (
+            f"{message}: the base URL of Anthropic's clients, which add /v1 themselves, "
+            "must not end in it; that of OpenAI's ends in one /v1"
+        )
     return message
 
 

@@ -370,7 +370,7 @@ class Opening:
     def _no_slot(self, tenant: str | None) -> TooManyRequests:
         message = (
             f"no slot for a train session is free: {self._sessions.admission.why_none}; "
-            "try again later, or pass `wait` (seconds) to wait for one"
+            "try again later, or pass a (longer) `wait`, in seconds, to wait for one"
         )
         # Nobody is told of another tenant's groups.
         groups = [g for g in self._sessions.groups.all() if g.tenant == tenant]

@@ -176,7 +176,8 @@ async def _whose(service: Service, request: Request) -> tuple[Session | None, st
     if service.run.state == "training" and not service.implicit.takes(caller):
         raise Unauthenticated(
             "calls belong to a session while training goes on: POST /rl/v1/start_session "
-            "(mode train or eval) and use its api_key",
+            "(mode train or eval) and use its api_key; "
+            "the key that was sent, if any, is no session's",
             code="no_session",
         )
     return None, caller.tenant
