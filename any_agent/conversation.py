@@ -19,6 +19,9 @@ TASK_PREFIX = "auto-"
 """Of tasks' names that were made from conversations' heads."""
 RANK_DIGITS = 4
 """Of the hexadecimal digits after `resp_`, those that name the rank which gave the id."""
+_HEAD = 65_536
+"""Characters of a text, without blank lines, after which it is taken as it is: to look at each line
+of many megabytes stops everybody else in the process."""
 _SYSTEM = ("system", "developer")
 _BILLING = "x-anthropic-billing-header:"
 _RESPONSE = re.compile(rf"resp_([0-9a-f]{{{RANK_DIGITS}}})[0-9a-f]+")
@@ -77,7 +80,23 @@ def _part(part: Any) -> str:
 
 def _lines(texts: Sequence[str]) -> bytes:
     """Without blank lines, and without what stands at the ends of the others; nor the line that
-    Anthropic's agents write anew with each request."""
-    lines = (line.strip() for text in texts for line in text.splitlines())
-    kept = (line for line in lines if line and not line.startswith(_BILLING))
+    Anthropic's agents write anew with each request.
+
+    What comes after the head is as it is, from the beginning of a line. The head is measured by
+    what is kept of it, so it ends at the same line whatever is left out before.
+    """
+    text = "\n".join(texts)
+    kept: list[str] = []
+    at = size = 0
+    # Blank lines are kept nowhere, but cost a look.
+    while at < len(text) and size < _HEAD and at < 2 * _HEAD:
+        end = text.find("\n", at)
+        end = end if end >= 0 else len(text)
+        line = text[at:end].strip()
+        at = end + 1
+        if line and not line.startswith(_BILLING):
+            kept.append(line)
+            size += len(line) + 1
+    if rest := text[at:].strip():
+        kept.append(rest)
     return "\n".join(kept).encode("utf-8", "surrogatepass")

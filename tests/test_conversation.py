@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import orjson
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from any_agent import conversation
 from any_agent.conversation import TASK_PREFIX, rank_of_response, rank_tag, task_of
 from any_agent.protocol import StartSession
 
@@ -49,6 +51,54 @@ def test_one_conversation_in_every_api(body: dict[str, Any]) -> None:
 )
 def test_other_conversations(body: dict[str, Any]) -> None:
     assert task_of(body) != task_of(CHAT)
+
+
+LONG = "\n".join(f"Line {k} of a long text." for k in range(20_000))
+
+
+def test_long_conversations_in_every_api() -> None:
+    system, asked = f"{SYSTEM}\n{LONG}", f"{LONG}\n{ASKED}"
+    user = {"role": "user", "content": asked}
+    spread = LONG.replace("\n", " \r\n\n", 1000)
+    same = [
+        {"messages": [{"role": "system", "content": system}, user]},
+        {"messages": [*({"role": "system", "content": text} for text in (SYSTEM, LONG)), user]},
+        {"messages": [{"role": "system", "content": f"\n{SYSTEM}\n\n{spread}\n"}, user]},
+        {"instructions": system, "input": asked},
+        {"instructions": system, "input": [{**user, "content": [{"text": f"{asked}\n"}]}]},
+        {"system": [{"text": text} for text in (BILLING, SYSTEM, LONG)], "messages": [user]},
+        {"system": [{"text": text} for text in (f"{BILLING} 12", system)], "messages": [user]},
+    ]
+    assert len({task_of(body) for body in same}) == 1
+    other = {"role": "user", "content": f"{LONG}\nSay a word."}
+    assert task_of({"system": system, "messages": [other]}) != task_of(same[0])
+
+
+@pytest.mark.parametrize("line", ["ab\n", "\n", " \n", "a" * 500 + "\n", f"{BILLING}\n"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_long_text_is_not_looked_at_line_by_line(
+    line: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would stop everybody else in the process."""
+    monkeypatch.setattr(conversation, "_HEAD", 2000)
+
+    def steps(length: int) -> int:
+        text = line * (length // len(line))
+        body = {"system": [{"text": text}] * parts, "messages": [{"role": "user", "content": text}]}
+        taken = 0
+
+        def count(*_: object) -> None:
+            nonlocal taken
+            taken += 1
+
+        sys.setprofile(count)
+        try:
+            task_of(body)
+        finally:
+            sys.setprofile(None)
+        return taken
+
+    assert steps(80_000) == steps(20_000)
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3)

@@ -254,6 +254,9 @@ class ImplicitIndex:
             if session.state is not SessionState.OPEN and session.id in self._members:
                 where, member = self._members.pop(session.id)
                 task = self._tasks[where]
+                if session.warm:
+                    # Nobody asked for it since a restart. It was loaded to be ended.
+                    task.read(member)
                 self._note_over(member)
                 task.drop(member)
                 del task.members[session.id]

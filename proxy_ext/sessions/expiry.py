@@ -29,7 +29,8 @@ class Expiry:
         self._endings = endings
         self._late = late
         self.implicit_ended = 0
-        """Sessions that model calls opened, and that were over when none came any more."""
+        """Sessions that model calls opened, and that were over when none came any more, or at their
+        ttl."""
 
     async def sweep(self) -> None:
         """End every session whose time is over; costs nothing for the others."""
@@ -63,24 +64,25 @@ class Expiry:
             await self._look_at_awaiting(session, now)
         elif session.state is SessionState.OPEN:
             if session.expires <= now:
-                await self.end(session, "its ttl ran out")
+                await self._end_open(session, "its ttl ran out")
             elif session.idle_expires <= now:
-                await self._end_idle(session)
+                idle = f"idle for {session.idle_timeout:g} s: no call, no reward, no heartbeat"
+                await self._end_open(session, idle)
             else:
                 # Something has happened since the time was set.
                 self._sessions.watch(session)
 
-    async def _end_idle(self, session: Session) -> None:
-        idle = f"idle for {session.idle_timeout:g} s: no call, no reward, no heartbeat"
+    async def _end_open(self, session: Session, reason: str) -> None:
         if not session.row.implicit:
-            await self.end(session, idle)
+            await self.end(session, reason)
             return
-        # Nobody says that its agent is done: it is when it has been still for so long.
+        # Nobody says that its agent is done: it is when it has been still for so long, or has gone
+        # on for as long as it may.
         with self._sessions.implicit.ending(session):
             try:
                 await self._endings.await_reward(session, _NO_TIME, by="")
             except Unprocessable:
-                await self.end(session, f"{idle}, and no call was answered")
+                await self.end(session, f"{reason}, and no call was answered")
                 return
             except SessionClosed:
                 return

@@ -16,6 +16,7 @@ from tests.proxy_ext.implicit_lab import (
     SYSTEM,
     client,
     idle,
+    over,
     says,
     session,
     settings,
@@ -130,6 +131,29 @@ async def test_one_without_an_answer_expires(proxy: Proxy, engine: ScriptedEngin
     ended = await idle(proxy, id)
     assert (ended["state"], ended["interactions"]) == ("expired", 0)
     assert "no call was answered" in ended["reason"]
+
+
+async def test_at_its_ttl_it_goes_to_the_grader(proxy: Proxy) -> None:
+    """Nobody else could end it."""
+    _, id = await says(proxy, ONE)
+    session(proxy, id).opened -= proxy.service.config.sessions.ttl + 1
+    proxy.service.sessions.watch(session(proxy, id))
+    ended = await over(proxy, id)
+    assert (ended["state"], ended["final_reward"]) == ("finalized", 2)
+    assert proxy.service.late.outcomes == {"graded": 1}
+
+
+async def test_at_its_ttl_without_an_answer_it_expires(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
+    engine.fail("status", status=400)
+    assert (await proxy.call(KEY, ONE)).status_code >= 400
+    (id,) = proxy.service.sessions.live
+    session(proxy, id).opened -= proxy.service.config.sessions.ttl + 1
+    proxy.service.sessions.watch(session(proxy, id))
+    ended = await over(proxy, id)
+    assert ended["state"] == "expired"
+    assert ended["reason"] == "its ttl ran out, and no call was answered"
 
 
 async def test_a_first_call_that_failed_and_comes_again(

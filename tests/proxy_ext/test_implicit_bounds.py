@@ -22,6 +22,7 @@ from tests.proxy_ext.implicit_lab import (
     says,
     session,
     settings,
+    will_say,
 )
 from tests.proxy_ext.proxy_lab import Proxy, turned_away, until
 from tests.proxy_ext.test_proxy_metrics import scrape
@@ -187,6 +188,22 @@ async def test_it_goes_on_after_a_restart(start: Start) -> None:
     assert len(again.service.sessions.live) == 3
     assert session(again, other).idle_timeout == 300
     assert (await idle(again, id))["final_reward"] == 4
+
+
+async def test_what_ends_unread_after_a_restart_is_not_gone_on_with_in_another(
+    start: Start, engine: ScriptedEngine
+) -> None:
+    proxy = await start(*settings())
+    await proxy.admit(10)
+    will_say(engine, proxy, "same", "same", "more")
+    (answer, a), (_, b) = [await says(proxy, ONE) for _ in range(2)]
+    further, got = await says(proxy, [*ONE, answer, MORE])
+    assert got == a
+    again = await start(*settings())
+    await again.admit(10)
+    await again.http.post(f"/rl/v1/sessions/{a}/abort", json={})
+    _, c = await says(again, [*ONE, answer, MORE, further, MORE])
+    assert c not in (a, b)
 
 
 async def test_what_waits_for_the_grader_is_graded_after_a_restart(start: Start) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 from any_agent.access import run_dir_of
 from any_agent.conversation import rank_tag, task_of
 from any_agent.keystore import create_key
+from router import conversations
 from router.affinity import home_of
+from router.conversations import Conversations, Held
+from tests.proxy_ext.proxy_lab import until
 from tests.router.conftest import StartLab
 from tests.router.router_lab import Lab, Received
 
@@ -104,8 +110,15 @@ async def test_only_for_those_whose_calls_open_sessions(start_lab: StartLab) -> 
     assert await ranks_of(lab, PATH, body) == [0, 1]
 
 
-async def test_long_requests_are_bounded(start_lab: StartLab) -> None:
-    lab = await start_lab(*IMPLICIT, "server.max_body_bytes=200000", ranks=2)
+LONG = {"messages": said(4, "x" * 190_000)}
+
+
+def held(lab: Lab) -> Held:
+    return lab.router._conversations.held
+
+
+def keep_waiting(lab: Lab) -> asyncio.Event:
+    """No rank answers before it is set."""
     go_on = asyncio.Event()
 
     async def wait(received: Received) -> None:
@@ -114,13 +127,89 @@ async def test_long_requests_are_bounded(start_lab: StartLab) -> None:
 
     for rank in lab.ranks:
         rank.handler = wait
-    body = {"messages": said(4, "x" * 190_000)}
-    asked = [asyncio.create_task(lab.post(PATH, body)) for _ in range(12)]
-    refused, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-    assert {task.result().status_code for task in refused} == {503}
-    short = asyncio.create_task(lab.post(PATH, {"messages": said(4)}))
+    return go_on
+
+
+def forwarded(lab: Lab) -> int:
+    return sum(len(rank.received) for rank in lab.ranks)
+
+
+@pytest.fixture
+async def tight(start_lab: StartLab) -> Lab:
+    """Holds 1.6 MB."""
+    return await start_lab(*IMPLICIT, "server.max_body_bytes=200000", ranks=2)
+
+
+async def test_long_requests_are_bounded_altogether_and_by_key(tight: Lab) -> None:
+    go_on = keep_waiting(tight)
+    asked: list[asyncio.Task[httpx.Response]] = []
+
+    def settled() -> tuple[int, int]:
+        return forwarded(tight), sum(task.done() for task in asked)
+
+    asked += [asyncio.create_task(tight.post(PATH, LONG, "sk-one")) for _ in range(6)]
+    await until(lambda: settled() == (4, 2))
+    asked += [asyncio.create_task(tight.post(PATH, LONG, "sk-two")) for _ in range(6)]
+    await until(lambda: settled() == (8, 4))
+    assert {task.result().status_code for task in asked if task.done()} == {503}
+    assert (await tight.post(PATH, LONG, "sk-three")).status_code == 503
+    short = asyncio.create_task(tight.post(PATH, {"messages": said(4)}, "sk-one"))
     go_on.set()
     assert (await short).status_code == 200
-    statuses = [(await task).status_code for task in asked]
-    assert statuses.count(200) == 8
-    assert (await lab.post(PATH, body)).status_code == 200
+    assert [(await task).status_code for task in asked].count(200) == 8
+    assert (held(tight).all, held(tight).by_key) == (0, {})
+    assert (await tight.post(PATH, LONG, "sk-one")).status_code == 200
+
+
+async def test_what_is_sent_without_its_length_counts_as_what_it_is(tight: Lab) -> None:
+    async def parts(content: bytes) -> AsyncIterator[bytes]:
+        for at in range(0, len(content), 50_000):
+            yield content[at : at + 50_000]
+
+    async def ask(content: bytes) -> int:
+        return (await tight.http.post(PATH, content=parts(content))).status_code
+
+    go_on = keep_waiting(tight)
+    small = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    asked = [asyncio.create_task(ask(small)) for _ in range(20)]
+    await until(lambda: forwarded(tight) == 20)
+    assert held(tight).all == 0
+    long = small + b" " * 80_000
+    asked.append(asyncio.create_task(ask(long)))
+    await until(lambda: forwarded(tight) == 21)
+    assert held(tight).all == len(long)
+    go_on.set()
+    assert {await task for task in asked} == {200}
+    assert held(tight).all == 0
+
+
+async def test_an_upload_has_its_time(tight: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "_UPLOAD", 0.05)
+    for length in ("content-length: 190000", "transfer-encoding: chunked"):
+        wire = await tight.connect()
+        await wire.send(f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\n{length}\r\n\r\n".encode())
+        assert "400" in (await wire.head()).split("\r\n")[0]
+        wire.close()
+    assert held(tight).all == 0
+
+
+async def test_a_thread_has_the_body_until_its_end(
+    tight: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def read(*_: object) -> int:
+        begun.set()
+        go_on.wait(30)
+        return 0
+
+    monkeypatch.setattr(Conversations, "_rank", read)
+    asked = asyncio.create_task(tight.post(PATH, LONG))
+    try:
+        await until(begun.is_set)
+        asked.cancel()
+        await until(lambda: not tight.router.stats.running)
+        assert held(tight).all > 190_000
+    finally:
+        go_on.set()
+    await until(lambda: not held(tight).all)
