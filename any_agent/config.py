@@ -346,9 +346,11 @@ class FrozenConfig(_Section):
     `os.environ/NAME`."""
     session_usd: float | None = Field(None, ge=0)
     """What one session's calls of frozen models may cost; beyond it 402 `spend_cap_exceeded`. None:
-    any amount."""
+    any amount. Without `tenant_usd` it is also what one tenant's calls without a session may, in
+    this trial, over all ranks."""
     tenant_usd: float | None = Field(None, ge=0)
-    """What one tenant's may cost in this trial, over all ranks: each enforces its share."""
+    """What one tenant's may cost in this trial, over all ranks: each enforces its share. Whoever is
+    no tenant counts as one."""
     timeout: float = Field(600.0, gt=0)
     """Seconds that one call may take, a stream to its end; then it has failed with 504
     `provider_timeout`."""

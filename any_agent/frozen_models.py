@@ -20,7 +20,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _ENTRY = {"model_name", "litellm_params", "model_info"}
 _SECRET = re.compile(
-    r"(?:^|_)(?:key|key_id|secret|password|passphrase|credentials?|token|authorization|cookie)$"
+    r"(?:key|key_?id|secret|password|passphrase|credentials?|token|auth|authorization|cookie)$"
 )
 _PRICES = re.compile(r"(?:^|_)cost(?:_|$)")
 _NOT_HERE = {
@@ -35,6 +35,11 @@ _NOT_HERE = {
     "litellm_credential_name": "name the key itself, as os.environ/NAME",
     "stream": "the client's to say",
 }
+_AMBIENT = {
+    "aws_": ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_BEARER_TOKEN_BEDROCK"),
+    "vertex_": (),
+}
+"""Of the cloud that parameters begin so the host may have credentials: in which variables."""
 _SHORTEST_SECRET = 6
 """Characters; what is shorter is cut out of no log: too much else would be."""
 
@@ -65,8 +70,14 @@ def resolved(model_list: ModelList, environ: Mapping[str, str]) -> list[dict[str
 
 
 def secrets_of(model_list: ModelList, environ: Mapping[str, str]) -> list[str]:
-    """The values that the list refers to: they must appear in no log."""
-    found = {environ.get(name, "") for name in _references(list(model_list))}
+    """The values that the list refers to, or that a cloud's calls are signed with: they must appear
+    in no log."""
+    names = set(_references(list(model_list)))
+    for entry in model_list:
+        for prefix, variables in _AMBIENT.items():
+            if any(key.startswith(prefix) for key in entry["litellm_params"]):
+                names.update(variables)
+    found = {environ.get(name, "") for name in names}
     return sorted(value for value in found if len(value) >= _SHORTEST_SECRET)
 
 
@@ -94,11 +105,23 @@ def _checked(entry: object, where: str) -> dict[str, Any]:
             raise ValueError(f"{where}: litellm_params.{key} has no place here: {why}")
     _check_secrets(where, params)
     _check_base(where, params)
+    _check_key(where, params)
     return {
         "model_name": name,
         "litellm_params": _with_prices(where, params),
         "model_info": _with_prices(where, info),
     }
+
+
+def _check_key(where: str, params: Mapping[str, Any]) -> None:
+    """Else LiteLLM takes one from the environment, which nobody cuts out of logs."""
+    said = any(params.get(name) for name in ("api_key", "api_base", "base_url"))
+    if not said and not any(str(key).startswith(tuple(_AMBIENT)) for key in params):
+        raise ValueError(
+            f"{where}: litellm_params names no key: write api_key: {_REFERENCE}NAME, the variable "
+            "that holds the provider's (or api_base, of a server that needs none; or aws_... or "
+            "vertex_..., where the host's credentials are used)"
+        )
 
 
 def _with_prices(where: str, values: Mapping[Any, Any]) -> dict[str, Any]:
@@ -118,13 +141,21 @@ def _with_prices(where: str, values: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _check_base(where: str, params: Mapping[str, Any]) -> None:
-    base = params.get("api_base") or params.get("base_url")
-    if base is None:
-        return
-    if not isinstance(base, str):
-        raise ValueError(f"{where}: api_base must be a URL")
-    if "@" in urlsplit(base).netloc:
-        raise ValueError(f"{where}: api_base must hold no password; use api_key: os.environ/NAME")
+    for name in ("api_base", "base_url"):
+        base = params.get(name)
+        if base is None:
+            continue
+        if not isinstance(base, str):
+            raise ValueError(f"{where}: {name} must be a URL")
+        try:
+            parts = urlsplit(base)
+        except ValueError:
+            raise ValueError(f"{where}: {name} must be a URL") from None
+        if "@" in parts.netloc:
+            raise ValueError(f"{where}: {name} must hold no password; use api_key: os.environ/NAME")
+        if parts.query:
+            # Some providers take a key there.
+            raise ValueError(f"{where}: {name} must have no query; use api_key: os.environ/NAME")
 
 
 def _check_secrets(where: str, value: object, name: str = "litellm_params") -> None:
@@ -136,14 +167,14 @@ def _check_secrets(where: str, value: object, name: str = "litellm_params") -> N
         for below in value:
             _check_secrets(where, below, name)
         return
-    if not isinstance(value, str) or not value:
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         return
     last = name.rpartition(".")[2].lower().replace("-", "_")
     secret = _SECRET.search(last) and not _PRICES.search(last)
-    if value.startswith(_REFERENCE):
+    if isinstance(value, str) and value.startswith(_REFERENCE):
         if not _VARIABLE.fullmatch(value.removeprefix(_REFERENCE)):
             raise ValueError(f"{where}: {name} names no variable of the environment")
-    elif secret or value.startswith("sk-"):
+    elif secret or str(value).startswith("sk-"):
         # Without the value: a configuration's errors are shown and logged.
         raise ValueError(
             f"{where}: {name} must not stand in a file: write {_REFERENCE}NAME, and set NAME in "

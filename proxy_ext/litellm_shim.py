@@ -74,7 +74,7 @@ def _load() -> None:
     # Read at import: prices from the package, not from the network.
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     os.environ.setdefault("LITELLM_LOG", "ERROR")
-    # It would fetch what a client names, from this host.
+    # It would fetch what a client names, from this host; see _fetch_nothing.
     os.environ["MAX_IMAGE_URL_DOWNLOAD_SIZE_MB"] = "0"
     import litellm  # noqa: F401
 
@@ -269,7 +269,10 @@ def _set_up() -> None:
     litellm.use_chat_completions_url_for_anthropic_messages = True
     litellm.suppress_debug_info = True
     litellm.telemetry = False
+    # It would fetch tokenizers of some models when it counts: all are counted with its own.
+    litellm.disable_hf_tokenizer_download = True
     _import_early()
+    _fetch_nothing()
 
 
 def _import_early() -> None:
@@ -287,13 +290,57 @@ def _import_early() -> None:
     litellm.token_counter(model="openai/gpt-4o", text="one")
 
 
+def _fetch_nothing() -> None:
+    """It would fetch images and files that a client names, from this host, and wait for them: some
+    only to count their tokens, some in spite of MAX_IMAGE_URL_DOWNLOAD_SIZE_MB."""
+    import litellm
+    from litellm.litellm_core_utils import token_counter, url_utils
+    from litellm.litellm_core_utils.prompt_templates import factory, image_handling
+    from litellm.llms.anthropic.chat.transformation import AnthropicConfig
+    from litellm.llms.gigachat import file_handler
+    from litellm.llms.vertex_ai.gemini import transformation
+
+    litellm.user_url_validation = True
+    for module in (token_counter, url_utils, factory, image_handling):
+        for name in ("safe_get", "async_safe_get"):
+            if hasattr(module, name):
+                setattr(module, name, _refuse_later if name.startswith("async") else _refuse)
+    file_handler._download_image_sync = _refuse
+    file_handler._download_image_async = _refuse_later
+    transformation._get_gcs_object_content_type = _refuse
+    token_counter.get_image_dimensions = _dimensions
+    # A file would bring a tool that the provider runs.
+    AnthropicConfig.add_code_execution_tool = _only_these
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    import litellm
+
+    raise litellm.ImageFetchError(
+        "this service fetches nothing for a model: send it in the request"
+    )
+
+
+async def _refuse_later(*_: Any, **__: Any) -> Any:
+    _refuse()
+
+
+def _dimensions(data: str) -> tuple[int, int]:
+    """Of an image: nothing that is charged goes by them."""
+    return 300, 300
+
+
+def _only_these(_: Any, messages: Any, tools: Any) -> Any:
+    return tools
+
+
 def _deployment(entry: Mapping[str, Any], number: int, redact: Redactor) -> LiteLLMDeployment:
     import litellm
     from litellm.utils import ProviderConfigManager
 
     name, params = entry["model_name"], dict(entry["litellm_params"])
     params.pop("weight", None)
-    if params.get("api_base") and not params.get("api_key"):
+    if (params.get("api_base") or params.get("base_url")) and not params.get("api_key"):
         # Else it would take the key of another provider from the environment.
         params["api_key"] = "none"
     try:

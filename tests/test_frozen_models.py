@@ -48,12 +48,18 @@ def test_a_list_from_a_command_line() -> None:
         (params(api_key="os.environ/A-B"), "names no variable"),
         (params(api_base="http://user:pass@host/v1"), "must hold no password"),
         (params(api_base=1), "api_base must be a URL"),
+        (params(api_base="http://[h/v1"), "api_base must be a URL"),
+        (params(api_base=f"https://h/v1?k={SECRET}"), "api_base must have no query"),
+        (params(base_url=f"https://h/v1?k={SECRET}"), "base_url must have no query"),
+        (params(), "write api_key: os.environ/NAME"),
+        (params(api_key=""), "write api_key: os.environ/NAME"),
+        (params(api_key=1234567), "litellm_params.api_key must not stand in a file"),
         (params(num_retries=3), "a call is sent once"),
         (params(fallbacks=["policy"]), "a call is sent once"),
         (params(rpm=3), "frozen.max_calls"),
-        (params(input_cost_per_token="cheap"), "must be USD for one token"),
-        (params(output_cost_per_token=-1), "must be USD for one token"),
-        (params(output_cost_per_token=True), "must be USD for one token"),
+        (params(api_key="os.environ/A", input_cost_per_token="cheap"), "must be USD for one token"),
+        (params(api_key="os.environ/A", output_cost_per_token=-1), "must be USD for one token"),
+        (params(api_key="os.environ/A", output_cost_per_token=True), "must be USD for one token"),
     ],
 )
 def test_what_is_wrong_is_said(entry: object, says: str) -> None:
@@ -61,6 +67,26 @@ def test_what_is_wrong_is_said(entry: object, says: str) -> None:
         config(entry)
     assert says in str(raised.value)
     assert SECRET not in str(raised.value) and "pass@" not in str(raised.value)
+
+
+@pytest.mark.parametrize("where", ["extra_headers", "default_headers", "extra_body"])
+@pytest.mark.parametrize(
+    "name", ["apikey", "apiKey", "X-Auth", "x-api-token", "AccessToken", "app_secret", "Api-Key"]
+)
+def test_a_header_that_is_a_secret(where: str, name: str) -> None:
+    with pytest.raises(ConfigError, match="must not stand in a file") as raised:
+        config(params(api_base="http://h/v1", **{where: {name: "abcdef"}}))
+    assert "abcdef" not in str(raised.value)
+    good = {name: "os.environ/A", "X-Title": "abcdef", "temperature": 1, "stream": True}
+    assert config(params(api_base="http://h/v1", **{where: good}))
+
+
+def test_where_a_key_is_of_the_hosts() -> None:
+    environ = {"AWS_SECRET_ACCESS_KEY": "aws-secret", "OPENAI_API_KEY": "openai-secret"}
+    entries = check_model_list([params(aws_region_name="eu-west-1")])
+    assert secrets_of(entries, environ) == ["aws-secret"]
+    entries = check_model_list([params(vertex_project="p"), params(api_base="http://h/v1")])
+    assert secrets_of(entries, environ) == []
 
 
 def test_a_name_is_one_models() -> None:

@@ -64,6 +64,12 @@ class FrozenAnswer:
         output = u.get("output_tokens", u.get("completion_tokens"))
         return _number(prompt), _number(output)
 
+    def prompt_told(self) -> bool:
+        """Whether the provider counted any of the prompt; no prompt has no tokens. Anthropic's API
+        counts what stands in its cache beside the rest."""
+        cached = ("cache_read_input_tokens", "cache_creation_input_tokens")
+        return bool(self.tokens()[0]) or any(_number(self.usage.get(name)) for name in cached)
+
     def _head(self, body: dict[str, Any]) -> None:
         """Of the body, or of an event that holds as much."""
         self.begun = True
@@ -364,6 +370,17 @@ def text_in(value: Any) -> str:
         elif isinstance(part, list):
             left += part
     return " ".join(out)
+
+
+def ids_in(messages: list[dict[str, Any]]) -> int:
+    """How many token ids prompts have that are given as such."""
+    found = 0
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else []:
+            ids = part if isinstance(part, list) else [part]
+            found += sum(type(one) is int for one in ids)
+    return found
 
 
 def json_bytes(value: dict[str, Any]) -> bytes:

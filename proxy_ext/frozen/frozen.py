@@ -19,7 +19,7 @@ from any_agent.config import Config, FrozenConfig
 from any_agent.errors import AnyAgentError, ConfigError, InvalidRequest, NotFound, TooManyRequests
 from any_agent.record import FROZEN_MODEL, frozen_id, is_frozen, without_texts
 from any_agent.types import GenerationHyperparameters, Interaction
-from proxy_ext.frozen.answers import ANSWERS, text_in
+from proxy_ext.frozen.answers import ANSWERS, ids_in, text_in
 from proxy_ext.frozen.call import End, FrozenCall
 from proxy_ext.frozen.names import PolicyNames
 from proxy_ext.frozen.provider import Deployment, Provider
@@ -104,7 +104,7 @@ class FrozenModels:
         """
         api = api_of(request.scope["path"])
         deployment = self._choose(body["model"], session)
-        asked = checked(api, body, keeps_responses=deployment.keeps_responses)
+        asked = checked(api, body)
         if api == "embeddings" and asked.stream:
             raise InvalidRequest("embeddings are not streamed", param="stream")
         await self._go_on_from(asked, session, deployment)
@@ -215,12 +215,13 @@ class FrozenModels:
     async def _record(self, call: FrozenCall, whole: bool) -> None:
         """Count what a call cost, and write it down with its session, if it has one."""
         answer, asked = call.answer, call.request
-        estimated = not whole or not any(answer.tokens())
+        estimated = not whole or not answer.prompt_told()
         if estimated:
             # Of a stream that broke off, some usage may have been told at its beginning.
             told = answer.tokens()
             texts = text_in([asked.messages, asked.tools])
-            prompt = told[0] or await _count(call.deployment, texts)
+            counted = ids_in(asked.messages) + await _count(call.deployment, texts)
+            prompt = told[0] or counted
             output = await _count(call.deployment, answer.said())
             answer.usage = answer.estimated(prompt, max(told[1], output))
         cost = call.deployment.cost(asked.api, answer.usage)

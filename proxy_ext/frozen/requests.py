@@ -34,36 +34,48 @@ _PASSED: dict[FrozenApi, frozenset[str]] = {
     | _names(
         "messages max_completion_tokens tools tool_choice parallel_tool_calls functions",
         "function_call response_format top_logprobs reasoning_effort reasoning verbosity thinking",
-        "modalities audio prediction service_tier store safety_identifier prompt_cache_key",
-        "prompt_cache_retention web_search_options chat_template_kwargs",
+        "modalities audio prediction store safety_identifier prompt_cache_key",
+        "prompt_cache_retention chat_template_kwargs",
     ),
     "completions": _OPENAI | _names("prompt suffix echo best_of"),
     "responses": _names(
         "input instructions stream stream_options temperature top_p include max_output_tokens",
-        "max_tool_calls parallel_tool_calls previous_response_id reasoning service_tier store text",
-        "tool_choice tools top_logprobs truncation user safety_identifier prompt_cache_key",
+        "max_tool_calls parallel_tool_calls previous_response_id reasoning store text tool_choice",
+        "tools top_logprobs truncation user safety_identifier prompt_cache_key",
         "prompt_cache_retention",
     ),
     "messages": _names(
         "messages system max_tokens stream stop_sequences temperature top_p top_k thinking tools",
-        "tool_choice service_tier output_config cache_control",
+        "tool_choice output_config cache_control",
     ),
     "embeddings": _names("input dimensions encoding_format user"),
 }
 _RECORDED = frozenset(("metadata",))
 """Not sent: LiteLLM would take it for its own."""
-_OWN_TOOLS = ("function", "custom", None)
-_PROVIDERS_TOOLS: dict[FrozenApi, tuple[str, ...]] = {
-    "responses": (
-        *("web_search", "file_search", "code_interpreter", "image_generation", "computer"),
-        *("local_shell", "shell", "apply_patch", "mcp"),
-    ),
-    "messages": (
-        *("bash_", "text_editor_", "computer_", "web_search_", "web_fetch_", "code_execution_"),
-        *("memory_", "tool_search_"),
-    ),
+_UNCOUNTED = {
+    "web_search_options": "the provider's search is not the agent's function, and caps would not "
+    "see what it costs",
+    "service_tier": "a tier has a price of its own, which caps would not see",
 }
-"""What they begin with. Others LiteLLM might run by itself."""
+"""Of those that are refused, what costs beside tokens, or other than their price."""
+_FUNCTIONS: dict[FrozenApi, tuple[str | None, ...]] = {
+    "chat": ("function", "custom"),
+    "responses": ("function", "custom"),
+    "messages": ("custom", None),
+}
+"""The types of tools that the agent runs. Others the provider runs and bills, or LiteLLM itself,
+with whichever key it finds."""
+_FUNCTION = _names(
+    "type name description strict cache_control defer_loading input_examples",
+    "eager_input_streaming",
+)
+_FIELDS: dict[FrozenApi, frozenset[str]] = {
+    "chat": _FUNCTION | _names("function custom"),
+    "responses": _FUNCTION | _names("parameters format"),
+    "messages": _FUNCTION | _names("input_schema"),
+}
+"""What such a tool has: a provider may take another field for a tool of its own."""
+_LEGACY = _names("name description parameters strict")
 _ASKED: dict[FrozenApi, str] = {
     "chat": "messages",
     "completions": "prompt",
@@ -105,7 +117,7 @@ def api_of(path: str) -> FrozenApi:
     return apis[path.removeprefix("/v1")]
 
 
-def checked(api: FrozenApi, body: Mapping[str, Any], *, keeps_responses: bool) -> FrozenRequest:
+def checked(api: FrozenApi, body: Mapping[str, Any]) -> FrozenRequest:
     """The request, if it may be sent.
 
     Raises:
@@ -126,7 +138,8 @@ def checked(api: FrozenApi, body: Mapping[str, Any], *, keeps_responses: bool) -
     if not isinstance(options, dict):
         raise InvalidRequest("stream_options must be an object", param="stream_options")
     _check_numbers(params)
-    _check_tools(api, params.get("tools"), keeps_responses=keeps_responses)
+    _check_tools(api, params.get("tools"))
+    _check_functions(params.get("functions"))
     previous = params.pop("previous_response_id", None)
     if previous is not None and not isinstance(previous, str):
         raise InvalidRequest("previous_response_id must be a text", param="previous_response_id")
@@ -149,6 +162,8 @@ def _refused(name: str, passed: frozenset[str]) -> UnsupportedParameter:
     shown = name[:80]
     if name in _OPERATORS:
         said = f"{shown} is the operator's to say, in frozen.model_list; leave it out"
+    elif name in _UNCOUNTED:
+        said = f"{name} does not reach the models of providers here: {_UNCOUNTED[name]}"
     else:
         near = difflib.get_close_matches(shown, passed, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -167,24 +182,47 @@ def _check_numbers(params: Mapping[str, Any]) -> None:
             raise InvalidRequest(f"{name} must be a number", param=name)
 
 
-def _check_tools(api: FrozenApi, tools: Any, *, keeps_responses: bool) -> None:
+def _check_tools(api: FrozenApi, tools: Any) -> None:
     if tools is None:
         return
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidRequest("tools must be a list of objects", param="tools")
-    own = _PROVIDERS_TOOLS.get(api, ())
-    if api == "responses" and not keeps_responses:
-        own = ()
     for tool in tools:
         kind = tool.get("type")
-        if kind in _OWN_TOOLS:
-            continue
-        if not isinstance(kind, str) or not kind.startswith(own or ("\0",)):
+        # A list is no key.
+        if not isinstance(kind, str | None) or kind not in _FUNCTIONS[api]:
+            shown = next(iter(tool), None) if kind is None else kind
+            raise _no_function(shown, "tools")
+        if unknown := sorted(tool.keys() - _FIELDS[api]):
             raise UnsupportedParameter(
-                f"tools of the type {str(kind)[:80]!a} do not reach this model", param="tools"
+                f"a tool's {unknown[0][:80]!a} does not reach the models of providers here: leave "
+                "it out",
+                param="tools",
             )
-        if kind == "mcp" and not str(tool.get("server_url", "")).startswith("https://"):
-            raise InvalidRequest("an mcp tool needs a server_url of https", param="tools")
+        schema = {"chat": kind, "messages": "input_schema"}.get(api)
+        if schema is not None and not isinstance(tool.get(schema), dict):
+            # By its name alone it might be a provider's.
+            raise InvalidRequest(f"a tool's {schema} must be an object", param="tools")
+
+
+def _check_functions(functions: Any) -> None:
+    if functions is None:
+        return
+    if not isinstance(functions, list) or not all(isinstance(each, dict) for each in functions):
+        raise InvalidRequest("functions must be a list of objects", param="functions")
+    for each in functions:
+        if unknown := sorted(each.keys() - _LEGACY):
+            raise _no_function(unknown[0], "functions")
+        if not isinstance(each.get("name"), str):
+            raise InvalidRequest("a function's name must be a text", param="functions")
+
+
+def _no_function(kind: object, param: str) -> UnsupportedParameter:
+    return UnsupportedParameter(
+        f"the tool {str(kind)[:80]!a} does not reach the models of providers here: only functions "
+        "that the agent runs itself do",
+        param=param,
+    )
 
 
 def _messages(api: FrozenApi, params: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -207,6 +245,12 @@ def _messages(api: FrozenApi, params: Mapping[str, Any]) -> list[dict[str, Any]]
 def _check_items(items: Any) -> None:
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise InvalidRequest("input must be a text or a list of objects", param="input")
+    if any("tools" in item for item in items):
+        raise UnsupportedParameter(
+            "tools in an item of the input do not reach the models of providers here: name them "
+            "in tools",
+            param="input",
+        )
 
 
 def _check_messages(messages: Any) -> None:

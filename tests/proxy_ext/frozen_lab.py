@@ -143,6 +143,7 @@ class Scripted:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.price: float | None = ANSWER_USD
+        self.usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
 
     async def whole(
         self, api: FrozenApi, params: Mapping[str, Any], *, within: float
@@ -151,8 +152,8 @@ class Scripted:
         await self.may_answer.wait()
         message = {"role": "assistant", "content": "Four it is."}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
-        return {"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage}
+        answer = {"id": "x", "object": "chat.completion", "choices": [choice]}
+        return {**answer, "usage": self.usage}
 
     async def stream(
         self, api: FrozenApi, params: Mapping[str, Any], *, within: float

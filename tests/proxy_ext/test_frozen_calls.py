@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import anthropic
 import openai
 import pytest
 
+from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 from proxy_ext import litellm_shim
 from tests.fakes.provider import Fault, Provider
@@ -21,6 +24,7 @@ from tests.proxy_ext.frozen_lab import (
     BODIES,
     EMBEDDING_USD,
     SECRET,
+    VARIABLE,
     calls,
     chat_body,
     entry,
@@ -383,3 +387,63 @@ async def test_what_is_the_operators_to_say(proxy: Proxy, provider: Provider) ->
     assert (await proxy.post("/v1/chat/completions", body, session["api_key"])).is_success
     assert "metadata" not in provider.bodies[0]
     assert (await only(proxy, session)).request["recorded"]["metadata"] == {"model_group": "x"}
+
+
+async def test_nothing_is_fetched(
+    litellm: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither what a client names, nor a tokenizer to count with."""
+    provider = Provider()
+    asked: list[str] = []
+    found = socket.getaddrinfo
+
+    def spy(host: Any, *args: Any, **more: Any) -> Any:
+        asked.append(str(host))
+        if str(host) != "127.0.0.1":
+            raise OSError("a look-up of a name")
+        return found(host, *args, **more)
+
+    monkeypatch.setenv(VARIABLE, SECRET)
+    async with provider.serve() as url:
+        names = {
+            "judge": "openai/meta-llama/Llama-3-8b",
+            "claude": "anthropic/claude-2",
+            "cohere": "openai/command-r",
+            "ollama": "ollama/llava",
+            "bedrock": "bedrock/anthropic.claude-3-sonnet-20240229-v1:0",
+            "converse": "bedrock/converse/amazon.nova-lite-v1:0",
+            "gigachat": "gigachat/GigaChat",
+            "gemini": "gemini/gemini-2.0-flash",
+        }
+        base = {name: f"{url}/v1" if name == "judge" else url for name in names}
+        lines = settings([entry(name, base[name], names[name]) for name in names])
+        made = provider_of(tmp_path, lines)
+        assert made is not None
+        monkeypatch.setattr(socket, "getaddrinfo", spy)
+        deployments = {name: places[0][1] for name, places in made.deployments.items()}
+        for deployment in deployments.values():
+            assert deployment.count("one two three") >= 3
+        pictures = ["http://images.example/a", "https://images.example/a", "gs://bucket/object"]
+        # Some providers' own addresses LiteLLM looks up, too: those are not a client's to say.
+        never = {"images.example", "storage.googleapis.com", "huggingface.co"}
+        assert not never & set(asked)
+        for name, deployment in deployments.items():
+            for picture in pictures:
+                part = {"type": "image_url", "image_url": {"url": picture, "detail": "high"}}
+                file = {"type": "file", "file": {"file_id": picture}}
+                for content in (part, file):
+                    said = [{"type": "text", "text": "What is it?"}, content]
+                    messages = [{"role": "user", "content": said}]
+                    params = {"messages": messages}
+                    with contextlib.suppress(AnyAgentError):
+                        await deployment.whole("chat", params, within=5)
+                    with contextlib.suppress(AnyAgentError):
+                        async for _ in deployment.stream("chat", params, within=5):
+                            pass
+            assert not never & set(asked), name
+        from litellm.litellm_core_utils.token_counter import calculate_img_tokens
+
+        assert calculate_img_tokens(pictures[0], mode="high") > 0
+        assert not never & set(asked)
+        assert provider.requests
+        await made.close()

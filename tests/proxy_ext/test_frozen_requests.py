@@ -35,11 +35,18 @@ JSON = st.recursive(
     max_leaves=8,
 )
 FIELDS = ["messages", "prompt", "input", "system", "tools", "stream", "stream_options", "n"]
-FIELDS += ["max_tokens", "temperature", "previous_response_id", "instructions", "metadata"]
+FIELDS += [
+    "functions",
+    "max_tokens",
+    "temperature",
+    "previous_response_id",
+    "instructions",
+    "metadata",
+]
 
 
 def check(api: FrozenApi, **more: Any) -> Any:
-    return checked(api, {"model": "judge", **GOOD[api], **more}, keeps_responses=True)
+    return checked(api, {"model": "judge", **GOOD[api], **more})
 
 
 @pytest.mark.parametrize("name", NEVER)
@@ -80,7 +87,10 @@ def test_a_name_that_is_nearly_right() -> None:
         ("completions", {"prompt": {}}, "prompt"),
         ("responses", {"input": [1]}, "input"),
         ("responses", {"previous_response_id": 1}, "previous_response_id"),
-        ("responses", {"tools": [{"type": "mcp", "server_url": "http://10.0.0.1"}]}, "tools"),
+        ("responses", {"tools": {}}, "tools"),
+        ("chat", {"tools": [{"type": "function"}]}, "tools"),
+        ("chat", {"functions": "a"}, "functions"),
+        ("chat", {"functions": [{}]}, "functions"),
         ("embeddings", {"input": {}}, "input"),
         ("embeddings", {"dimensions": 0}, "dimensions"),
     ],
@@ -91,19 +101,80 @@ def test_shapes_that_nobody_takes(api: FrozenApi, more: dict[str, Any], param: s
     assert (raised.value.param or "").startswith(param)
 
 
-def test_tools_that_litellm_might_run_itself() -> None:
-    kinds: dict[FrozenApi, str] = {"chat": "mcp", "messages": "mcp_toolset", "responses": "litellm"}
-    for api, kind in kinds.items():
-        with pytest.raises(UnsupportedParameter):
-            check(api, tools=[{"type": kind}])
-    assert check("responses", tools=[{"type": "web_search"}]).tools
-    with pytest.raises(UnsupportedParameter):
-        # Of a provider that does not speak that API itself.
-        checked(
-            "responses",
-            {"model": "judge", "input": "a", "tools": [{"type": "web_search"}]},
-            keeps_responses=False,
-        )
+SCHEMA = {"type": "object", "properties": {}}
+TOOLS: dict[FrozenApi, list[dict[str, Any]]] = {
+    "chat": [
+        {"type": "function", "function": {"name": "web_search", "parameters": SCHEMA}},
+        {"type": "custom", "custom": {"name": "b"}},
+    ],
+    "responses": [
+        {"type": "function", "name": "a", "parameters": SCHEMA, "strict": True},
+        {"type": "custom", "name": "b", "format": {"type": "text"}},
+    ],
+    "messages": [
+        {"name": "web_search", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}},
+        {"type": "custom", "name": "b", "description": "B", "input_schema": SCHEMA},
+    ],
+}
+BUILT_IN = [
+    "web_search",
+    "web_search_preview",
+    "file_search",
+    "code_interpreter",
+    "mcp",
+    "computer",
+]
+BUILT_IN += ["image_generation", "local_shell", "shell", "apply_patch", "tool_search", "namespace"]
+BUILT_IN += [
+    "web_search_20250305",
+    "web_fetch_20250910",
+    "code_execution_20250522",
+    "bash_20250124",
+]
+BUILT_IN += ["mcp_toolset", "advisor_20260301", "computer_use", "url", "litellm"]
+
+
+@pytest.mark.parametrize("api", TOOLS)
+def test_functions_of_the_agents_own(api: FrozenApi) -> None:
+    assert check(api, tools=TOOLS[api]).params["tools"] == TOOLS[api]
+    for tool in TOOLS[api]:
+        # A provider may take another field for a tool of its own.
+        with pytest.raises(UnsupportedParameter, match="'googleSearch' does not reach"):
+            check(api, tools=[{**tool, "googleSearch": {}}])
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+@pytest.mark.parametrize("api", TOOLS)
+def test_tools_that_somebody_else_runs(api: FrozenApi, kind: str) -> None:
+    for more in ({}, {"server_url": "https://x.example"}, {"function": {"name": "a"}}):
+        with pytest.raises(UnsupportedParameter, match=f"the tool '{kind}' does not reach") as said:
+            check(api, tools=[*TOOLS[api], {"type": kind, "name": "a", **more}])
+        assert said.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("api", "more", "says"),
+    [
+        ("chat", {"tools": [{"googleSearch": {}}]}, "the tool 'googleSearch'"),
+        ("chat", {"tools": [{"type": ["function"]}]}, "the tool"),
+        ("chat", {"tools": [{}]}, "the tool"),
+        ("chat", {"functions": [{"googleSearch": {}}]}, "the tool 'googleSearch'"),
+        ("chat", {"web_search_options": {}}, "web_search_options does not reach"),
+        *[
+            (api, {"service_tier": "priority"}, "service_tier does not reach")
+            for api in ("chat", "responses", "messages")
+        ],
+        ("responses", {"input": [{"type": "additional_tools", "tools": []}]}, "tools in an item"),
+    ],
+)
+def test_what_costs_beside_tokens(api: FrozenApi, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedParameter, match=says):
+        check(api, **more)
+
+
+def test_a_search_by_its_name_alone() -> None:
+    with pytest.raises(InvalidRequest, match="input_schema must be an object"):
+        check("messages", tools=[{"name": "web_search"}])
 
 
 @pytest.mark.parametrize("api", GOOD)
@@ -112,7 +183,7 @@ def test_tools_that_litellm_might_run_itself() -> None:
 def test_any_body_is_taken_or_refused(api: FrozenApi, more: dict[str, Any]) -> None:
     body = {**GOOD[api], **more, "model": "judge"}
     try:
-        asked = checked(api, body, keeps_responses=False)
+        asked = checked(api, body)
     except AnyAgentError as error:
         assert error.status == 400
         return

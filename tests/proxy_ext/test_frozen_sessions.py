@@ -13,11 +13,13 @@ import pytest
 
 from any_agent.chat import ChatFormat
 from any_agent.config import FrozenConfig
-from any_agent.errors import ConfigError
+from any_agent.errors import ConfigError, SpendCapExceeded
 from any_agent.types import Continuation
 from proxy_ext.archive.records import read_record, record_line
 from proxy_ext.export.styles import rows
+from proxy_ext.frozen.answers import MessagesAnswer, ids_in
 from proxy_ext.frozen.frozen import require_prices
+from proxy_ext.frozen.spend import Spending
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.frozen_lab import (
@@ -212,6 +214,94 @@ async def test_a_tenants_cap(tmp_path: Path, chat: ChatFormat, engine: ScriptedE
         assert "tenant alice has spent 1.11 USD" in said
         await proxy.complete(session["api_key"])
         assert (await judged(proxy, (await tenants.open(bob)).json())).is_success
+
+
+@pytest.mark.parametrize("cap", ["session", "tenant"])
+async def test_a_cap_without_sessions(
+    tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine, cap: str
+) -> None:
+    """Nothing is trained, and nobody is a tenant."""
+    config = config_for(tmp_path, f"frozen.{cap}_usd=2", "server.ranks=2")
+    run: Callable[[], Any] = lambda: running_proxy(  # noqa: E731
+        config, chat, engine_url=engine.url, provider=ScriptedProvider(), training=False
+    )
+    async with run() as proxy:
+        for _ in range(3):
+            assert (await proxy.post(CHAT, chat_body())).is_success
+    async with run() as proxy:
+        said = refused(await proxy.post(CHAT, chat_body()), 402, "spend_cap_exceeded")
+        assert "has spent 1.11 USD" in said and f"frozen.{cap}_usd, its share" in said
+
+
+async def test_caps_and_what_they_are_charged_to(proxy: Proxy) -> None:
+    journal, sessions = proxy.service.sessions.journal, proxy.service.sessions
+
+    def spending(**caps: float) -> Spending:
+        return Spending(journal, FrozenConfig(**caps), ranks=1)  # type: ignore[arg-type]
+
+    opened = await proxy.open(task_id="t")
+    session = await sessions.by_id(opened["session_id"])
+    # A tenant's calls within sessions leave it what it has without one, and the other way round.
+    spent = spending(session_usd=1)
+    await spent.add(session, "t", 5.0)
+    await spent.require(None, "t")
+    await spent.add(None, "t", 5.0)
+    with pytest.raises(SpendCapExceeded, match="tenant t, in calls without a session, has spent 5"):
+        await spent.require(None, "t")
+    await spent.require(None, "other")
+    await spent.require(None, None)
+    # A tenant's cap sees both, and takes a session's place for those without one.
+    spent = spending(session_usd=1, tenant_usd=12)
+    await spent.require(None, "t")
+    written = await spent.add(None, "t", 20.0)
+    assert {each.key for each in written} == {"frozen_usd/t", "frozen_usd_without_session/t"}
+    with pytest.raises(SpendCapExceeded, match="tenant t has spent 20 USD"):
+        await spent.require(None, "t")
+    # Whoever is no tenant counts as one, within sessions, too.
+    await spent.add(session, None, 13.0)
+    with pytest.raises(SpendCapExceeded, match="who is no tenant has spent 13 USD"):
+        await spent.require(None, "")
+
+
+async def test_a_usage_that_has_no_prompt(start: Start, provider: ScriptedProvider) -> None:
+    counted: list[tuple[int, int]] = []
+
+    def cost(api: str, usage: dict[str, Any]) -> float:
+        counted.append((usage["prompt_tokens"], usage["completion_tokens"]))
+        return 0.0
+
+    provider.judge.cost = cost  # type: ignore[assignment,method-assign]
+    provider.judge.usage = {"prompt_tokens": 0, "completion_tokens": 3, "total_tokens": 3}
+    proxy = await start(provider=provider)
+    await proxy.admit(10)
+    session = await proxy.open(task_id="t")
+    assert (await judged(proxy, session)).is_success
+    (recorded,) = await proxy.recorded(session["session_id"])
+    assert recorded.request["frozen"]["estimated"]
+    long = [{"role": "user", "content": "word " * 200_000}]
+    assert (await judged(proxy, session, messages=long)).is_success
+    assert counted[0][0] > 0 and counted[0][1] >= 3
+    assert counted[1][0] >= 200_000
+
+
+def test_what_counts_as_a_prompt_told() -> None:
+    answer = MessagesAnswer("x")
+    answer.usage = {"input_tokens": 0, "output_tokens": 1}
+    assert not answer.prompt_told()
+    # All of it stood in the provider's cache.
+    answer.usage["cache_read_input_tokens"] = 7
+    assert answer.prompt_told()
+    assert ids_in([{"role": "user", "content": [[1, 2], [3]]}]) == 3
+    assert ids_in([{"role": "user", "content": [1, 2]}, {"role": "user", "content": "a"}]) == 2
+
+
+async def test_a_tool_of_the_providers_in_anthropics_shape(proxy: Proxy) -> None:
+    session = await proxy.open(task_id="t")
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    body = chat_body(max_tokens=8, tools=[search])
+    response = await proxy.post("/v1/messages", body, session["api_key"])
+    assert "web_search_20250305" in refused(response, 400, "unsupported_parameter")
+    assert response.json()["type"] == "error"
 
 
 async def test_whoever_leaves_pays(start: Start, provider: ScriptedProvider) -> None:
