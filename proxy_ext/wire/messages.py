@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import nullcontext
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from any_agent.completions.asked import Asked
+from any_agent.completions.begin import LONG_WHOLE
 from any_agent.completions.messages import count_tokens, messages_asked, parse_count
 from any_agent.error_shapes import REQUEST_ID, request_id
 from any_agent.errors import InvalidRequest, UnsupportedParameter
@@ -46,15 +49,19 @@ async def count(service: Service, request: Request) -> Response:
                 "own, and says so in its answers' usage",
                 param="model",
             )
-        call = parse_count(
+        parse = partial(
+            parse_count,
             body,
             model=service.config.model.name,
             known_settings=service.completer.chat.writer.known_settings,
         )
+        long = len(await request.body()) > LONG_WHOLE
+        call = await asyncio.to_thread(parse) if long else parse()
         with service.sessions.trees.pinned(session) if session is not None else nullcontext():
             if session is not None:
                 await service.sessions.load(session)
             tree = session.tree if session is not None else None
+            await service.calls.turns.next()
             tokens = await count_tokens(service.completer, call, tree)
         return JSONResponse({"input_tokens": tokens}, headers={REQUEST_ID: request_id()})
     finally:

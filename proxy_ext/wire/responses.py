@@ -7,14 +7,14 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.completions.asked import Asked, token_logprobs
+from any_agent.completions.asked import Asked, token_logprobs, whole
 from any_agent.completions.responses import (
     answer_of,
     deleted_record,
     input_items,
-    response_again,
     responses_asked,
 )
+from any_agent.completions.responses.recorded import shape_again
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
 from proxy_ext.journal import PutInteraction
@@ -42,7 +42,8 @@ async def response(service: Service, request: Request, id: str) -> Response:
     tree = await _tree(service, request, id)
     interaction = answer_of(id, tree)
     chat = service.completer.chat
-    body = response_again(interaction, tree, token_logprobs(chat), chat)
+    answer, call = shape_again(interaction, tree, token_logprobs(chat), chat)
+    body = await whole(answer, call, [interaction])
     return Response(body, media_type="application/json")
 
 
@@ -118,7 +119,8 @@ async def _tree(service: Service, request: Request, id: str) -> InteractionTree:
 def _page(request: Request) -> tuple[int, str, str | None]:
     query = request.query_params
     limit, order = query.get("limit", str(_PAGE)), query.get("order", "desc")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MOST):
+    short = len(limit) <= len(str(_MOST))
+    if not (short and limit.isascii() and limit.isdigit() and 1 <= int(limit) <= _MOST):
         raise InvalidRequest(f"limit must be from 1 to {_MOST}", param="limit")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", param="order")

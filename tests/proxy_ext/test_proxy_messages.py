@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.completions.messages import count_tokens, parse_count
 from any_agent.types import Continuation
+from proxy_ext.wire import messages as wire
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.messages_lab import (
@@ -353,6 +356,49 @@ async def test_counted_tokens_are_those_of_the_call(
     response = await post(proxy, session["api_key"], "/messages/count_tokens", messages=long)
     assert response.status_code == 200, response.text
     assert response.json()["input_tokens"] > engine.context_length
+
+
+async def test_a_long_count_is_read_off_the_loop(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = (await proxy.open())["api_key"]
+    threads: list[threading.Thread] = []
+
+    def noted(*args: Any, **fields: Any) -> Any:
+        threads.append(threading.current_thread())
+        return parse_count(*args, **fields)
+
+    monkeypatch.setattr(wire, "parse_count", noted)
+    path = "/v1/messages/count_tokens"
+    short = await post(proxy, key, path)
+    monkeypatch.setattr(wire, "LONG_WHOLE", 100)
+    long = [{"type": "text", "text": text} for text in ("Say ", "a ", "number.")]
+    counted = await post(proxy, key, path, messages=[{"role": "user", "content": long}])
+    assert counted.json() == short.json()
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+    refused = await post(proxy, key, path, messages=[{"role": "user", "content": [3] * 100}])
+    assert refused.status_code == 400, refused.text
+
+
+async def test_counts_take_turns_with_calls(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = proxy.service.calls.turns
+    done: list[str] = []
+    next_turn = turns.next
+
+    async def noted_turn() -> None:
+        await next_turn()
+        done.append("turn")
+
+    async def noted_count(*args: Any) -> int:
+        done.append("count")
+        return await count_tokens(*args)
+
+    monkeypatch.setattr(turns, "next", noted_turn)
+    monkeypatch.setattr(wire, "count_tokens", noted_count)
+    key = (await proxy.open())["api_key"]
+    for _ in range(2):
+        assert (await post(proxy, key, "/v1/messages/count_tokens")).status_code == 200
+    assert done == ["turn", "count"] * 2
 
 
 async def test_a_given_format(start: Start, engine: ScriptedEngine) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import openai
+import orjson
 import pytest
 
 from any_agent.chat import ChatFormat
+from any_agent.completions import asked as completions_asked
+from any_agent.completions.responses import ResponsesAnswer
+from any_agent.types import Continuation
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Restart, Start
 from tests.proxy_ext.openai_agent import (
@@ -19,6 +24,7 @@ from tests.proxy_ext.openai_agent import (
     output_of,
     post,
     refused,
+    said_back,
 )
 from tests.proxy_ext.proxy_lab import Proxy
 from tests.proxy_ext.test_proxy_chat import say
@@ -91,6 +97,92 @@ async def test_what_it_was_an_answer_to(
             await agent.get(f"/responses/{first.id}?stream=true", cast_to=object)
 
 
+@pytest.mark.parametrize(
+    "limit", ["0", "101", "000000001999", "000000001" + "9" * 5000, "0100", "-1", "1.0", "２", ""]
+)
+async def test_a_page_has_few_items(proxy: Proxy, limit: str) -> None:
+    key = (await proxy.open())["api_key"]
+    id = (await post(proxy, key, input=[{"role": "user", "content": "a"}] * 130)).json()["id"]
+    proxy.http.headers["authorization"] = f"Bearer {key}"
+    path = f"{PATH}/{id}/input_items"
+    refused(await proxy.http.get(path, params={"limit": limit}), 400, WRONG, "limit")
+    page = await proxy.http.get(path, params={"limit": "100"})
+    assert len(page.json()["data"]) == 100
+
+
+async def test_a_long_answer_is_told_again_off_the_loop(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = (await proxy.open(mode="eval"))["api_key"]
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 3, "temperature": 0}
+    bodies = [
+        (await post(proxy, key, max_output_tokens=most, **more)).json()
+        for most, more in ((8, fields), (7, fields), (8, {"top_logprobs": 3}))
+    ]
+    threads: list[threading.Thread] = []
+    whole = ResponsesAnswer.whole
+
+    def noted(*args: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return whole(*args)
+
+    monkeypatch.setattr(completions_asked, "_MANY_ENTRIES", 8 * 4 - 1)
+    monkeypatch.setattr(ResponsesAnswer, "whole", noted)
+    for body in bodies:
+        told = await proxy.http.get(f"{PATH}/{body['id']}", headers={"x-api-key": key})
+        assert told.json() == body
+    assert [thread is threading.main_thread() for thread in threads] == [False, True, True]
+
+
+async def test_what_was_not_looked_at_is_not_recorded(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [FIND]}
+    response = await post(proxy, key, tools=TOOLS, tool_choice={**allowed, "junk": "x" * 10**6})
+    refused(response, 400, UNKNOWN, "tool_choice.junk")
+    wanted = {"type": "json_schema", "name": "n" * 10**6, "schema": {"type": "object"}}
+    refused(await post(proxy, key, text={"format": wanted}), 400, WRONG, "text.format.name")
+    assert not await proxy.recorded(session["session_id"])
+    say(engine, chat, "hi")
+    body = (await post(proxy, key, tools=TOOLS, tool_choice=allowed)).json()
+    assert body["tool_choice"] == allowed
+    (interaction,) = await proxy.recorded(session["session_id"])
+    assert len(orjson.dumps(interaction.request)) < 1000
+    told = await proxy.http.get(f"{PATH}/{body['id']}", headers={"x-api-key": key})
+    assert told.json() == body
+
+
+async def test_a_system_message_that_an_earlier_request_had_in_one_with_the_instructions(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    user, more = ({"role": "user", "content": text} for text in ("Say a number.", "Another."))
+    say(engine, chat, "4")
+    first = await create(proxy, key, input=[{"role": "system", "content": "A\nB"}, user])
+    say(engine, chat, "5")
+    given: list[Any] = [{"role": "system", "content": "B"}, user, *said_back(first), more]
+    second = await create(proxy, key, instructions="A", input=given)
+    say(engine, chat, "6")
+    await create(proxy, key, instructions="A", input=[more], previous_response_id=second.id)
+    say(engine, chat, "7")
+    await create(proxy, key, input=[more], previous_response_id=second.id)
+    one, two, three, four = await proxy.recorded(session["session_id"])
+    assert (two.parent_id, three.parent_id) == (one.id, two.id), three.branch_reason
+    assert three.message_delta == [more]
+    # Without the instructions, what belongs to the conversation stays.
+    assert (four.continuation, four.branch_reason) == (Continuation.ROOT, "system_changed")
+    said = [message["content"] for message in four.message_delta]
+    assert said == ["B", "Say a number.", "4", "Another.", "5", "Another."]
+    proxy.http.headers["authorization"] = f"Bearer {key}"
+    assert (await proxy.http.get(f"{PATH}/{second.id}")).json()["instructions"] == "A"
+    page = await proxy.http.get(f"{PATH}/{second.id}/input_items", params={"order": "asc"})
+    assert [item["role"] for item in page.json()["data"]] == ["system", "user", "assistant", "user"]
+    assert page.json()["data"][0]["content"] == [{"type": "input_text", "text": "B"}]
+
+
 async def test_a_deleted_answer(restart: Restart) -> None:
     proxy = await restart()
     session = await proxy.open()
@@ -156,6 +248,7 @@ async def test_without_texts_nothing_is_named(start: Start) -> None:
 
 
 WEB = {"type": "web_search"}
+FIND = {"type": "function", "name": "find"}
 UNKNOWN = "unsupported_parameter"
 WRONG = "invalid_request"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from any_agent.completions.params.rows import (
     BOOLEAN,
     MAX_INTEGER,
+    MAX_NOTE_BYTES,
     MAX_SCHEMA_BYTES,
     MAX_SCHEMA_DEPTH,
     MAX_TOOLS,
@@ -56,6 +57,9 @@ INCLUDES = (
     "web_search_call.results",
 )
 """The last six are of what no answer here has."""
+
+MAX_FORMAT_NAME = 64
+"""Characters of a schema's name, as at OpenAI."""
 
 _HONOURED = (
     Parameter(
@@ -112,8 +116,10 @@ _HONOURED = (
         "honoured",
         {"type": "object"},
         "`format`: `text`, `json_object`, or `json_schema`, strict or not, of at most "
-        f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels, and not together with tools "
-        "that the model may call. `verbosity` is recorded: say it in a message.",
+        f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels, with a `name` of at most "
+        f"{MAX_FORMAT_NAME} characters and a `description` of at most {MAX_NOTE_BYTES >> 10} KiB; "
+        "not together with tools that the model may call. `verbosity` is recorded: say it in a "
+        "message.",
         RESPONSES,
         untrainable="grammar",
         checked=False,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from any_agent.chat import text_of
+from any_agent.chat.keys import is_leading_system
 from any_agent.completions.responses.items import ITEM_ID
 from any_agent.completions.responses.output import items_of
 from any_agent.errors import InvalidRequest, NotFound
@@ -37,14 +39,53 @@ def messages_before(id: str, tree: InteractionTree | None) -> list[Message]:
             param="previous_response_id",
         )
     require_texts(interaction, "previous_response_id")
-    messages = tree.messages(id)
-    instructed = has_instructions(interaction)
-    return [*messages[1 if instructed else 0 :], interaction.output_message]
+    _, messages = parted(interaction, tree)
+    return [*messages, interaction.output_message]
 
 
-def has_instructions(interaction: Interaction) -> bool:
-    """Whether its first message is its request's `instructions`."""
-    return bool(interaction.request.get(RECORD, {}).get("instructions"))
+def parted(interaction: Interaction, tree: InteractionTree) -> tuple[str | None, list[Message]]:
+    """A request's `instructions`, and its other messages, as the record words them.
+
+    The system messages that begin a conversation are one to a tree, however they are cut: its own
+    may be cut where an earlier request's instructions, or none, ended. Their lines are the same.
+    """
+    messages = tree.messages(interaction.id)
+    lines = interaction.request.get(RECORD, {}).get("instructions")
+    if not isinstance(lines, int):
+        return None, messages
+    if lines is True:
+        # Recorded before lines were counted.
+        lines = full_lines(text_of(messages[0].get("content")) or "")
+    said: list[str] = []
+    for k, message in enumerate(messages):
+        if not is_leading_system(message) or (said and not lines):
+            return "\n".join(said), messages[k:]
+        head, rest = _cut(text_of(message["content"]) or "", lines)
+        said.append(head)
+        lines -= full_lines(head)
+        if rest:
+            return "\n".join(said), [{"role": "system", "content": rest}, *messages[k + 1 :]]
+    return "\n".join(said), []
+
+
+def full_lines(text: str) -> int:
+    """Its lines that are not blank: to a tree the others are none."""
+    return sum(not _is_blank(line) for line in text.split("\n"))
+
+
+def _cut(text: str, lines: int) -> tuple[str, str]:
+    """What it says in so many lines, and in those that follow."""
+    split = text.split("\n")
+    for k, line in enumerate(split):
+        if not _is_blank(line):
+            if not lines:
+                return "\n".join(split[:k]).rstrip("\n"), "\n".join(split[k:])
+            lines -= 1
+    return text, ""
+
+
+def _is_blank(line: str) -> bool:
+    return not line or line.isspace()
 
 
 def is_deleted(interaction: Interaction) -> bool:

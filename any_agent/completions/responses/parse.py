@@ -8,18 +8,21 @@ from typing import Any
 from any_agent.completions.params import TABLE, ChatCall
 from any_agent.completions.params.grammar import grammar_text, schema_grammar
 from any_agent.completions.params.parse import sort_out, untrainable_by
+from any_agent.completions.params.responses_rows import MAX_FORMAT_NAME
+from any_agent.completions.params.rows import MAX_NOTE_BYTES
 from any_agent.completions.params.sampling import sampling_of
-from any_agent.completions.params.values import check, require_object, shown
+from any_agent.completions.params.values import check, json_text, require_object, shown
 from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
-from any_agent.completions.responses.history import ID_PREFIX, Items, messages_before
+from any_agent.completions.responses.history import ID_PREFIX, Items, full_lines, messages_before
 from any_agent.completions.responses.items import messages_of, require_few
-from any_agent.completions.responses.tools import chat_tools_of, flat
+from any_agent.completions.responses.tools import chat_tools_of, flat, require_names
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
 from any_agent.types import GenerationHyperparameters, Message, SessionMode
 
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"
+_FORMAT_NAME = {"type": "string", "minLength": 1, "maxLength": MAX_FORMAT_NAME}
 _VERBOSITIES = {"enum": ["low", "medium", "high"]}
 _SUMMARIES = {"enum": ["auto", "concise", "detailed"]}
 
@@ -40,7 +43,7 @@ def parse_responses(
     """
     body, recorded = sort_out(body, "responses")
     include = _include(body.get("include"))
-    tools, shown_tools, forced = chat_tools_of(body)
+    tools, shown_tools, forced, choice = chat_tools_of(body)
     grammar, text = _text(body.get("text"))
     if grammar is not None and shown_tools:
         raise InvalidRequest(
@@ -55,12 +58,14 @@ def parse_responses(
     gconfig, overrides = sampling_of(
         body, mode=mode, run=sampling, tokens=sampling.max_new_tokens, grammar=grammar
     )
-    repeated = _repeated(body, text, reasoning, flat(tools))
+    repeated = _repeated(
+        body, text=text, reasoning=reasoning, tools=flat(tools), tool_choice=choice
+    )
     told = flat(shown_tools) == repeated.get("tools", [])
     kept = {k: v for k, v in repeated.items() if k not in recorded and not (k == "tools" and told)}
     if kept.get("instructions"):
-        # They are among the messages.
-        kept["instructions"] = True
+        # They are among the messages, whose first ones have so many lines of them.
+        kept["instructions"] = full_lines(kept["instructions"])
     chat = ChatCall(
         model=body.get("model") or model,
         messages=messages,
@@ -125,7 +130,7 @@ def _text(value: Any) -> tuple[str | None, dict[str, Any]]:
     if value is None:
         return None, dict(DEFAULTS["text"])
     given = require_object(value, "text")
-    _require_names(given, "text", ("format", "verbosity"))
+    require_names(given, "text", ("format", "verbosity"))
     repeated = dict(DEFAULTS["text"])
     if given.get("verbosity") is not None:
         check(given["verbosity"], _VERBOSITIES, "text.verbosity")
@@ -145,14 +150,15 @@ def _grammar(wanted: Mapping[str, Any]) -> str | None:
         case "text":
             return None
         case "json_object":
-            _require_names(wanted, name, ("type",))
+            require_names(wanted, name, ("type",))
             return grammar_text({"json_object": True}, name)
         case "json_schema":
-            _require_names(wanted, name, ("type", "name", "schema", "strict", "description"))
-            check(wanted.get("name"), {"type": "string", "minLength": 1}, f"{name}.name")
+            require_names(wanted, name, ("type", "name", "schema", "strict", "description"))
+            check(wanted.get("name"), _FORMAT_NAME, f"{name}.name")
             for field, kind in (("strict", "boolean"), ("description", "string")):
                 if wanted.get(field) is not None:
                     check(wanted[field], {"type": kind}, f"{name}.{field}")
+            json_text(wanted.get("description"), f"{name}.description", longest=MAX_NOTE_BYTES)
             return schema_grammar(wanted.get("schema"), name)
         case str(kind):
             raise UnsupportedParameter(
@@ -167,7 +173,7 @@ def _reasoning(value: Any) -> tuple[str | None, dict[str, Any]]:
     if value is None:
         return None, repeated
     given = require_object(value, "reasoning")
-    _require_names(given, "reasoning", ("effort", "summary", "generate_summary", "context", "mode"))
+    require_names(given, "reasoning", ("effort", "summary", "generate_summary", "context", "mode"))
     for field, schema in (
         ("effort", TABLE["chat"]["reasoning_effort"].schema),
         ("summary", _SUMMARIES),
@@ -189,25 +195,14 @@ def _check_stream_options(value: Any) -> None:
     if value is None:
         return
     given = require_object(value, "stream_options")
-    _require_names(given, "stream_options", ("include_obfuscation",))
+    require_names(given, "stream_options", ("include_obfuscation",))
     if given.get("include_obfuscation") is not None:
         name = "stream_options.include_obfuscation"
         check(given["include_obfuscation"], {"type": "boolean"}, name)
 
 
-def _require_names(given: Mapping[str, Any], at: str, known: tuple[str, ...]) -> None:
-    for name in given:
-        if name not in known:
-            where = f"{at}.{shown(str(name))[1:-1]}"
-            raise UnsupportedParameter(f"unknown parameter {where}", param=where)
-
-
-def _repeated(
-    body: Mapping[str, Any],
-    text: dict[str, Any],
-    reasoning: dict[str, Any],
-    tools: list[dict[str, Any]],
-) -> dict[str, Any]:
+def _repeated(body: Mapping[str, Any], **checked: Any) -> dict[str, Any]:
+    """``checked``: objects and lists, of which nothing is repeated that was not looked at."""
     said = {name: body[name] for name in DEFAULTS if body.get(name) is not None}
-    said |= {"text": text, "reasoning": reasoning, "tools": tools}
+    said |= {name: value for name, value in checked.items() if value is not None}
     return {name: value for name, value in said.items() if value != DEFAULTS[name]}

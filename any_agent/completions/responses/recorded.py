@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.chat import ChatFormat, text_of
+from any_agent.completions.answers import Answer
 from any_agent.completions.answers.logprobs import TokenLogprobs
 from any_agent.completions.answers.parts import Part
 from any_agent.completions.params import ChatCall
@@ -14,8 +15,8 @@ from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
 from any_agent.completions.responses.history import (
     DELETED,
     RECORD,
-    has_instructions,
     is_deleted,
+    parted,
     require_texts,
 )
 from any_agent.completions.responses.output import item_id, item_of
@@ -54,12 +55,20 @@ def response_again(
     interaction: Interaction, tree: InteractionTree, logprobs: TokenLogprobs, chat: ChatFormat
 ) -> bytes:
     """The body that the answer had, from :func:`answer_of`'s."""
+    return shape_again(interaction, tree, logprobs, chat)[0].whole([interaction])
+
+
+def shape_again(
+    interaction: Interaction, tree: InteractionTree, logprobs: TokenLogprobs, chat: ChatFormat
+) -> tuple[Answer, ChatCall]:
+    """What :func:`any_agent.completions.asked.whole` writes the body from that the answer had."""
     asked = interaction.request[RECORD]
     recorded = interaction.request.get("recorded", {})
     repeated = {name: recorded[name] for name in DEFAULTS if name in recorded}
     repeated |= {name: asked[name] for name in DEFAULTS if name in asked}
-    if repeated.get("instructions"):
-        repeated["instructions"] = tree.messages(interaction.id)[0]["content"]
+    instructions, _ = parted(interaction, tree)
+    if instructions is not None:
+        repeated["instructions"] = instructions
     if "tools" not in repeated:
         repeated["tools"] = flat(tree.path(interaction.id)[0].tools)
     told = bool(asked.get("logprobs"))
@@ -71,6 +80,7 @@ def response_again(
         stream=False,
         include_usage=False,
         logprobs=told,
+        top_logprobs=repeated.get("top_logprobs", 0) if told else 0,
     )
     head = Head(
         interaction.id,
@@ -79,12 +89,12 @@ def response_again(
         len(tree.prompt_ids(interaction.id)),
     )
     responses = ResponsesCall(call, repeated, told, bool(asked.get("encrypted")))
-    return ResponsesAnswer(responses, head, logprobs, chat).whole([interaction])
+    return ResponsesAnswer(responses, head, logprobs, chat), call
 
 
 def input_items(interaction: Interaction, tree: InteractionTree) -> list[dict[str, Any]]:
     """What it was an answer to, without the instructions, in its order."""
-    messages = tree.messages(interaction.id)[1 if has_instructions(interaction) else 0 :]
+    _, messages = parted(interaction, tree)
     out: list[dict[str, Any]] = []
     # Their ids are not those of answers: only these can be referred to.
     prefix = f"in{interaction.id.rpartition('_')[2]}"

@@ -14,8 +14,11 @@ from any_agent.types import Tool
 _FIELDS = ("description", "parameters", "strict")
 
 
-def chat_tools_of(body: Mapping[str, Any]) -> tuple[list[Tool], list[Tool] | None, str | None]:
-    """All tools in a chat call's form, those to render, and the one that must be called."""
+def chat_tools_of(
+    body: Mapping[str, Any],
+) -> tuple[list[Tool], list[Tool] | None, str | None, Any]:
+    """All tools in a chat call's form, those to render, the one that must be called, and the
+    choice of them as an answer repeats it."""
     tools = body.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise InvalidRequest("tools must be a list", param="tools")
@@ -25,8 +28,9 @@ def chat_tools_of(body: Mapping[str, Any]) -> tuple[list[Tool], list[Tool] | Non
             param="tools",
         )
     chat = [_nested(tool, f"tools[{k}]") for k, tool in enumerate(tools or ())]
-    shown_tools, forced = tools_of({"tools": chat, "tool_choice": _choice(body.get("tool_choice"))})
-    return chat, shown_tools, forced
+    choice = _choice(body.get("tool_choice"))
+    shown_tools, forced = tools_of({"tools": chat, "tool_choice": choice})
+    return chat, shown_tools, forced, _flat_choice(choice)
 
 
 def flat(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
@@ -44,6 +48,14 @@ def flat(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
             }
         )
     return out
+
+
+def require_names(given: Mapping[str, Any], at: str, known: tuple[str, ...]) -> None:
+    """UnsupportedParameter for a field of another name."""
+    for name in given:
+        if name not in known:
+            where = f"{at}.{shown(str(name))[1:-1]}"
+            raise UnsupportedParameter(f"unknown parameter {where}", param=where)
 
 
 def _nested(tool: Any, where: str) -> Tool:
@@ -85,10 +97,12 @@ def _choice(choice: Any) -> Any:
         return choice
     match choice:
         case {"type": "function", "name": str(name)}:
+            require_names(choice, "tool_choice", ("type", "name"))
             return {"type": "function", "function": {"name": name}}
         case {"type": "allowed_tools"}:
+            require_names(choice, "tool_choice", ("type", "mode", "tools"))
             tools = choice.get("tools")
-            entries = [_entry(each) for each in tools] if isinstance(tools, list) else tools
+            entries = _entries(tools) if isinstance(tools, list) else tools
             allowed = {"mode": choice.get("mode"), "tools": entries}
             return {"type": "allowed_tools", "allowed_tools": allowed}
         case {"type": "function"}:
@@ -102,8 +116,29 @@ def _choice(choice: Any) -> Any:
     raise InvalidRequest("tool_choice must have a type", param="tool_choice")
 
 
-def _entry(entry: Any) -> Any:
+def _entries(tools: list[Any]) -> list[Any]:
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(
+            f"tool_choice.tools has {len(tools)} entries, and may have {MAX_TOOLS}: leave some out",
+            param="tool_choice",
+        )
+    return [_entry(each, f"tool_choice.tools[{k}]") for k, each in enumerate(tools)]
+
+
+def _entry(entry: Any, where: str) -> Any:
     match entry:
         case {"type": "function", "name": str(name)}:
+            require_names(entry, where, ("type", "name"))
             return {"type": "function", "function": {"name": name}}
     return None
+
+
+def _flat_choice(choice: Any) -> Any:
+    """Of one in a chat call's form, which was found right."""
+    match choice:
+        case {"type": "function", "function": function}:
+            return {"type": "function", **function}
+        case {"type": "allowed_tools", "allowed_tools": allowed}:
+            tools = [{"type": "function", **each["function"]} for each in allowed["tools"]]
+            return {"type": "allowed_tools", "mode": allowed["mode"], "tools": tools}
+    return choice

@@ -8,15 +8,16 @@ from typing import Any
 import orjson
 import pytest
 
-from any_agent.chat import MessageDelta
+from any_agent.chat import MessageDelta, merge_deltas
 from any_agent.chat.output.spans import Spans
 from any_agent.completions.prepared import Delta, Head
 from any_agent.completions.responses import ResponsesAnswer
-from any_agent.errors import EngineUnavailable, UnsupportedParameter
+from any_agent.errors import EngineUnavailable, InvalidRequest, UnsupportedParameter
 from any_agent.types import Interaction
 from tests.completions.responses.responses_lab import parse, valid_events, valid_response
 from tests.completions.responses.test_responses_items import CHAT_CALL, HEX, recorded
 
+LONG = "x" * 100_000
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 
 
@@ -42,7 +43,7 @@ def test_a_call_is_as_a_chat_calls() -> None:
     assert (chat.id_prefix, chat.prompt_parameter) == ("resp_", "input")
     assert call.repeated["tools"] == [{**TOOL, "description": None}]
     # Instructions are among the messages, tools beside them: they are not kept twice.
-    assert chat.kept["responses"]["instructions"] is True
+    assert chat.kept["responses"]["instructions"] == 1
     assert "tools" not in chat.kept["responses"]
 
 
@@ -70,6 +71,48 @@ def test_options_are_known_by_name() -> None:
         with pytest.raises(UnsupportedParameter) as raised:
             parse(**odd)
         assert raised.value.param == f"{field}.surprise"
+
+
+ENTRY = {"type": "function", "name": "f"}
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [ENTRY]}
+
+
+@pytest.mark.parametrize("choice", ["none", "required", ENTRY, ALLOWED])
+def test_the_choice_of_tools_is_repeated(choice: Any) -> None:
+    call = parse(tools=[TOOL, {**TOOL, "name": "g"}], tool_choice=choice)
+    assert call.repeated["tool_choice"] == choice
+    assert call.chat.kept["responses"]["tool_choice"] == choice
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ({**ENTRY, "junk": LONG}, "tool_choice.junk"),
+        ({**ALLOWED, "junk": LONG}, "tool_choice.junk"),
+        ({**ALLOWED, LONG: None}, f"tool_choice.{'x' * 60}"),
+        ({**ALLOWED, "tools": [{**ENTRY, "junk": LONG}]}, "tool_choice.tools[0].junk"),
+        ({**ALLOWED, "tools": [ENTRY] * 1025}, "tool_choice"),
+        ({**ALLOWED, "tools": [{**ENTRY, "name": LONG}]}, "tool_choice"),
+        ({**ALLOWED, "mode": LONG}, "tool_choice"),
+        ({"type": LONG}, "tool_choice"),
+        (LONG, "tool_choice"),
+    ],
+)
+def test_no_choice_of_tools_is_repeated_without_end(choice: Any, param: str) -> None:
+    with pytest.raises((InvalidRequest, UnsupportedParameter)) as raised:
+        parse(tools=[TOOL], tool_choice=choice)
+    assert raised.value.param == param
+    assert len(raised.value.message) < 500
+
+
+def test_a_formats_texts_are_bounded() -> None:
+    wanted = {"type": "json_schema", "schema": {"type": "object"}}
+    most = {**wanted, "name": "n" * 64, "description": "d" * (2**14 - 2)}
+    assert parse(text={"format": most}).repeated["text"]["format"] == most
+    for field, value in (("name", "n" * 65), ("name", ""), ("description", "d" * (2**14 - 1))):
+        with pytest.raises(InvalidRequest) as raised:
+            parse(text={"format": {**most, field: value}})
+        assert raised.value.param == f"text.format.{field}"
 
 
 def _answer(**fields: Any) -> ResponsesAnswer:
@@ -113,6 +156,16 @@ def test_a_stream_comes_to_the_whole_answer(encrypts: bool) -> None:
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
     assert response.output_text == 'a "é🙂'
     assert (b"encrypted_content" in whole) is encrypts
+
+
+def test_a_delta_of_several_kinds_is_told_whole() -> None:
+    deltas, interaction = _said()
+    merged = Delta(merge_deltas(each.message for each in deltas), [3], [-0.5])
+    answer = _answer()
+    stream = answer.start(0) + answer.delta(merged)
+    stream += answer.end(0, interaction) + answer.last([interaction])
+    last = valid_events(stream)[-1]
+    assert last["response"] == orjson.loads(_answer().whole([interaction]))
 
 
 def test_a_stream_that_breaks_keeps_what_was_whole() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from any_agent.completions.responses.history import Items, messages_before
+from any_agent.completions.responses.history import Items, messages_before, parted
 from any_agent.completions.responses.items import messages_of
 from any_agent.completions.responses.reasoning import decoded, encoded
 from any_agent.completions.responses.recorded import answer_of, deleted_record, input_items
@@ -43,7 +43,7 @@ def recorded(
     parent: str | None = None,
     delta: Any = None,
     *,
-    instructed: bool = False,
+    instructed: int = 0,
     **out: Any,
 ) -> Interaction:
     return Interaction(
@@ -63,7 +63,7 @@ def recorded(
         continuation=Continuation.EXACT if parent else Continuation.ROOT,
         branch_reason=None,
         untrainable_reason=None,
-        request={"responses": {"instructions": True} if instructed else {}},
+        request={"responses": {"instructions": instructed} if instructed else {}},
         created_at=1.0,
     )
 
@@ -194,10 +194,8 @@ def test_an_answer_in_thousands_of_pieces() -> None:
 
 def test_what_comes_before_is_the_sessions() -> None:
     system = {"role": "system", "content": "old"}
-    first = recorded(delta=[system, USER], instructed=True)
-    second = recorded(
-        f"resp_{'1' * 32}", ID, [{"role": "user", "content": "more"}], instructed=True
-    )
+    first = recorded(delta=[system, USER], instructed=1)
+    second = recorded(f"resp_{'1' * 32}", ID, [{"role": "user", "content": "more"}], instructed=1)
     tree = tree_of(first, second)
     assert messages_before(ID, tree) == [USER, first.output_message]
     assert [m["content"] for m in messages_before(second.id, tree)] == ["hi", "a", "more", "a"]
@@ -209,6 +207,42 @@ def test_what_comes_before_is_the_sessions() -> None:
     with pytest.raises(InvalidRequest) as refused:
         messages_before(ID, tree_of(without_texts(recorded())))
     assert refused.value.code == "content_not_stored"
+
+
+@pytest.mark.parametrize(
+    ("system", "lines", "instructions", "left"),
+    [
+        (["a"], 1, "a", []),
+        (["a\n\n b\n"], 2, "a\n\n b\n", []),
+        (["a", "b"], 1, "a", ["b"]),
+        # As an earlier request had them in its system messages.
+        (["a\nb"], 1, "a", ["b"]),
+        (["a\n \n\n b\n"], 1, "a\n ", [" b\n"]),
+        (["a", "b", "c"], 2, "a\nb", ["c"]),
+        (["a", "b\nc", "d"], 2, "a\nb", ["c", "d"]),
+        (["", "a"], 1, "\na", []),
+        # Of journals that did not count them.
+        (["a\nb", "c"], True, "a\nb", ["c"]),
+    ],
+)
+def test_instructions_are_told_from_other_system_messages(
+    system: list[str], lines: int, instructions: str, left: list[str]
+) -> None:
+    delta = [*({"role": "system", "content": text} for text in system), USER]
+    interaction = recorded(delta=delta, instructed=lines)
+    tree = tree_of(interaction)
+    told, messages = parted(interaction, tree)
+    assert told == instructions
+    assert messages == [*({"role": "system", "content": text} for text in left), USER]
+    assert messages_before(ID, tree) == [*messages, interaction.output_message]
+
+
+def test_instructions_that_say_nothing() -> None:
+    system = {"role": "system", "content": " \n"}
+    for delta, rest in (([system, USER], [USER]), ([USER], [USER])):
+        interaction = recorded(delta=delta)
+        interaction.request = {"responses": {"instructions": 0}}
+        assert parted(interaction, tree_of(interaction))[1] == rest
 
 
 def test_a_deleted_answer_is_not_there() -> None:
@@ -228,7 +262,7 @@ def test_what_an_answer_is_an_answer_to() -> None:
     said = assistant(content="b", reasoning_content="r", tool_calls=[CHAT_CALL])
     told = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "7"}]}
     system = {"role": "system", "content": "s"}
-    interaction = recorded(delta=[system, USER, said, told], instructed=True)
+    interaction = recorded(delta=[system, USER, said, told], instructed=1)
     items = input_items(interaction, tree_of(interaction))
     kinds = ["message", "reasoning", "message", "function_call", "function_call_output"]
     assert [item["type"] for item in items] == kinds
