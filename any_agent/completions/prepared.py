@@ -81,6 +81,8 @@ class Delta:
     logprobs: list[float]
     top_logprobs: TopLogprobs | None = None
     index: int = 0
+    calls: bool = False
+    """Whether a call's tokens may be among these before it comes itself: of what is replayed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,8 +60,8 @@ class Listener:
         self._items: deque[Item | AnyAgentError] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, item: Item | AnyAgentError) -> None:
-        self._items.append(item)
+    def put(self, *items: Item | AnyAgentError) -> None:
+        self._items.extend(items)
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -193,10 +193,10 @@ class Call:
             answer = self._answers.get(index)
             if answer is not None:
                 if self._stream:
-                    listener.put(whole(answer, index))
+                    listener.put(*whole(answer, index))
                 listener.put(Ended(index, answer))
             elif self._so_far is not None and not self._so_far[index].empty:
-                listener.put(self._so_far[index].delta())
+                listener.put(*self._so_far[index].deltas())
         return listener
 
     def left(self, listener: Listener) -> None:

@@ -1,11 +1,13 @@
-"""What a stream has produced, for a client that comes later."""
+"""What a stream has produced, for a client that comes later: its parts, in their order."""
 
 from __future__ import annotations
 
 from array import array
+from itertools import groupby
 
 from any_agent.chat import MessageDelta, merge_deltas
 from any_agent.completions import Delta, PackedTop, top_logprobs_of
+from any_agent.completions.answers.parts import Part, parts_of
 from any_agent.types import Interaction
 
 _STEPS = 64
@@ -13,7 +15,7 @@ _STEPS = 64
 
 
 class SoFar:
-    """Of one choice; a client that joins gets it as one delta.
+    """Of one choice; a client that joins gets one delta for each of its parts.
 
     Nearly every stream of an SDK keeps one to its end, so it is kept small: steps are put together
     some at a time, and numbers are packed.
@@ -26,7 +28,12 @@ class SoFar:
     def clear(self) -> None:
         """It is recorded, and replayed from there."""
         self._steps: list[MessageDelta] = []
-        self._joined: list[MessageDelta] = []
+        """Of one part: the last one's, those that are not put together yet."""
+        self._part: str | int | None = None
+        self._end = 0
+        """How many tokens there were at the last step."""
+        self._joined: list[tuple[str | int | None, MessageDelta, int]] = []
+        """A part, some of its steps, and how many tokens there were at their end."""
         self._ids = array("i")
         self._logprobs = array("d")
         self._top: PackedTop | None = None
@@ -36,30 +43,75 @@ class SoFar:
         return not self._ids
 
     def add(self, item: Delta) -> None:
-        self._steps.append(item.message)
-        if len(self._steps) == _STEPS:
-            self._joined.append(merge_deltas(self._steps))
-            self._steps.clear()
         self._ids.extend(item.output_ids)
         self._logprobs.extend(item.logprobs)
         if item.top_logprobs is not None:
             self._top = self._top or PackedTop()
             self._top.extend(item.top_logprobs)
+        part = _part_of(item.message)
+        if part is None:
+            return
+        if part != self._part or len(self._steps) == _STEPS:
+            self._join()
+        self._part = part
+        self._steps.append(item.message)
+        self._end = len(self._ids)
 
-    def delta(self) -> Delta:
-        message = merge_deltas([*self._joined, *self._steps])
+    def deltas(self) -> list[Delta]:
+        """Each with the tokens up to its end; last those that have not come to anything yet."""
+        self._join()
+        ids, logprobs = self._ids.tolist(), self._logprobs.tolist()
         top = self._top.rows() if self._top is not None else None
-        return Delta(message, self._ids.tolist(), self._logprobs.tolist(), top, self._index)
+        out, start = [], 0
+        for _, steps in groupby(self._joined, key=lambda joined: joined[0]):
+            each = list(steps)
+            message, end = merge_deltas(step for _, step, _ in each), each[-1][2]
+            rows = None if top is None else top[start:end]
+            out.append(Delta(message, ids[start:end], logprobs[start:end], rows, self._index))
+            start = end
+        if start < len(ids):
+            rows = None if top is None else top[start:]
+            out.append(Delta(MessageDelta(), ids[start:], logprobs[start:], rows, self._index))
+        return out
+
+    def _join(self) -> None:
+        if self._steps:
+            self._joined.append((self._part, merge_deltas(self._steps), self._end))
+            self._steps.clear()
 
 
-def whole(interaction: Interaction, index: int) -> Delta:
-    """All of a recorded answer."""
-    message = interaction.output_message
-    calls = [{"index": k, **c} for k, c in enumerate(message.get("tool_calls") or ())]
-    return Delta(
-        MessageDelta(message.get("content"), message.get("reasoning_content"), calls or None),
+def whole(interaction: Interaction, index: int) -> list[Delta]:
+    """All of a recorded answer, part by part; its tokens come with the first."""
+    parts = parts_of(interaction)
+    calls = 0
+    messages: list[MessageDelta] = []
+    for part in parts:
+        messages.append(_message(part, calls))
+        calls += part.call is not None
+    first = Delta(
+        messages[0] if messages else MessageDelta(),
         interaction.output_ids.tolist(),
         interaction.output_logprobs.tolist(),
         top_logprobs_of(interaction),
         index,
+        calls=calls > 0,
     )
+    return [first, *[Delta(message, [], [], None, index) for message in messages[1:]]]
+
+
+def _part_of(step: MessageDelta) -> str | int | None:
+    """What tells one part from the next: the kind of a text, the number of a call."""
+    if step.tool_calls:
+        number: int = step.tool_calls[-1]["index"]
+        return number
+    if step.content:
+        return "content"
+    return "reasoning" if step.reasoning_content else None
+
+
+def _message(part: Part, number: int) -> MessageDelta:
+    if part.call is not None:
+        return MessageDelta(tool_calls=[{"index": number, **part.call}])
+    if part.kind == "content":
+        return MessageDelta(part.text)
+    return MessageDelta(reasoning_content=part.text)

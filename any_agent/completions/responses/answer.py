@@ -58,11 +58,14 @@ class ResponsesAnswer:
         message = item.message
         if self._sampled is not None:
             self._sampled.add(item)
-        if message.content:
-            return self._more("content", message.content)
-        if message.reasoning_content:
-            return self._more("reasoning", message.reasoning_content)
-        return b"".join([self._call_step(step) for step in message.tool_calls or ()])
+        text, reasoning, calls = message.content, message.reasoning_content, message.tool_calls
+        if text and not (reasoning or calls):
+            # Nearly every event is one of these.
+            return self._more("content", text)
+        events = self._more("reasoning", reasoning) if reasoning else b""
+        if text:
+            events += self._more("content", text)
+        return events + b"".join([self._call_step(step) for step in calls or ()])
 
     def end(self, index: int, interaction: Interaction) -> bytes:
         """The events that end the last item."""
@@ -227,7 +230,7 @@ class _Sampled:
         self._logprobs += item.logprobs
         self._top += item.top_logprobs or ()
         self._reasoned |= bool(item.message.reasoning_content)
-        self._called |= bool(item.message.tool_calls)
+        self._called |= item.calls or bool(item.message.tool_calls)
 
     def new_text(self, write: TokenLogprobs, spans: Spans) -> bytes:
         """Of the text's tokens since the last time."""
