@@ -183,7 +183,8 @@ IMPLICIT_OPEN = Metric(
 IMPLICIT_ENDED = Metric(
     "any_agent_implicit_sessions_ended_total",
     "counter",
-    "Of these, those that had been idle for long enough, and went to the grader.",
+    "Of these, those that had been idle for long enough or reached their ttl, "
+    "and went to the grader.",
 )
 RETRIES = Metric(
     "any_agent_retries_total",
