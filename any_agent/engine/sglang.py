@@ -153,14 +153,27 @@ class SGLangEngine:
         return self._capabilities
 
     async def pause(self) -> None:
-        self._gate.close()
-        if self._pause_mode == "abort":
-            await self._bound.drained()
+        await self.hold()
         await self._control("POST", "/pause_generation", {"mode": self._pause_mode})
 
     async def resume(self, version: int) -> None:
         await self._control("POST", "/continue_generation", {})
-        self._version = version
+        self.release(version)
+
+    async def hold(self) -> None:
+        """Make calls wait here, for an update of which somebody else tells the engine.
+
+        Returns once what must not be cut has ended. What runs goes on until the engine aborts it,
+        and then waits, too, until :meth:`release`.
+        """
+        self._gate.close()
+        if self._pause_mode == "abort":
+            await self._bound.drained()
+
+    def release(self, version: int | None = None) -> None:
+        """Let calls go on, with the weights of ``version``; None: with what the engine has."""
+        if version is not None:
+            self._version = version
         self._gate.open()
 
     async def generate(
