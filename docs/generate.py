@@ -1,6 +1,6 @@
 """Write the documents that the code knows best: ``python docs/generate.py [--check]``.
 
-docs/configuration.md from any_agent/config.py: a setting's meaning is the docstring under its
+docs/configuration.md from any_agent/config: a setting's meaning is the docstring under its
 field, its section's the docstring of the class. docs/metrics.md from each part's table of metrics.
 docs/sessions.md from the table of states in proxy_ext/sessions/lifecycle.py, docs/keys.md from the
 one of routes and scopes in proxy_ext/scopes.py, docs/parameters.md from the one in
@@ -24,7 +24,7 @@ route_scopes: Any = importlib.import_module("route_scopes")
 call_parameters: Any = importlib.import_module("call_parameters")
 client_results: Any = importlib.import_module("client_results")
 session_states: Any = importlib.import_module("session_states")
-SOURCE = ROOT / "any_agent" / "config.py"
+SOURCE = ROOT / "any_agent" / "config"
 TARGET = ROOT / "docs" / "configuration.md"
 TREE = "Config"
 METRICS_TARGET = ROOT / "docs" / "metrics.md"
@@ -35,7 +35,7 @@ COMPATIBILITY_TARGET = ROOT / "docs" / "compatibility.md"
 
 HEAD = """# Configuration
 
-<!-- Written by docs/generate.py from any_agent/config.py; change that file, then run it. -->
+<!-- Written by docs/generate.py from any_agent/config; change a file there, then run it. -->
 
 A setting has a dotted name. It is taken from, in this order:
 
@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
     arguments = parser.parse_args()
     texts = {
-        TARGET: render(SOURCE.read_text(encoding="utf-8")),
+        TARGET: render(settings_source()),
         METRICS_TARGET: render_metrics(),
         SESSIONS_TARGET: session_states.render(),
         KEYS_TARGET: route_scopes.render(),
@@ -164,20 +164,33 @@ def render_metrics() -> str:
     return "\n".join([*parts, METRICS_TAIL])
 
 
+def settings_source() -> str:
+    """The text of every file that defines settings."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(SOURCE.glob("*.py")))
+
+
 def render(source: str) -> str:
-    """The document for a ``config.py`` with this text."""
+    """The document for settings that are defined in this text."""
     classes = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
     parts = [HEAD, "## Top level\n", _table(_settings(classes[TREE], classes))]
-    for field in _fields(classes[TREE]):
+    return "\n".join([*parts, *_sections(classes[TREE], classes)])
+
+
+def _sections(tree: ast.ClassDef, classes: dict[str, ast.ClassDef], prefix: str = "") -> list[str]:
+    """A heading and a table for each section in a tree, and for those within them."""
+    parts = []
+    for field in _fields(tree):
         kind = ast.unparse(field.annotation)
-        if kind in classes:
-            section = classes[kind]
-            parts.append(f"## `{_name(field)}`\n")
-            about = ast.get_docstring(section)
-            if about:
-                parts.append(about + "\n")
-            parts.append(_table(_settings(section, classes), prefix=f"{_name(field)}."))
-    return "\n".join(parts)
+        if kind not in classes:
+            continue
+        section, name = classes[kind], prefix + _name(field)
+        parts.append(f"## `{name}`\n")
+        about = ast.get_docstring(section)
+        if about:
+            parts.append(about + "\n")
+        parts.append(_table(_settings(section, classes), prefix=f"{name}."))
+        parts += _sections(section, classes, prefix=f"{name}.")
+    return parts
 
 
 def _settings(section: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[Setting]:

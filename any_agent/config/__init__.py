@@ -1,0 +1,50 @@
+"""One configuration tree; a section's meaning is told where it is defined."""
+
+from any_agent.config.load import (
+    ENV_PREFIX,
+    SECRET_VARIABLES,
+    known_keys,
+    load_config,
+    load_resolved,
+)
+from any_agent.config.section import LOOPBACK, NAME_PATTERN, Name
+from any_agent.config.serving import (
+    EngineConfig,
+    FrozenConfig,
+    ModelConfig,
+    SamplingConfig,
+    ServerConfig,
+)
+from any_agent.config.sessions import MAX_REWARD_WEIGHT, SessionConfig
+from any_agent.config.training import (
+    AgentConfig,
+    DatasetConfig,
+    EvalConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from any_agent.config.tree import Config
+
+__all__ = [
+    "ENV_PREFIX",
+    "LOOPBACK",
+    "MAX_REWARD_WEIGHT",
+    "NAME_PATTERN",
+    "SECRET_VARIABLES",
+    "AgentConfig",
+    "Config",
+    "DatasetConfig",
+    "EngineConfig",
+    "EvalConfig",
+    "FrozenConfig",
+    "ModelConfig",
+    "Name",
+    "RolloutConfig",
+    "SamplingConfig",
+    "ServerConfig",
+    "SessionConfig",
+    "TrainConfig",
+    "known_keys",
+    "load_config",
+    "load_resolved",
+]

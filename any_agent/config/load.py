@@ -1,0 +1,194 @@
+"""Reading the settings: command line > environment > YAML > default.
+
+A setting's name is its dotted path (``train.lr``). In the environment it is
+``ANY_AGENT_TRAIN__LR``, on the command line ``train.lr=1e-3``. Unknown names are refused with the
+nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, overload
+
+import yaml
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from any_agent.config.tree import Config
+from any_agent.errors import ConfigError
+
+ENV_PREFIX = "ANY_AGENT_"
+SECRET_VARIABLES = (f"{ENV_PREFIX}SERVER__ADMIN_KEY",)
+"""Settings that go from process to process by the environment, never by a file."""
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted setting name."""
+    for name, info in model.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from known_keys(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _text_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _text_keys(kind, f"{prefix}{name}.")
+        elif get_origin(kind) is not dict and {kind, *get_args(kind)} & {str, Path, SecretStr}:
+            yield prefix + name
+
+
+@cache
+def _texts(kind: type[BaseModel]) -> frozenset[str]:
+    return frozenset(_text_keys(kind))
+
+
+@overload
+def load_config(
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Config: ...
+
+
+@overload
+def load_config(
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    *,
+    kind: type[AnyConfig],
+) -> AnyConfig: ...
+
+
+def load_config(
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    *,
+    kind: type[Config] = Config,
+) -> Config:
+    """Merge YAML, environment and ``key=value`` overrides into a ``kind`` of settings.
+
+    Raises ConfigError naming the file, the key and what to do.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        _merge(data, _read_yaml(Path(path)))
+    for key, value in _from_environ(os.environ if environ is None else environ, kind):
+        _assign(data, key, value)
+    for item in overrides:
+        key, sep, value = item.partition("=")
+        if not sep:
+            raise ConfigError(f"{item!r} is not of the form key=value, e.g. train.lr=1e-3")
+        key = key.strip().lstrip("-")
+        _assign(data, key, _value(key, value, kind))
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, path, kind)) from None
+
+
+def load_resolved(path: str | Path, environ: Mapping[str, str] | None = None) -> Config:
+    """Settings that another process has resolved: the file alone, and secrets, which it lacks."""
+    environ = os.environ if environ is None else environ
+    secrets = {name: environ[name] for name in SECRET_VARIABLES if environ.get(name)}
+    return load_config(path, environ=secrets)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, not a {type(data).__name__}")
+    # A section whose lines are all commented out reads as null.
+    return {key: value for key, value in data.items() if value is not None}
+
+
+def _from_environ(environ: Mapping[str, str], kind: type[BaseModel]) -> Iterator[tuple[str, Any]]:
+    flat = {key.replace(".", "_"): key for key in known_keys(kind) if "." in key}
+    for name, value in sorted(environ.items()):
+        if name.startswith(ENV_PREFIX):
+            key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+            # A lone word is a tool's own switch unless it names a setting: the root's are few.
+            if "." in key or key in kind.model_fields:
+                yield key, _value(key, value, kind)
+            elif key in flat:
+                right = ENV_PREFIX + flat[key].replace(".", "__").upper()
+                raise ConfigError(f"{name} is no setting: did you mean {right}?")
+
+
+def _value(key: str, text: str, kind: type[BaseModel]) -> Any:
+    """What a setting's text means; names and keys are taken as they are, also `007` and `on`."""
+    return text if key in _texts(kind) and text not in ("", "null") else _scalar(text)
+
+
+def _scalar(text: str) -> Any:
+    if not text.strip():
+        return ""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str):
+        # YAML 1.1 reads 1e-3 as a string.
+        try:
+            return float(value) if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
+        except ValueError:
+            return value
+    return value
+
+
+def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _assign(data: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, leaf = dotted.split(".")
+    for section in sections:
+        data = data.setdefault(section, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"{dotted}: {section} is a value, not a section")
+    data[leaf] = value
+
+
+def _explain(error: ValidationError, path: str | Path | None, kind: type[BaseModel]) -> str:
+    source = f" (from {path}, the environment or the command line)" if path else ""
+    lines = [f"the configuration is wrong{source}:"]
+    keys = list(known_keys(kind))
+    sections = sorted({key.partition(".")[0] for key in keys if "." in key})
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            known = sections if isinstance(item["input"], dict) else keys
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            if not near:
+                near = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]][:1]
+            hint = f"did you mean {near[0]}?" if near else "see `any-agent config` for all keys"
+            lines.append(f"  unknown key {key}: {hint}")
+        else:
+            lines.append(
+                f"  {key + ': ' if key else ''}{item['msg'].removeprefix('Value error, ')}"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,173 @@
+"""Settings of what serves: the model, its engine, the public address, models beside the policy."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, Literal, Self
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+
+from any_agent.config.section import Section, listed
+from any_agent.frozen_models import ModelList, check_model_list
+from any_agent.keys import KEY_PREFIXES
+
+
+class ModelConfig(Section):
+    path: str = ""
+    """The policy: a local folder or a hub name in Hugging Face's layout."""
+    name: str = "policy"
+    """What `/v1/models` calls it."""
+    renderer: str = "auto"
+    """What turns messages into ids. auto: the tokenizer's own chat template; or one of PyPI's
+    `renderers`, by name."""
+    enable_thinking: bool | None = None
+    """Whether the template opens a thinking block; None: the family's default."""
+    thinking_retention: Literal["all", "tool_cycle", "template"] = "all"
+    """Which earlier thinking later turns still see; only `all` continues every turn exactly."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The engine's precision. Training keeps float32 masters."""
+    policy_names: tuple[str, ...] = ()
+    """What calls may name the policy, beside `model.name`, where `model.unknown_model=reject`."""
+    unknown_model: Literal["policy", "reject"] = "policy"
+    """What a call gets that names neither the policy nor a frozen model: the policy, because agents
+    hard-code names; or 404 `model_not_found`."""
+
+    @field_validator("policy_names", mode="before")
+    @classmethod
+    def _listed(cls, names: object) -> object:
+        return listed(names)
+
+    @field_validator("path")
+    @classmethod
+    def _without_tilde(cls, path: str) -> str:
+        return os.path.expanduser(path)
+
+
+class ServerConfig(Section):
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+    port: int = Field(8000, ge=0, le=65535)
+    """0 picks a free one."""
+    ranks: int = Field(2, ge=1, le=1000)
+    """Data-parallel ranks: an engine and a proxy each."""
+    public_url: str | None = None
+    """The URL that agents reach, if it is not http://host:port."""
+    admin_key: SecretStr | None = None
+    """Good for every route. Without one, and without a key of scope admin from
+    `any-agent keys create`, only loopback may be bound, and whoever reaches it needs no key."""
+    max_body_bytes: int = Field(32 * 2**20, ge=1024)
+    """Larger request bodies get 413."""
+    max_inflight_calls: int = Field(1024, ge=1)
+    """Model calls under way at once on each rank; further ones get 429. Where the engine says how
+    many it samples at once, no more than twice as many are taken, or `rollout.max_concurrent` if
+    that is more: the others would only wait longer."""
+    tenant_open_sessions: int | None = Field(None, ge=1)
+    """Sessions that one tenant may have open at once, unless its key says otherwise; None: any
+    number. So many of its groups may lack members, too, for whom slots are kept. This and the next
+    two are for the whole service: each rank enforces its share, rounded up. Beyond them 429
+    `quota_exceeded`."""
+    tenant_requests_per_second: float | None = Field(None, gt=0)
+    """Requests with one tenant's keys or its sessions' keys; up to five seconds' worth may come at
+    once."""
+    tenant_tokens_per_second: float | None = Field(None, gt=0)
+    """Prompt and output tokens of one tenant's calls, charged when a call has ended."""
+    rank_wait: float = Field(45.0, ge=0)
+    """Seconds that a request waits at the router for a rank that restarts, before it gets 503."""
+    retry_grace: float = Field(10.0, ge=0)
+    """Seconds for which a model call goes on without its client, if that one's SDK marks its
+    retries: a retry takes up the call. Without such a mark it ends at once."""
+    drain_timeout: float = Field(20.0, ge=0)
+    """Seconds that requests under way have for their end after SIGTERM."""
+    client_timeout: float = Field(60.0, gt=0)
+    """Seconds after which a client that takes no byte of its answer is cut off."""
+
+    @field_validator("admin_key")
+    @classmethod
+    def _usable_key(cls, key: SecretStr | None) -> SecretStr | None:
+        text = key.get_secret_value() if key is not None else None
+        if text is not None and (
+            not re.fullmatch(r"[!-~]{8,256}", text) or text.startswith(KEY_PREFIXES)
+        ):
+            raise ValueError(
+                "the admin key must be 8 to 256 printable characters without spaces, and must "
+                f"not begin with {', '.join(KEY_PREFIXES)}; `openssl rand -hex 24` makes one"
+            )
+        return key
+
+
+class SamplingConfig(Section):
+    """How train sessions are sampled, whatever the agent asks for."""
+
+    temperature: float = Field(1.0, gt=0, le=10)
+    """Of every sampled token; the trainer divides by the same."""
+    top_p: float = 1.0
+    """Off (1); anything else is refused."""
+    top_k: int = -1
+    """Off (-1 or 0); anything else is refused."""
+    max_new_tokens: int = Field(4096, ge=1)
+    """The most tokens of one answer; an agent may ask for fewer."""
+
+    @model_validator(mode="after")
+    def _untruncated(self) -> Self:
+        if self.top_p != 1.0 or self.top_k not in (-1, 0):
+            raise ValueError(
+                "sampling.top_p and sampling.top_k must be off (1.0 and -1) for training: a "
+                "truncated distribution makes the recorded log-probabilities wrong"
+            )
+        return self
+
+
+class EngineConfig(Section):
+    urls: tuple[str, ...] = ()
+    """Engines that already run (SGLang's native HTTP contract), one per rank. Empty: start embedded
+    ones."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the embedded engine runs; auto takes a GPU if there is one."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of the embedded engine."""
+    max_running_requests: int = Field(32, ge=1)
+    """Calls that the embedded engine samples at once."""
+    max_queued_requests: int = Field(1024, ge=1)
+    """Calls that may wait in the embedded engine; further ones are refused."""
+    context_length: int | None = Field(None, ge=16)
+    """None: the model's own limit."""
+    update_mode: Literal["resume", "in_place"] = "resume"
+    """What a weight update does to calls under way: recompute them (exact) or keep their cache."""
+    update_wait: float = Field(120.0, gt=0)
+    """Seconds that a call waits for a weight update, or for an engine that died, before it gets
+    503."""
+    load_timeout: float = Field(600.0, gt=0, le=1500)
+    """Seconds that the engine may take to load new weights."""
+    request_timeout: float = Field(600.0, gt=0)
+    """Seconds without a byte from the engine after which a call fails."""
+
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _listed(cls, urls: object) -> object:
+        return listed(urls)
+
+
+class FrozenConfig(Section):
+    """Models beside the policy, which are never trained: judges, other providers' models."""
+
+    model_list: tuple[dict[str, Any], ...] = ()
+    """As LiteLLM has it: `model_name`, `litellm_params`, `model_info`; keys only as
+    `os.environ/NAME`."""
+    session_usd: float | None = Field(None, ge=0)
+    """What one session's calls of frozen models may cost; beyond it 402 `spend_cap_exceeded`. None:
+    any amount. Without `tenant_usd` it is also what one tenant's calls without a session may, in
+    this trial, over all ranks."""
+    tenant_usd: float | None = Field(None, ge=0)
+    """What one tenant's may cost in this trial, over all ranks: each enforces its share. Whoever is
+    no tenant counts as one."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds that one call may take, a stream to its end; then it has failed with 504
+    `provider_timeout`."""
+    max_calls: int = Field(64, ge=1)
+    """Calls under way at once on each rank; further ones get 429."""
+
+    @field_validator("model_list", mode="before")
+    @classmethod
+    def _usable(cls, value: object) -> ModelList:
+        return check_model_list(value)

@@ -1,0 +1,104 @@
+"""The tree of all settings."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from any_agent.config.section import Name, Section
+from any_agent.config.serving import (
+    EngineConfig,
+    FrozenConfig,
+    ModelConfig,
+    SamplingConfig,
+    ServerConfig,
+)
+from any_agent.config.sessions import SessionConfig
+from any_agent.config.training import DatasetConfig, EvalConfig, RolloutConfig, TrainConfig
+from any_agent.frozen_models import names as frozen_names
+from any_agent.frozen_models import secrets_of
+
+
+def _user() -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", getpass.getuser()) or "user"
+    return name if name[0].isalnum() else f"u{name}"
+
+
+class Config(Section):
+    """Every setting of a run; made by :func:`load_config`."""
+
+    experiment: Name = "my-exp"
+    """With `trial`, the name that a run's files are kept under."""
+    trial: Name = "trial-1"
+    """One run of the experiment; starting it again goes on with it."""
+    user: Name = Field(default_factory=_user)
+    """Default: the user of the operating system."""
+    root: Path = Path("runs")
+    """Everything a run keeps lies under `<root>/<user>/<experiment>/<trial>`."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Of the files in the run's `logs` folder."""
+    log_format: Literal["text", "json"] = "text"
+    """Of the same files: lines for people, or one JSON object each."""
+    model: ModelConfig = ModelConfig()
+    server: ServerConfig = ServerConfig()  # type: ignore[call-arg]
+    sampling: SamplingConfig = SamplingConfig()  # type: ignore[call-arg]
+    engine: EngineConfig = EngineConfig()  # type: ignore[call-arg]
+    sessions: SessionConfig = SessionConfig()  # type: ignore[call-arg]
+    rollout: RolloutConfig = RolloutConfig()  # type: ignore[call-arg]
+    train: TrainConfig = TrainConfig()  # type: ignore[call-arg]
+    train_dataset: DatasetConfig = DatasetConfig()  # type: ignore[call-arg]
+    valid_dataset: DatasetConfig = DatasetConfig()  # type: ignore[call-arg]
+    eval: EvalConfig = EvalConfig()  # type: ignore[call-arg]
+    frozen: FrozenConfig = FrozenConfig()  # type: ignore[call-arg]
+
+    @model_validator(mode="after")
+    def _an_engine_per_rank(self) -> Self:
+        urls = self.engine.urls
+        if urls and len(urls) != self.server.ranks:
+            raise ValueError(
+                f"engine.urls names {len(urls)} engines, so set server.ranks={len(urls)} (it is "
+                f"{self.server.ranks}): each rank needs its own engine"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> Self:
+        for name in ("group_size", "implicit_group_size"):
+            size = getattr(self.sessions, name) or 1
+            if size > self.rollout.batch_size or size > self.rollout.max_concurrent:
+                raise ValueError(
+                    f"sessions.{name}={size} must not exceed rollout.batch_size="
+                    f"{self.rollout.batch_size} or rollout.max_concurrent="
+                    f"{self.rollout.max_concurrent}: such a group could never be admitted"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _one_model_a_name(self) -> Self:
+        policy = {self.model.name, *self.model.policy_names}
+        both = next((name for name in frozen_names(self.frozen.model_list) if name in policy), None)
+        if both is not None:
+            raise ValueError(
+                f"{both} is a name of the policy (model.name, model.policy_names) and of a model "
+                "in frozen.model_list: give one of them another name"
+            )
+        return self
+
+    def dump(self) -> dict[str, Any]:
+        """Plain data with every secret left out, fit for a file or a log.
+
+        Fields that a subclass added are left out: no other process knows them.
+        """
+        data = self.model_dump(mode="json", exclude={"server": {"admin_key"}})
+        return {key: value for key, value in data.items() if key in Config.model_fields}
+
+    def secrets(self) -> list[str]:
+        """What must appear in no log."""
+        key = self.server.admin_key
+        own = [key.get_secret_value()] if key is not None else []
+        return own + secrets_of(self.frozen.model_list, os.environ)
