@@ -18,6 +18,7 @@ AnyAgentError                      500 internal_error
 │   └── SessionDamaged             410 session_damaged
 ├── PayloadTooLarge                413 payload_too_large
 ├── Unprocessable                  422 unprocessable
+│   └── InvalidTrajectory          422 invalid_trajectory (a ValueError, too)
 ├── TooManyRequests                429 no_capacity
 ├── ReplyLost                      502 reply_lost
 ├── ProviderError                  502 provider_error
@@ -34,7 +35,8 @@ AnyAgentError                      500 internal_error
 │   └── Draining                   503 draining
 ├── ConfigError                    500 bad_config (exit code 2)
 ├── StartupError                   500 startup_failed (exit code 1)
-└── TrainingError                  500 training_failed
+├── TrainingError                  500 training_failed
+└── AgentFailed                    500 agent_failed
 """
 
 from __future__ import annotations
@@ -213,6 +215,12 @@ class Unprocessable(AnyAgentError):
     default_code = "unprocessable"
 
 
+class InvalidTrajectory(Unprocessable, ValueError):
+    """A workflow returned what cannot be trained on; names the field and what it must be."""
+
+    default_code = "invalid_trajectory"
+
+
 class TooManyRequests(AnyAgentError):
     status = 429
     default_code = "no_capacity"
@@ -329,6 +337,16 @@ class TrainingError(AnyAgentError):
     """Training cannot go on; what it has so far is kept."""
 
     default_code = "training_failed"
+
+
+class AgentFailed(AnyAgentError):
+    """One run of an agent gave nothing to train on: what it did wrong is the code.
+
+    ``agent_failed`` (it raised), ``agent_timeout``, ``agent_crashed`` (its process died),
+    ``invalid_reward`` (what it returned is no reward), ``no_model_call`` (none reached the service).
+    """
+
+    default_code = "agent_failed"
 
 
 _BY_CODE: dict[str, type[AnyAgentError]] = {}

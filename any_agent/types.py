@@ -6,8 +6,9 @@ Nothing here imports torch or LiteLLM.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Literal, Self, TypeAlias
 
@@ -18,6 +19,18 @@ IdArray: TypeAlias = npt.NDArray[np.int32]
 """Token ids or weight versions, int32, shape [length]."""
 LogprobArray: TypeAlias = npt.NDArray[np.float32]
 """Natural-log probabilities, float32, shape [length]."""
+Row: TypeAlias = dict[str, npt.NDArray[Any]]
+"""One sequence, unshifted, shapes [seq_len]:
+
+=================  =======  ====================================
+``input_ids``      int32
+``loss_mask``      int32    1 on the outputs to be trained
+``logprobs``       float32  of the sampled tokens, 0 on prompts
+``versions``       int32    of the weights, -1 on prompts
+``attention_mask`` bool     all true
+``rewards``        float32  a scalar, shape []
+=================  =======  ====================================
+"""
 
 Message: TypeAlias = dict[str, Any]
 """One chat message in OpenAI's form: role, content, tool_calls, tool_call_id, reasoning_content."""
@@ -99,20 +112,80 @@ class GenerationHyperparameters:
     ``{"json_object": true}`` or ``{"regex": "..."}``."""
 
     def new(self, **changes: Any) -> Self:
-        """A copy with some fields changed."""
+        """A copy with some fields changed; lists become tuples.
+
+        ``n_samples`` may be given as 1, which is all that a request samples. Raises ValueError for
+        another one, and for what is no field.
+        """
+        samples = changes.pop("n_samples", 1)
+        if samples != 1:
+            raise ValueError(
+                f"n_samples is {samples!r}: a request samples one completion. Run the workflow "
+                "more often for one item (sessions.group_size), or send several requests"
+            )
+        known = {field.name for field in fields(self)}
+        for name, value in changes.items():
+            if name not in known:
+                raise ValueError(f"{name} is no field; there are {', '.join(sorted(known))}")
+            if isinstance(value, list):
+                changes[name] = tuple(value)
         return replace(self, **changes)
+
+    def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> Self:
+        """A copy that stops also at the tokenizer's padding and end tokens, where it has them."""
+        more = [tokenizer.pad_token_id, tokenizer.eos_token_id]
+        ids = dict.fromkeys([*self.stop_token_ids, *(int(i) for i in more if i is not None)])
+        return replace(self, stop_token_ids=tuple(ids))
+
+    def to_openai_args_dict(
+        self,
+        exclude_args: Sequence[str] = (),
+        api_format: Literal["completions", "responses", "openai-agents"] = "completions",
+    ) -> dict[str, Any]:
+        """What OpenAI's client takes of this, as keyword arguments of its calls.
+
+        ``completions``: of ``chat.completions.create``; ``responses``: of ``responses.create``;
+        ``openai-agents``: of the Agents SDK's ``ModelSettings``. ``exclude_args`` are left out, by
+        their names here or there. What these APIs have no name for (``top_k`` and what follows
+        it, ``stop_token_ids``, ``ignore_eos``) is not in it.
+        """
+        limit = {
+            "completions": "max_completion_tokens",
+            "responses": "max_output_tokens",
+            "openai-agents": "max_tokens",
+        }[api_format]
+        out: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            limit: self.max_new_tokens,
+        }
+        if api_format != "responses":
+            out["frequency_penalty"] = self.frequency_penalty
+            out["presence_penalty"] = self.presence_penalty
+        if api_format == "completions" and self.stop:
+            out["stop"] = list(self.stop)
+        gone = {limit if name == "max_new_tokens" else name for name in exclude_args}
+        return {name: value for name, value in out.items() if name not in gone}
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
     """One request to an inference engine: token ids in, token ids out."""
 
-    rid: str
-    input_ids: list[int] | IdArray
-    gconfig: GenerationHyperparameters
+    rid: str = field(default_factory=new_request_id)
+    """Requests with the same one, one after the other, are a conversation: they go to the same
+    engine of several, which has its beginning in its cache."""
+    input_ids: list[int] | IdArray = field(default_factory=list)
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     cache_salt: str | None = None
     top_logprobs: int = 0
     """How many of the likeliest tokens to tell of at each position."""
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+    """The workflow's, where it has one. Engines that check stop strings have their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +222,22 @@ class ModelResponse:
     output_versions: list[int]
     stop_reason: StopReason
     matched_stop: str | int | None = None
+
+    @property
+    def input_tokens(self) -> list[int]:
+        return self.input_ids
+
+    @property
+    def output_tokens(self) -> list[int]:
+        return self.output_ids
+
+    @property
+    def input_len(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_ids)
 
 
 class Continuation(StrEnum):
@@ -250,3 +339,25 @@ class Trajectory:
     final_reward: float | None = None
     task_id: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SampledSession:
+    """One session that a workflow of this process returned: rows instead of a tree.
+
+    It is the other form of a :class:`Trajectory`: rewards have run back already (``rewards`` of a
+    row is its r).
+    """
+
+    session_id: str
+    group_id: str
+    """Of the other runs of the same item of the dataset."""
+    rows: list[Row]
+    temperatures: list[float | None]
+    """What each row's tokens were sampled at; None: at the run's ``sampling.temperature``."""
+    task_id: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.rows) != len(self.temperatures):
+            raise ValueError(f"session {self.session_id}: one temperature per row, or None")

@@ -15,10 +15,11 @@ from any_agent.chat import ChatFormat, chat_format_of, load_chat_format
 from any_agent.completions.asked import Rules
 from any_agent.completions.untrainable import bent
 from any_agent.config import NAME_PATTERN, SamplingConfig
-from any_agent.direct.session import DirectSession, Exported, checked_discount, checked_reward
+from any_agent.direct.session import DirectSession, checked_discount, checked_reward
 from any_agent.direct.transport import BASE_URL, InProcessClient
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError
+from any_agent.record import InteractionWithTokenLogpReward
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode, Trajectory
 
 _OURS = ("base_url", "http_client")
@@ -128,19 +129,19 @@ class EngineOpenAI(AsyncOpenAI):
         """Reward the session: it is added to every leaf of its tree."""
         self._session.final_reward = checked_reward(reward)
 
-    def apply_reward_discount(self, discount: float = 1.0) -> dict[str, float]:
+    def apply_reward_discount(self, turn_discount: float = 1.0) -> dict[str, float]:
         """Let rewards run back with this discount, and look at them.
 
-        ``r(parent) = own(parent) + discount * mean(r(children))``, by the id of each interaction.
+        ``r(parent) = own(parent) + turn_discount * mean(r(children))``, by interactions' ids.
         Own rewards stay as they are, so it may be called again, and exports of later rewards heed
         it, too. Until it is called the discount is 1.
         """
-        self._session.discount = checked_discount(discount)
+        self._session.discount = checked_discount(turn_discount)
         return self._session.rewards()
 
     def export_interactions(
         self, style: Literal["individual", "concat"] = "individual"
-    ) -> dict[str, Exported]:
+    ) -> dict[str, InteractionWithTokenLogpReward]:
         """What is recorded, by id, with final rewards and as rows of tensors.
 
         ``individual``: every interaction a row; ``concat``: a row for each leaf, which trains on

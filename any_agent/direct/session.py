@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from any_agent.chat import ChatFormat
 from any_agent.completions import Completer, Completion, completion_of
@@ -15,35 +15,15 @@ from any_agent.direct.running import Running
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError, InvalidRequest, NotFound, SessionClosed, Unprocessable
 from any_agent.protocol import MAX_REWARD
-from any_agent.record import InteractionTree, Row, export_rows, propagate_rewards, to_tensors
-from any_agent.types import Interaction, Message, Trajectory
-
-if TYPE_CHECKING:
-    import torch
+from any_agent.record import (
+    InteractionTree,
+    InteractionWithTokenLogpReward,
+    propagate_rewards,
+)
+from any_agent.types import Interaction, Trajectory
 
 _NO_LIMIT = 10**9
 """Transformers says more than this where a tokenizer knows no longest input."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """An exported interaction: a whole path's leaf in the style ``concat``."""
-
-    interaction: Interaction
-    reward: float
-    """r: its own reward and what ran back from its children."""
-    row: Row
-    """Its tensors' values as numpy arrays, unshifted, shapes [seq_len]."""
-    tree: InteractionTree
-
-    @property
-    def messages(self) -> list[Message]:
-        """The request's."""
-        return self.tree.messages(self.interaction.id)
-
-    def to_tensor_dict(self) -> dict[str, torch.Tensor]:
-        """The row as torch tensors of the same shapes and types."""
-        return to_tensors(self.row)
 
 
 class DirectSession:
@@ -116,13 +96,8 @@ class DirectSession:
         """r of every interaction, with this session's discount."""
         return propagate_rewards(self.tree, discount=self.discount, final_reward=self.final_reward)
 
-    def export(self, style: str) -> dict[str, Exported]:
-        rewards = self.rewards()
-        rows = export_rows(self.tree, rewards, style)
-        return {
-            id: Exported(replace(self.tree[id]), rewards[id], row, self.tree)
-            for id, row in rows.items()
-        }
+    def export(self, style: str) -> dict[str, InteractionWithTokenLogpReward]:
+        return InteractionWithTokenLogpReward.of_tree(self.tree, self.rewards(), style)
 
     def trajectory(
         self, group_id: str | None, task_id: str | None, metadata: Mapping[str, Any]

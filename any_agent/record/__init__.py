@@ -9,7 +9,6 @@ from any_agent.record.codec import (
     unpack_trajectories,
 )
 from any_agent.record.export import (
-    Row,
     concat_rows,
     export_rows,
     individual_rows,
@@ -18,15 +17,18 @@ from any_agent.record.export import (
     to_tensors,
 )
 from any_agent.record.frozen import FROZEN_MODEL, frozen_id, is_frozen
+from any_agent.record.interactions import InteractionWithTokenLogpReward
 from any_agent.record.rewards import discarded, propagate_rewards, session_score, was_received
 from any_agent.record.seen import Beginning
 from any_agent.record.texts import has_reasoning, lacks_texts, without_texts
 from any_agent.record.tree import InteractionTree
+from any_agent.types import Row
 
 __all__ = [
     "FROZEN_MODEL",
     "Beginning",
     "InteractionTree",
+    "InteractionWithTokenLogpReward",
     "Row",
     "concat_rows",
     "discarded",

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from any_agent.errors import InvalidRequest, Unprocessable
 from any_agent.record.rewards import discarded
 from any_agent.record.tree import InteractionTree
-from any_agent.types import Continuation
+from any_agent.types import Continuation, Row
 
 if TYPE_CHECKING:
     import torch
-
-Row: TypeAlias = dict[str, npt.NDArray[Any]]
-"""One sequence, unshifted, shapes [seq_len]:
-
-=================  =======  ====================================
-``input_ids``      int32
-``loss_mask``      int32    1 on the outputs to be trained
-``logprobs``       float32  of the sampled tokens, 0 on prompts
-``versions``       int32    of the weights, -1 on prompts
-``attention_mask`` bool     all true
-``rewards``        float32  a scalar, shape []
-=================  =======  ====================================
-"""
 
 Style = Literal["individual", "concat"]
 
