@@ -26,13 +26,13 @@ VOCABULARY: tuple[str, ...] = (
 )
 VOCABULARY += ("atomic", "client", "logs", "loop_lag", "loopback", "metrics", "ports", "presence")
 VOCABULARY += ("access", "arguments", "audit", "conversation", "error_shapes", "keystore")
-VOCABULARY += ("watched", "frozen_models")
+VOCABULARY += ("watched", "frozen_models", "experiment")
 LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
     ("chat", "engine", "record"),
     ("completions",),
     ("workflow", "direct"),
-    ("rollout", "sdk", "inference"),
+    ("rollout", "sdk", "inference", "camel"),
     (
         "launcher",
         "demo",

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -20,8 +21,12 @@ _MAKING: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 """One at a time makes a folder."""
 
 
-def python_with(name: str, pins: Path) -> Path:
-    """The interpreter of an environment of this name that holds just these; made if need be."""
+def python_with(name: str, pins: Path, *, ours: bool = False) -> Path:
+    """The interpreter of an environment of this name that holds just these; made if need be.
+
+    With ``ours`` what is installed here is found behind them: theirs comes first where both have
+    a package, as if one environment had been made for both.
+    """
     folder = FOLDER / name
     python = folder / "bin" / "python"
 
@@ -31,6 +36,10 @@ def python_with(name: str, pins: Path) -> Path:
         pip = ("pip", "--python", python, "install", "-qq", "--disable-pip-version-check")
         # Every package is pinned: there is nothing to be worked out.
         _run([*_OURS, *pip, "--no-compile", "--no-deps", "-r", pins], 600)
+        if ours:
+            line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+            (packages,) = folder.glob("lib/python*/site-packages")
+            (packages / "ours.pth").write_text(line, encoding="utf-8")
 
     _once(folder, [pins], make)
     return python
