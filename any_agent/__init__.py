@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from any_agent.config import Config, load_config
     from any_agent.direct import EngineOpenAI
     from any_agent.errors import AnyAgentError
+    from any_agent.experiment import GRPOConfig, load_expr_config
     from any_agent.inference import LocalModel, load_engine
     from any_agent.types import Interaction, Trajectory
     from any_agent.workflow import ProxyWorkflow, RolloutWorkflow
@@ -20,6 +21,7 @@ _HOMES = {
     "AnyAgentError": "any_agent.errors",
     "Config": "any_agent.config",
     "EngineOpenAI": "any_agent.direct",
+    "GRPOConfig": "any_agent.experiment",
     "Interaction": "any_agent.types",
     "LocalModel": "any_agent.inference",
     "ProxyWorkflow": "any_agent.workflow",
@@ -28,12 +30,14 @@ _HOMES = {
     "Trajectory": "any_agent.types",
     "load_config": "any_agent.config",
     "load_engine": "any_agent.inference",
+    "load_expr_config": "any_agent.experiment",
 }
 
 __all__ = [
     "AnyAgentError",
     "Config",
     "EngineOpenAI",
+    "GRPOConfig",
     "Interaction",
     "LocalModel",
     "ProxyWorkflow",
@@ -43,6 +47,7 @@ __all__ = [
     "__version__",
     "load_config",
     "load_engine",
+    "load_expr_config",
 ]
 
 

@@ -13,6 +13,7 @@ PUBLIC = [
     "AnyAgentError",
     "Config",
     "EngineOpenAI",
+    "GRPOConfig",
     "Interaction",
     "LocalModel",
     "ProxyWorkflow",
@@ -22,6 +23,7 @@ PUBLIC = [
     "__version__",
     "load_config",
     "load_engine",
+    "load_expr_config",
 ]
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, get_args, get_origin, overload
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
+from any_agent.config.elsewhere import called_here
 from any_agent.config.tree import Config
 from any_agent.errors import ConfigError
 
@@ -90,7 +91,7 @@ def load_config(
         key, sep, value = item.partition("=")
         if not sep:
             raise ConfigError(f"{item!r} is not of the form key=value, e.g. train.lr=1e-3")
-        key = key.strip().lstrip("-")
+        key = key.strip().lstrip("-+")
         _assign(data, key, _value(key, value, kind))
     try:
         return kind.model_validate(data)
@@ -181,6 +182,10 @@ def _explain(error: ValidationError, path: str | Path | None, kind: type[BaseMod
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
+            moved = called_here(key, item["input"])
+            if moved:
+                lines += moved
+                continue
             known = sections if isinstance(item["input"], dict) else keys
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
             if not near:

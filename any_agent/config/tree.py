@@ -89,6 +89,10 @@ class Config(Section):
             )
         return self
 
+    def base(self) -> Config:
+        """The same without the fields that a subclass added: what other processes know."""
+        return Config.model_validate({name: getattr(self, name) for name in Config.model_fields})
+
     def dump(self) -> dict[str, Any]:
         """Plain data with every secret left out, fit for a file or a log.
 

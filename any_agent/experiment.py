@@ -1,0 +1,89 @@
+"""The settings of a researcher's own script: ``python train.py --config my.yaml train.lr=1e-5``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from any_agent.config import Config, load_config
+from any_agent.errors import ConfigError
+
+if TYPE_CHECKING:
+    from any_agent.types import GenerationHyperparameters
+
+
+class GRPOConfig(Config):
+    """Every setting of a run, as a training script reads it.
+
+    A script that has settings of its own derives a class, whose fields may then stand in the YAML
+    file, in the environment and on the command line like all others::
+
+        class MyConfig(GRPOConfig):
+            max_turns: int = 8
+    """
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Where the policy's tokenizer is: with the model."""
+        return self.model.path
+
+    @property
+    def experiment_name(self) -> str:
+        return self.experiment
+
+    @property
+    def trial_name(self) -> str:
+        return self.trial
+
+    @property
+    def gconfig(self) -> GenerationHyperparameters:
+        """How train sessions are sampled, as a request to an engine says it."""
+        from any_agent.types import GenerationHyperparameters
+
+        return GenerationHyperparameters(
+            max_new_tokens=self.sampling.max_new_tokens,
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            top_k=self.sampling.top_k,
+        )
+
+
+_ConfigT = TypeVar("_ConfigT", bound=Config)
+
+
+def load_expr_config(argv: Sequence[str], config_cls: type[_ConfigT]) -> tuple[_ConfigT, str]:
+    """Read a script's settings from its arguments (``sys.argv[1:]``), the environment and a file.
+
+    ``argv``: ``--config FILE``, which may be missing, and any number of ``key=value``. Returns the
+    settings and the file's path, empty if there was none.
+
+    Raises ConfigError naming the setting and what to do; SystemExit for ``--help``.
+    """
+    if dataclasses.is_dataclass(config_cls):
+        raise ConfigError(
+            f"take @dataclass off {config_cls.__name__}: a class derived from GRPOConfig has its "
+            "annotated attributes as settings already"
+        )
+    if not (isinstance(config_cls, type) and issubclass(config_cls, Config)):
+        raise ConfigError(f"{config_cls!r} must be GRPOConfig or a class derived from it")
+    arguments, overrides = _parser().parse_known_args(_without_script(argv))
+    config = load_config(arguments.config, overrides, kind=config_cls)
+    return config, arguments.config or ""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--config FILE] [key=value ...]",
+        description="Any setting can be given as key=value, e.g. train.lr=1e-5 rollout.eta=1; "
+        "`any-agent config` shows all of them with their defaults.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="a YAML file of settings")
+    return parser
+
+
+def _without_script(argv: Sequence[str]) -> list[str]:
+    """Some pass all of ``sys.argv``, whose first is the script itself."""
+    return list(argv[1:] if argv and argv[0].endswith(".py") else argv)

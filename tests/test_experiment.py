@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from any_agent.config import Config, load_config, load_resolved
+from any_agent.errors import ConfigError
+from any_agent.experiment import GRPOConfig, load_expr_config
+
+
+class OwnConfig(GRPOConfig):
+    workflow: str = ""
+    max_turns: int = 8
+
+
+def test_a_script_reads_its_file_and_its_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("experiment: exp\ntrain: {lr: 1.0e-3}\nmodel: {path: a/b}\n")
+    config, read = load_expr_config(["--config", str(path), "train.steps=3"], GRPOConfig)
+    assert isinstance(config, GRPOConfig) and isinstance(config, Config)
+    assert read == str(path)
+    assert (config.train.lr, config.train.steps) == (1e-3, 3)
+    assert config.tokenizer_path == "a/b"
+    assert (config.experiment_name, config.trial_name) == ("exp", "trial-1")
+    again, _ = load_expr_config(["train.py", f"--config={path}", "train.steps=3"], GRPOConfig)
+    assert again == config
+    assert load_expr_config(["train.steps=3"], GRPOConfig)[1] == ""
+
+
+def test_gconfig_is_how_train_sessions_are_sampled() -> None:
+    arguments = ["sampling.temperature=0.7", "sampling.max_new_tokens=12"]
+    gconfig = load_expr_config(arguments, GRPOConfig)[0].gconfig
+    assert (gconfig.temperature, gconfig.max_new_tokens, gconfig.top_p) == (0.7, 12, 1.0)
+
+
+def test_own_fields_come_from_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("max_turns: 3\n")
+    config, _ = load_expr_config(["--config", str(path), "workflow=agents.Mine"], OwnConfig)
+    assert (config.workflow, config.max_turns) == ("agents.Mine", 3)
+    monkeypatch.setenv("ANY_AGENT_MAX_TURNS", "4")
+    assert load_expr_config([], OwnConfig)[0].max_turns == 4
+    # As text, also where it looks like a number.
+    assert load_expr_config(["workflow=007"], OwnConfig)[0].workflow == "007"
+    with pytest.raises(ConfigError, match=r"unknown key max_turn: did you mean max_turns\?"):
+        load_expr_config(["max_turn=4"], OwnConfig)
+    with pytest.raises(ConfigError, match="unknown key max_turns"):
+        load_expr_config(["max_turns=4"], GRPOConfig)
+
+
+def test_other_processes_read_what_own_fields_are_not_in(tmp_path: Path) -> None:
+    import yaml
+
+    config, _ = load_expr_config(["max_turns=3", "train.lr=1e-3"], OwnConfig)
+    path = tmp_path / "resolved.yaml"
+    path.write_text(yaml.safe_dump(config.dump()))
+    plain = load_config(None, ["train.lr=1e-3"], {})
+    assert load_resolved(path, {}) == config.base() == plain
+    assert type(config.base()) is Config
+
+
+def test_the_base_keeps_its_secrets() -> None:
+    config, _ = load_expr_config(["server.admin_key=0123456789"], OwnConfig)
+    key = config.base().server.admin_key
+    assert key is not None and key.get_secret_value() == "0123456789"
+
+
+def test_what_is_no_class_of_settings_is_refused() -> None:
+    @dataclass
+    class Decorated(GRPOConfig):
+        pass
+
+    with pytest.raises(ConfigError, match="take @dataclass off Decorated"):
+        load_expr_config([], Decorated)
+    with pytest.raises(ConfigError, match="must be GRPOConfig"):
+        load_expr_config([], dict)  # type: ignore[type-var]
+
+
+def test_arguments_that_are_no_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="'--steps' is not of the form key=value"):
+        load_expr_config(["--steps", "3"], GRPOConfig)
+    with pytest.raises(ConfigError, match="cannot read the configuration nowhere"):
+        load_expr_config(["--config", "nowhere.yaml"], GRPOConfig)
+    with pytest.raises(SystemExit):
+        load_expr_config(["--help"], GRPOConfig)
+    assert "key=value" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("experiment_name", "experiment"),
+        ("actor.path", "model.path"),
+        ("actor.optimizer.lr", "train.lr"),
+        ("rollout.agent.turn_discount", "train.discount"),
+        ("evaluator.eval_before_train", "eval.at_start"),
+        ("train_dataset.batch_size", "rollout.batch_size"),
+    ],
+)
+def test_names_of_other_trainers_are_answered_with_ours(name: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key {name}: here it is {ours}"):
+        load_expr_config([f"{name}=1"], GRPOConfig)
+
+
+def test_what_nothing_corresponds_to_is_told_to_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text("scheduler: {type: local}\nactor: {path: x, backend: y, odd: 1}\n")
+    with pytest.raises(ConfigError) as raised:
+        load_expr_config(["--config", str(path)], GRPOConfig)
+    for line in (
+        "unknown key scheduler.type: leave it out: a script starts its service",
+        "unknown key actor.path: here it is model.path",
+        "unknown key actor.backend: leave it out",
+    ):
+        assert line in raised.value.message
+
+
+def test_every_name_that_is_answered_with_is_a_setting() -> None:
+    import re
+
+    from any_agent.config import known_keys
+    from any_agent.config.elsewhere import CALLED_HERE
+
+    known = set(known_keys())
+    assert not set(CALLED_HERE) & known
+    for ours in CALLED_HERE.values():
+        named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+|^[a-z_]+$", ours)
+        assert named and set(named) <= known
+
+
+def test_agents_outside_need_no_mode() -> None:
+    with pytest.raises(ConfigError, match="leave out the dataset and the workflow"):
+        load_expr_config(["rollout.agent.mode=online"], GRPOConfig)
