@@ -1,7 +1,14 @@
 """Inference engines: the interface, and the clients that implement it."""
 
-from any_agent.engine.base import Capabilities, InferenceEngine, agenerate
+from any_agent.engine.base import Capabilities, InferenceEngine, RolloutEngine, agenerate
 from any_agent.engine.pool import EnginePool
 from any_agent.engine.sglang import SGLangEngine
 
-__all__ = ["Capabilities", "EnginePool", "InferenceEngine", "SGLangEngine", "agenerate"]
+__all__ = [
+    "Capabilities",
+    "EnginePool",
+    "InferenceEngine",
+    "RolloutEngine",
+    "SGLangEngine",
+    "agenerate",
+]

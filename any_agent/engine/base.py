@@ -61,6 +61,18 @@ class InferenceEngine(Protocol):
         ...
 
 
+class RolloutEngine(InferenceEngine, Protocol):
+    """What workflows are given: an engine, or several as one, whose completions come whole."""
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """The whole completion of one request.
+
+        Requests of one ``rid``, one after the other, go to the same engine, where the beginning
+        of their prompts is in the cache. Raises as :meth:`InferenceEngine.generate`.
+        """
+        ...
+
+
 async def agenerate(engine: InferenceEngine, request: ModelRequest) -> ModelResponse:
     """The whole completion of one request."""
     ids: list[int] = []

@@ -20,7 +20,7 @@ from any_agent.rollout.acks import Acks
 from any_agent.rollout.capacity import CapacityKeeper
 from any_agent.rollout.ranks import Ranks
 from any_agent.types import Trajectory
-from any_agent.workflow import Episode, RolloutWorkflow
+from any_agent.workflow import Episode, RolloutWorkflow, trajectories_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -238,7 +238,8 @@ class RolloutExecutor:
         failed = 0
         while True:
             try:
-                episode = await workflow.arun_episode(None, None)  # type: ignore[arg-type]
+                result = await workflow.arun_episode(None, None)  # type: ignore[arg-type]
+                episode = trajectories_of(result)
             except AnyAgentError as error:
                 # An internal error may be one request's, but for ever it is not waited for.
                 failed = 0 if error.retryable else failed + 1
@@ -249,7 +250,7 @@ class RolloutExecutor:
                 continue
             failed = 0
             # What is held already was handed out twice: its lease had run out, or seemed to.
-            fresh = [t for t in episode or () if t.session_id not in self._held]
+            fresh = [t for t in episode if t.session_id not in self._held]
             self._held.update(t.session_id for t in fresh)
             again = [t.session_id for t in fresh if t.session_id in self._consumed]
             if again:

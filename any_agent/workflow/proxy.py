@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.client import RLClient
-from any_agent.engine import InferenceEngine
+from any_agent.engine import RolloutEngine
 from any_agent.record import unpack_trajectories
 from any_agent.workflow.base import Episode, RolloutWorkflow
 
@@ -23,7 +23,7 @@ class ProxyWorkflow(RolloutWorkflow):
         self._poll = poll
 
     async def arun_episode(
-        self, engine: InferenceEngine | None, data: dict[str, Any] | None
+        self, engine: RolloutEngine | None, data: dict[str, Any] | None
     ) -> Episode:
         """Wait, for as long as it takes, until external agents have closed a group."""
         while True:

@@ -1,0 +1,86 @@
+"""One item of the dataset several times: the runs that a baseline is taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, cast
+
+from any_agent.engine import RolloutEngine
+from any_agent.errors import InvalidTrajectory
+from any_agent.workflow.base import EpisodeResult, RolloutWorkflow, TensorDict
+from any_agent.workflow.tensors import concat_padded_tensors, kind_of, tensors_of
+
+log = logging.getLogger(__name__)
+
+
+class GroupedRolloutWorkflow(RolloutWorkflow):
+    """Runs ``workflow`` ``group_size`` times for each item, side by side, and merges the results.
+
+    Runs that are rejected, or fail, are left out: the others are neither ended nor waited for less.
+    """
+
+    def __init__(self, workflow: RolloutWorkflow, group_size: int) -> None:
+        if not isinstance(group_size, int) or group_size < 1:
+            raise ValueError(f"group_size is {group_size!r}: it must be a whole number from 1 on")
+        self.workflow = workflow
+        self.group_size = group_size
+
+    async def arun_members(
+        self, engine: RolloutEngine, data: dict[str, Any]
+    ) -> list[EpisodeResult | BaseException | None]:
+        """Each run's own result, None, or what it failed with; all have ended on return.
+
+        Each has its own copy of the item's dictionary. Cancelling this cancels all of them, and
+        waits for them.
+        """
+        runs = [
+            asyncio.create_task(self.workflow.arun_episode(engine, dict(data)))
+            for _ in range(self.group_size)
+        ]
+        try:
+            await asyncio.wait(runs)
+        finally:
+            for run in runs:
+                run.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
+        return list(await asyncio.gather(*runs, return_exceptions=True))
+
+    async def arun_episode(
+        self, engine: RolloutEngine, data: dict[str, Any]
+    ) -> EpisodeResult | None:
+        """The runs' results as one; None if all were rejected.
+
+        Tensors are concatenated, [sum of the batches, longest], dictionaries of interactions and
+        lists of trajectories joined. Raises what the first run failed with if no run has a result.
+        """
+        members = await self.arun_members(engine, data)
+        failures = [m for m in members if isinstance(m, BaseException)]
+        results = [m for m in members if m is not None and not isinstance(m, BaseException)]
+        if not results:
+            if failures:
+                raise failures[0]
+            return None
+        for failure in failures:
+            log.warning("a run of a group failed, the others go on: %r", failure)
+        return merged(results)
+
+
+def merged(results: list[EpisodeResult]) -> EpisodeResult:
+    """Several results as one; InvalidTrajectory for interactions of one id, which would be lost."""
+    kinds = {kind_of(result) for result in results}
+    if kinds == {"trajectories"}:
+        return [t for result in results for t in cast(list[Any], result)]
+    if kinds == {"interactions"}:
+        out: dict[str, Any] = {}
+        for result in results:
+            interactions = cast(dict[str, Any], result)
+            if twice := out.keys() & interactions.keys():
+                raise InvalidTrajectory(
+                    f"two runs of one group returned interactions of the same id, {min(twice)!r}: "
+                    "ids must be unique, so make one client for each episode"
+                )
+            out |= interactions
+        return out
+    tensors: list[TensorDict] = [tensors_of(result) for result in results]
+    return concat_padded_tensors(tensors)

@@ -1,0 +1,132 @@
+"""From what a script names as its workflow to the object that runs episodes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from any_agent.errors import ConfigError
+from any_agent.workflow.base import RolloutWorkflow
+from any_agent.workflow.grouped import GroupedRolloutWorkflow
+
+if TYPE_CHECKING:
+    from any_agent.workflow.agent_service import AgentService
+
+WorkflowLike: TypeAlias = Any
+"""A :class:`RolloutWorkflow`, a class of them, an agent (an object or a class with ``async def
+run(data, **extra_kwargs)``), or the dotted name of any of them."""
+
+
+def resolve_workflow(
+    workflow: WorkflowLike,
+    workflow_kwargs: Mapping[str, Any] | None = None,
+    *,
+    group_size: int = 1,
+    agents: AgentService | None = None,
+) -> RolloutWorkflow:
+    """The workflow that is meant, made with ``workflow_kwargs`` where it is a class.
+
+    An agent is wrapped: its calls go to the service that ``agents`` says. With a ``group_size``
+    above 1 each episode is that many runs.
+
+    Raises ConfigError, which says what is wrong with the name, the class or its arguments.
+    """
+    named = f"workflow {workflow!r}" if isinstance(workflow, str) else f"workflow {_name(workflow)}"
+    found = import_by_name(workflow) if isinstance(workflow, str) else workflow
+    found = _made(found, dict(workflow_kwargs or {}), named)
+    if not isinstance(found, RolloutWorkflow):
+        found = _agent(found, named, agents)
+    return found if group_size == 1 else GroupedRolloutWorkflow(found, group_size)
+
+
+def import_by_name(name: str) -> Any:
+    """What ``package.module.Name`` stands for.
+
+    Raises ConfigError: there is no such module, it fails while it is imported, or has no such name.
+    """
+    module_name, dot, attribute = name.rpartition(".")
+    if not dot or not module_name:
+        raise ConfigError(
+            f"workflow {name!r} names no module: write module.Class, as in my_agent.MyAgent"
+        )
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if missing == module_name or module_name.startswith(f"{missing}."):
+            raise ConfigError(
+                f"workflow {name!r}: there is no module {missing!r}. Run the script from the "
+                "folder that the file is in, or put that folder into PYTHONPATH"
+            ) from None
+        raise ConfigError(
+            f"workflow {name!r}: {module_name} imports {missing!r}, which is not installed"
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"workflow {name!r}: {module_name} fails when it is imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(module, attribute):
+        classes = [n for n, v in vars(module).items() if inspect.isclass(v) and n[0] != "_"]
+        raise ConfigError(
+            f"workflow {name!r}: {module_name} ({getattr(module, '__file__', '?')}) has no "
+            f"{attribute!r}; its classes are {', '.join(classes) or 'none'}"
+        )
+    return getattr(module, attribute)
+
+
+def _made(found: Any, kwargs: dict[str, Any], named: str) -> Any:
+    if not inspect.isclass(found):
+        if kwargs:
+            raise ConfigError(
+                f"{named} is an object, not a class: workflow_kwargs ({', '.join(kwargs)}) have "
+                "nothing to be given to"
+            )
+        return found
+    _require_run(found, named)
+    try:
+        inspect.signature(found).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{named}: workflow_kwargs do not fit {found.__name__}: {error}"
+        ) from None
+    except ValueError:
+        pass  # A class of C without a signature says itself what it misses.
+    return found(**kwargs)
+
+
+def _require_run(found: Any, named: str) -> None:
+    """ConfigError unless it is a workflow, or has ``async def run``."""
+    if isinstance(found, RolloutWorkflow) or (
+        inspect.isclass(found) and issubclass(found, RolloutWorkflow)
+    ):
+        return
+    run = getattr(found, "run", None)
+    if run is None:
+        raise ConfigError(
+            f"{named} is neither a RolloutWorkflow nor an agent: it has no run method. Write "
+            "async def run(self, data, **extra_kwargs) in it, which returns the reward"
+        )
+    if not inspect.iscoroutinefunction(inspect.unwrap(run)):
+        raise ConfigError(
+            f"{named}: its run is no coroutine: write async def run(self, data, **extra_kwargs)"
+        )
+
+
+def _agent(found: Any, named: str, agents: AgentService | None) -> RolloutWorkflow:
+    _require_run(found, named)
+    if agents is None:
+        raise ConfigError(
+            f"{named} is an agent, whose calls need a service to go to: run it in a trainer, or "
+            "give an AgentService"
+        )
+    from any_agent.workflow.openai_proxy import OpenAIProxyWorkflow
+
+    return OpenAIProxyWorkflow.of(found, agents)
+
+
+def _name(workflow: Any) -> str:
+    kind = workflow if inspect.isclass(workflow) else type(workflow)
+    return f"{kind.__module__}.{kind.__qualname__}"
