@@ -34,6 +34,7 @@ AnyAgentError                      500 internal_error
 ├── ServiceUnavailable             503 service_unavailable
 │   └── Draining                   503 draining
 ├── ConfigError                    500 bad_config (exit code 2)
+│   └── DatasetError               500 bad_dataset
 ├── StartupError                   500 startup_failed (exit code 1)
 ├── TrainingError                  500 training_failed
 └── AgentFailed                    500 agent_failed
@@ -324,6 +325,12 @@ class ConfigError(AnyAgentError):
 
     default_code = "bad_config"
     exit_code = 2
+
+
+class DatasetError(ConfigError):
+    """A dataset, or an item of it, cannot be read."""
+
+    default_code = "bad_dataset"
 
 
 class StartupError(AnyAgentError):

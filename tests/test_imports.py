@@ -26,10 +26,10 @@ VOCABULARY: tuple[str, ...] = (
 )
 VOCABULARY += ("atomic", "client", "logs", "loop_lag", "loopback", "metrics", "ports", "presence")
 VOCABULARY += ("access", "arguments", "audit", "conversation", "error_shapes", "keystore")
-VOCABULARY += ("watched", "frozen_models", "experiment")
+VOCABULARY += ("watched", "frozen_models", "experiment", "stats_tracker")
 LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
-    ("chat", "engine", "record"),
+    ("chat", "data", "engine", "record"),
     ("completions",),
     ("workflow", "direct"),
     ("rollout", "sdk", "inference", "camel"),
