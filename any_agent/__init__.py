@@ -6,14 +6,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from any_agent import stats_tracker
     from any_agent.client import RLClient
     from any_agent.config import Config, load_config
     from any_agent.direct import EngineOpenAI
     from any_agent.errors import AnyAgentError
     from any_agent.experiment import GRPOConfig, load_expr_config
     from any_agent.inference import LocalModel, load_engine
-    from any_agent.types import Interaction, Trajectory
-    from any_agent.workflow import ProxyWorkflow, RolloutWorkflow
+    from any_agent.record import InteractionWithTokenLogpReward
+    from any_agent.types import (
+        GenerationHyperparameters,
+        Interaction,
+        ModelRequest,
+        ModelResponse,
+        Trajectory,
+    )
+    from any_agent.workflow import (
+        GroupedRolloutWorkflow,
+        ProxyWorkflow,
+        RolloutWorkflow,
+        concat_padded_tensors,
+    )
+    from any_agent.workflow import context as workflow_context
 
 __version__ = "0.1.0"
 
@@ -22,15 +36,25 @@ _HOMES = {
     "Config": "any_agent.config",
     "EngineOpenAI": "any_agent.direct",
     "GRPOConfig": "any_agent.experiment",
+    "GenerationHyperparameters": "any_agent.types",
+    "GroupedRolloutWorkflow": "any_agent.workflow",
     "Interaction": "any_agent.types",
+    "InteractionWithTokenLogpReward": "any_agent.record",
     "LocalModel": "any_agent.inference",
+    "ModelRequest": "any_agent.types",
+    "ModelResponse": "any_agent.types",
     "ProxyWorkflow": "any_agent.workflow",
     "RLClient": "any_agent.client",
     "RolloutWorkflow": "any_agent.workflow",
     "Trajectory": "any_agent.types",
+    "concat_padded_tensors": "any_agent.workflow",
     "load_config": "any_agent.config",
     "load_engine": "any_agent.inference",
     "load_expr_config": "any_agent.experiment",
+}
+_MODULES = {
+    "stats_tracker": "any_agent.stats_tracker",
+    "workflow_context": "any_agent.workflow.context",
 }
 
 __all__ = [
@@ -38,21 +62,31 @@ __all__ = [
     "Config",
     "EngineOpenAI",
     "GRPOConfig",
+    "GenerationHyperparameters",
+    "GroupedRolloutWorkflow",
     "Interaction",
+    "InteractionWithTokenLogpReward",
     "LocalModel",
+    "ModelRequest",
+    "ModelResponse",
     "ProxyWorkflow",
     "RLClient",
     "RolloutWorkflow",
     "Trajectory",
     "__version__",
+    "concat_padded_tensors",
     "load_config",
     "load_engine",
     "load_expr_config",
+    "stats_tracker",
+    "workflow_context",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `import any_agent` itself stays light."""
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'any_agent' has no attribute {name!r}")

@@ -1,0 +1,308 @@
+"""Figures of training and of workflows, by name: averages, sums, extremes.
+
+Everything is added up where it is recorded, so memory does not grow with the number of values.
+Recording is quick and may be done from any thread, thus from workflows, reward functions and the
+trainer alike. Trackers with names are apart from one another, and so are their scopes, which
+belong to the task or thread that entered them.
+
+    stats_tracker.get("rollout").scalar(reward=1.0)     rollout/reward, rollout/reward__count
+    with stats_tracker.scope("actor"):
+        stats_tracker.denominator(tokens=mask)          actor/tokens
+        stats_tracker.stat(loss=loss, denominator="tokens")
+                                                        actor/loss/avg, .../min, .../max
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_KEYS = 4096
+"""Of one tracker: who puts ids into names would fill memory and metrics files."""
+MAX_TRACKERS = 256
+
+
+class ReduceType(Enum):
+    """What becomes of the values of one key."""
+
+    AVG_MIN_MAX = "avg_min_max"
+    """``key/avg``, ``key/min`` and ``key/max``."""
+    AVG = "avg"
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+    SCALAR = "scalar"
+    """``key``, the mean, and ``key__count``, of how many values it is one."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    kind: ReduceType
+    total: float = 0.0
+    count: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+
+    def add(self, total: float, count: int, low: float, high: float) -> None:
+        self.total += total
+        self.count += count
+        self.low = min(self.low, low)
+        self.high = max(self.high, high)
+
+    def results(self, key: str) -> dict[str, float]:
+        """What is exported of it; nothing where there were no values."""
+        if self.kind is ReduceType.SUM:
+            return {key: self.total}
+        if not self.count:
+            return {}
+        mean = self.total / self.count
+        if self.kind is ReduceType.SCALAR:
+            return {key: mean, f"{key}__count": self.count}
+        if self.kind is ReduceType.AVG_MIN_MAX:
+            return {f"{key}/avg": mean, f"{key}/min": self.low, f"{key}/max": self.high}
+        one = {ReduceType.AVG: mean, ReduceType.MIN: self.low, ReduceType.MAX: self.high}
+        return {key: one[self.kind]}
+
+
+class StatsTracker:
+    """The figures of one name; the name is the outermost scope of its keys."""
+
+    def __init__(self, name: str = "") -> None:
+        self._root = (name.strip("/"),) if name.strip("/") else ()
+        self._scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes")
+        self._lock = threading.Lock()
+        self._sums: dict[str, _Sums] = {}
+        self._masks: dict[str, npt.NDArray[np.bool_]] = {}
+        self._warned: set[str] = set()
+
+    # -- scopes ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Keys recorded inside begin with ``name/``; scopes nest."""
+        token = self._scopes.set((*self._scopes.get(self._root), name.strip("/")))
+        try:
+            yield
+        finally:
+            self._scopes.reset(token)
+
+    @contextmanager
+    def disable_scope(self) -> Iterator[None]:
+        """Keys recorded inside have no scope at all."""
+        token = self._scopes.set(())
+        try:
+            yield
+        finally:
+            self._scopes.reset(token)
+
+    def scope_func_wrapper(self, name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+        """A decorator: the function runs in this scope."""
+
+        def decorated(function: Callable[P, T]) -> Callable[P, T]:
+            @functools.wraps(function)
+            def scoped(*args: P.args, **kwargs: P.kwargs) -> T:
+                with self.scope(name):
+                    return function(*args, **kwargs)
+
+            return scoped
+
+        return decorated
+
+    # -- recording -------------------------------------------------------------------------------
+
+    def scalar(self, **values: Any) -> None:
+        """One value of each; exported are their means and counts.
+
+        What is not finite is left out and said once, because it would make the mean worthless.
+        Raises TypeError or ValueError for what is no number.
+        """
+        for key, value in values.items():
+            self._number(self._key(key), float(value), ReduceType.SCALAR)
+
+    @contextmanager
+    def record_timing(self, key: str) -> Iterator[None]:
+        """The seconds that the block takes, as a scalar ``timeperf/<key>``, whatever the scope."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._number(f"timeperf/{key}", time.perf_counter() - begun, ReduceType.SCALAR)
+
+    def denominator(self, **masks: Any) -> None:
+        """Masks, boolean tensors or arrays, that :meth:`stat` names; exported is how many are True.
+
+        Raises ValueError for what is not boolean, or empty.
+        """
+        for key, value in masks.items():
+            mask = _array(key, value)
+            if mask.dtype != np.bool_ or not mask.size:
+                raise ValueError(
+                    f"denominator {key} is {mask.dtype.name} of the shape {list(mask.shape)}: it "
+                    "must be bool, and not empty"
+                )
+            full, n = self._key(key), int(mask.sum())
+            with self._lock:
+                if self._add(full, ReduceType.SUM, float(n), n, n, n):
+                    self._masks[full] = mask.copy()
+
+    def stat(self, denominator: str, reduce_type: ReduceType | None = None, **values: Any) -> None:
+        """The entries of float tensors or arrays where the latest mask of this name is True.
+
+        Exported are ``key/avg``, ``key/min`` and ``key/max``, or what ``reduce_type`` says.
+        Raises ValueError: there is no such mask, or its shape is another one.
+        """
+        kind = reduce_type or ReduceType.AVG_MIN_MAX
+        if not isinstance(kind, ReduceType) or kind is ReduceType.SCALAR:
+            raise ValueError(f"reduce_type is {kind}: it must be a ReduceType other than SCALAR")
+        full_mask = self._key(denominator)
+        for key, value in values.items():
+            array = _array(key, value)
+            if not np.issubdtype(array.dtype, np.floating):
+                raise ValueError(f"stat {key} is {array.dtype.name}: it must be of floats")
+            full = self._key(key)
+            with self._lock:
+                mask = self._masks.get(full_mask)
+                if mask is None:
+                    raise ValueError(f"there is no denominator {full_mask}: record it first")
+                if mask.shape != array.shape:
+                    raise ValueError(
+                        f"stat {key} has the shape {list(array.shape)}, its denominator "
+                        f"{denominator} {list(mask.shape)}: they must be the same"
+                    )
+                chosen = array[mask].astype(np.float64)
+                extremes = (chosen.min(), chosen.max()) if chosen.size else (math.inf, -math.inf)
+                self._add(full, kind, float(chosen.sum()), chosen.size, *map(float, extremes))
+
+    # -- exporting -------------------------------------------------------------------------------
+
+    def export(
+        self, key: str | None = None, reduce_group: Any = None, reset: bool = True
+    ) -> dict[str, float]:
+        """What was recorded since the last reset, or only ``key`` (in the current scope) of it.
+
+        With ``reduce_group``, a process group of torch.distributed, over all of its processes,
+        which then must all call it.
+        """
+        with self._lock:
+            chosen = dict(self._sums) if key is None else self._one(self._key(key))
+            if reset:
+                for name in chosen:
+                    del self._sums[name]
+                    self._masks.pop(name, None)
+        if reduce_group is not None:
+            chosen = _gathered(chosen, reduce_group)
+        return {k: v for name in chosen for k, v in chosen[name].results(name).items()}
+
+    def _one(self, key: str) -> dict[str, _Sums]:
+        return {key: self._sums[key]} if key in self._sums else {}
+
+    def _key(self, key: str) -> str:
+        return "/".join((*self._scopes.get(self._root), key))
+
+    def _number(self, key: str, value: float, kind: ReduceType) -> None:
+        with self._lock:
+            if math.isfinite(value):
+                self._add(key, kind, value, 1, value, value)
+            else:
+                self._warn(key, f"{key} was {value}: left out of its mean")
+
+    def _add(
+        self, key: str, kind: ReduceType, total: float, count: int, low: float, high: float
+    ) -> bool:
+        sums = self._sums.get(key)
+        if sums is None:
+            if len(self._sums) >= MAX_KEYS:
+                self._warn("", f"more than {MAX_KEYS} keys: {key} and others are not recorded")
+                return False
+            sums = self._sums[key] = _Sums(kind)
+        sums.kind = kind
+        sums.add(total, count, low, high)
+        return True
+
+    def _warn(self, about: str, text: str) -> None:
+        if about not in self._warned and len(self._warned) < MAX_KEYS:
+            self._warned.add(about)
+            log.warning("%s", text)
+
+
+def _array(key: str, value: Any) -> npt.NDArray[Any]:
+    if isinstance(value, np.ndarray):
+        return value
+    if hasattr(value, "detach"):
+        detached = value.detach().cpu()
+        # numpy has no bfloat16.
+        return np.asarray((detached.float() if detached.is_floating_point() else detached).numpy())
+    raise ValueError(f"{key} is a {type(value).__name__}: it must be a tensor or an array")
+
+
+def _gathered(own: Mapping[str, _Sums], group: Any) -> dict[str, _Sums]:
+    import torch.distributed as dist
+
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(
+        everywhere,
+        {k: (s.kind.value, s.total, s.count, s.low, s.high) for k, s in own.items()},
+        group=group,
+    )
+    out: dict[str, _Sums] = {}
+    for theirs in everywhere:
+        for key, (kind, *figures) in theirs.items():
+            out.setdefault(key, _Sums(ReduceType(kind))).add(*figures)
+    return out
+
+
+_default = StatsTracker()
+_trackers: dict[str, StatsTracker] = {"": _default}
+_lock = threading.Lock()
+
+scalar = _default.scalar
+stat = _default.stat
+denominator = _default.denominator
+scope = _default.scope
+disable_scope = _default.disable_scope
+scope_func_wrapper = _default.scope_func_wrapper
+record_timing = _default.record_timing
+export = _default.export
+
+
+def get(name: str = "") -> StatsTracker:
+    """The tracker of this name, the same one every time; without a name the module's own.
+
+    Raises ValueError when there are too many.
+    """
+    with _lock:
+        if name not in _trackers and len(_trackers) >= MAX_TRACKERS:
+            raise ValueError(
+                f"there are {MAX_TRACKERS} trackers already: {name[:80]!r} is too many; use few "
+                "names, and scopes"
+            )
+        return _trackers.setdefault(name, StatsTracker(name))
+
+
+def export_all(reduce_group: Any = None, reset: bool = True) -> dict[str, float]:
+    """What all trackers have, by full keys; with ``reduce_group`` as :meth:`StatsTracker.export`.
+
+    All processes of such a group must have the same trackers.
+    """
+    with _lock:
+        trackers = [_trackers[name] for name in sorted(_trackers)]
+    out: dict[str, float] = {}
+    for tracker in trackers:
+        out |= tracker.export(reduce_group=reduce_group, reset=reset)
+    return out
