@@ -56,11 +56,11 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     fsync(target.parent)
 
 
-def write_whole(target: Path, text: str) -> None:
-    """Write a text file by way of a temporary one, fsync and rename."""
+def write_whole(target: Path, content: str | bytes) -> None:
+    """Write a file by way of a temporary one, fsync and rename; text as UTF-8."""
     temporary = target.with_name(f"{_PREFIX}{target.name}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         fsync(temporary)
         temporary.replace(target)
     except BaseException:

@@ -26,11 +26,11 @@ def main() -> int:
         )
         import transformers
 
-        from trainer.loop import GRPOTrainer
+        from trainer.loop import TrainingLoop
         from trainer.presence import Presence
 
         transformers.utils.logging.disable_progress_bar()
-        trainer = GRPOTrainer(config)
+        trainer = TrainingLoop(config)
         # After the step under way, so that what was trained is kept.
         signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
         present = Presence(

@@ -1,20 +1,29 @@
-"""From leased trajectories to the rows of one optimizer step."""
+"""From sessions to the rows of one optimizer step.
+
+A session is a leased :class:`Trajectory`, whose tree is still to be scored, or a
+:class:`SampledSession` that a workflow of this process returned, as rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
-from torch import Tensor
+import numpy.typing as npt
 
 from any_agent.config import TrainConfig
 from any_agent.record import InteractionTree, discarded, interaction_row, propagate_rewards
 from any_agent.record import to_tensors as row_to_tensors
-from any_agent.types import Trajectory
-from any_agent.workflow import Episode
+from any_agent.types import Row as PlainRow
+from any_agent.types import SampledSession, Trajectory
 from trainer.advantage import SessionRewards, group_advantages
 from trainer.packing import Row, mask_stale, with_training_signal
+
+Session: TypeAlias = Trajectory | SampledSession
+Group: TypeAlias = Sequence[Session]
+"""Sessions that share a baseline."""
 
 
 @dataclass(slots=True)
@@ -26,15 +35,25 @@ class TrainingBatch:
     """Sessions with at least one token in the loss."""
     rejected: dict[str, str] = field(default_factory=dict)
     """Sessions without one, and why: `stale` (they count in their baseline) or `untrainable`."""
+    sampled: set[str] = field(default_factory=set)
+    """Those of both that a workflow of this process returned; ranks hold the others."""
     scores: list[float] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
     """Optimizer steps between each trained token's version and now."""
 
 
-def session_rewards(trajectory: Trajectory, discount: float) -> SessionRewards:
-    """r of each interaction after it ran back through the tree, and whether it counts."""
-    nodes = trajectory.interactions
-    r = propagate_rewards(nodes, discount=discount, final_reward=trajectory.final_reward)
+def session_rewards(session: Session, discount: float) -> SessionRewards:
+    """r of each interaction after it ran back through the tree, and whether it counts.
+
+    Of a sampled session's rows it has run back already.
+    """
+    if isinstance(session, SampledSession):
+        return SessionRewards(
+            rewards=[float(row["rewards"]) for row in session.rows],
+            counted=[bool(row["loss_mask"].any()) for row in session.rows],
+        )
+    nodes = session.interactions
+    r = propagate_rewards(nodes, discount=discount, final_reward=session.final_reward)
     gone = discarded(nodes)
     return SessionRewards(
         rewards=[r[node.id] for node in nodes],
@@ -42,34 +61,40 @@ def session_rewards(trajectory: Trajectory, discount: float) -> SessionRewards:
     )
 
 
-def without_signal(episode: Episode, config: TrainConfig) -> str | None:
-    """Why an episode teaches nothing, or None: its sessions all have the same score."""
-    rewards = [session_rewards(trajectory, config.discount) for trajectory in episode]
+def without_signal(group: Group, config: TrainConfig) -> str | None:
+    """Why a group teaches nothing, or None: its sessions all have the same score."""
+    rewards = [session_rewards(session, config.discount) for session in group]
     if all(r.score is None for r in rewards):
         return "untrainable"
-    (group,) = group_advantages([rewards], normalize_std=config.normalize_std)
-    return "zero_variance" if group.zero_variance else None
+    (judged,) = group_advantages([rewards], normalize_std=config.normalize_std)
+    return "zero_variance" if judged.zero_variance else None
 
 
 def training_batch(
-    episodes: Sequence[Episode],
+    groups: Sequence[Group],
     config: TrainConfig,
     *,
     step: int,
     eta: int,
     step_of_version: Mapping[int, int],
+    temperature: float = 1.0,
 ) -> TrainingBatch:
-    """Advantages over the groups, then one row per counted interaction, stale tokens masked."""
-    rewards = [[session_rewards(t, config.discount) for t in episode] for episode in episodes]
-    groups = group_advantages(rewards, normalize_std=config.normalize_std)
+    """Advantages over the groups, then one row per counted interaction, stale tokens masked.
+
+    ``temperature`` is what rows were sampled at that do not say.
+    """
+    rewards = [[session_rewards(s, config.discount) for s in group] for group in groups]
+    judged = group_advantages(rewards, normalize_std=config.normalize_std)
     batch = TrainingBatch()
-    for episode, group_rewards, group in zip(episodes, rewards, groups, strict=True):
-        for t, r, advantages, score in zip(
-            episode, group_rewards, group.advantages, group.scores, strict=True
+    for group, group_rewards, worth in zip(groups, rewards, judged, strict=True):
+        for session, r, advantages, score in zip(
+            group, group_rewards, worth.advantages, worth.scores, strict=True
         ):
             if score is not None:
                 batch.scores.append(score)
-            rows = _rows(t, r, advantages)
+            if isinstance(session, SampledSession):
+                batch.sampled.add(session.session_id)
+            rows = _rows(session, r, advantages, temperature)
             fresh = [
                 mask_stale(row, step_of_version=step_of_version, step=step, eta=eta) for row in rows
             ]
@@ -79,34 +104,44 @@ def training_batch(
                 trained = row["versions"][row["loss_mask"].bool()].tolist()
                 batch.ages += [step - step_of_version[version] for version in trained]
             if left:
-                batch.trained.append(t.session_id)
+                batch.trained.append(session.session_id)
             else:
-                batch.rejected[t.session_id] = "stale" if rows else "untrainable"
+                batch.rejected[session.session_id] = "stale" if rows else "untrainable"
     return batch
 
 
-def versions_in(episodes: Sequence[Episode]) -> set[int]:
+def versions_in(groups: Sequence[Group]) -> set[int]:
     """Every version that sampled one of their tokens."""
-    return {
-        int(version)
-        for episode in episodes
-        for trajectory in episode
-        for node in trajectory.interactions
-        for version in np.unique(node.output_versions)
-    }
+    sampled: list[npt.NDArray[np.int32]] = []
+    for session in (session for group in groups for session in group):
+        if isinstance(session, SampledSession):
+            sampled += [row["versions"][row["loss_mask"].astype(bool)] for row in session.rows]
+        else:
+            sampled += [node.output_versions for node in session.interactions]
+    return {int(version) for versions in sampled for version in np.unique(versions)}
 
 
 def _rows(
-    trajectory: Trajectory, rewards: SessionRewards, advantages: Sequence[float]
+    session: Session, rewards: SessionRewards, advantages: Sequence[float], temperature: float
 ) -> list[Row]:
-    tree = InteractionTree.from_interactions(trajectory.interactions)
-    rows = []
-    for node, counted, advantage, r in zip(
-        trajectory.interactions, rewards.counted, advantages, rewards.rewards, strict=True
-    ):
-        if not counted:
-            continue
-        row: dict[str, Tensor] = row_to_tensors(interaction_row(tree, node.id, r))
-        temperature = node.gconfig.temperature
-        rows.append(with_training_signal(row, advantage=advantage, temperature=temperature))
-    return rows
+    """Those of the counted interactions, with all that the loss wants to know of them."""
+    return [
+        with_training_signal(row_to_tensors(row), advantage=advantage, temperature=at)
+        for (row, at), counted, advantage in zip(
+            _plain_rows(session, rewards, temperature), rewards.counted, advantages, strict=True
+        )
+        if counted
+    ]
+
+
+def _plain_rows(
+    session: Session, rewards: SessionRewards, temperature: float
+) -> Iterator[tuple[PlainRow, float]]:
+    """Every interaction's row, and what it was sampled at."""
+    if isinstance(session, SampledSession):
+        for row, at in zip(session.rows, session.temperatures, strict=True):
+            yield row, temperature if at is None else at
+        return
+    tree = InteractionTree.from_interactions(session.interactions)
+    for node, r in zip(session.interactions, rewards.rewards, strict=True):
+        yield interaction_row(tree, node.id, r), node.gconfig.temperature

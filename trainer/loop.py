@@ -1,4 +1,8 @@
-"""The training loop: wait for a batch, step, publish, acknowledge, keep a checkpoint."""
+"""The training loop: wait for a batch, step, publish, acknowledge, keep a checkpoint.
+
+Where the batches come from is a :class:`trainer.source.Source`'s affair: external agents, or a
+workflow's runs on a dataset.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,10 @@ import random
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +27,9 @@ from any_agent.errors import ConfigError, TrainingError
 from any_agent.protocol import Rejection
 from any_agent.rollout import Ranks, RolloutExecutor
 from any_agent.rundir import RunDir
-from any_agent.workflow import Episode, ProxyWorkflow, RolloutWorkflow
-from trainer.batch import TrainingBatch, training_batch, versions_in, without_signal
+from any_agent.types import SampledSession
+from any_agent.workflow import ProxyWorkflow
+from trainer.batch import Group, TrainingBatch, training_batch, versions_in, without_signal
 from trainer.checkpoint import (
     latest_checkpoint,
     list_checkpoints,
@@ -36,21 +43,37 @@ from trainer.metrics import TrainerMetrics, last_reported
 from trainer.packing import count_trained, micro_batches
 from trainer.policy import Policy, PolicyConfig, StepResult
 from trainer.publisher import PATIENCE, Publisher
+from trainer.source import ProxyFed, Source
 from trainer.telling import News, RunWord, tell, tell_if_there
 from trainer.weights import tokenizer_of
 
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_STEPS = 5
+_TELL_EVERY = 60.0
+"""Seconds of waiting for a batch after which a person is told."""
 
 
-class GRPOTrainer:
-    """Trains the policy of one run on what external agents do."""
+class TrainingLoop:
+    """Trains the policy of one run, whose service is there.
 
-    def __init__(self, config: Config, *, workflow: type[RolloutWorkflow] | None = None) -> None:
+    ``make_source`` is given the executor that talks to the ranks; by default external agents are
+    trained on. ``say`` is told what a person wants to know; ``evaluate`` is called with the number
+    of steps behind the weights that are served now.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        make_source: Callable[[RolloutExecutor], Source] = ProxyFed,
+        say: Callable[[str], None] = log.info,
+        evaluate: Callable[[int], None] | None = None,
+    ) -> None:
         self.config = config
         self.dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
-        self._make_workflow = workflow or ProxyWorkflow
+        self._say = say
+        self._evaluate = evaluate
         self._consumed = Memory()
         self._epoch: int | None = None
         signer = signer_of(self.dir)
@@ -62,14 +85,15 @@ class GRPOTrainer:
                 epoch=self._epoch,
                 retry_for=PATIENCE,
             ),
-            lambda client, owner: self._make_workflow(client, owner=owner),  # type: ignore[call-arg]
+            lambda client, owner: ProxyWorkflow(client, owner=owner),
             config.rollout,
             owner=f"trainer-{uuid.uuid4().hex[:12]}",
             consumed=self._consumed,
             reject=lambda episode: without_signal(episode, config.train),
         )
-        self.metrics = TrainerMetrics(lambda: self._executor.rejected)
-        self._publisher = Publisher(config, self.dir, self._executor)
+        self._source = make_source(self._executor)
+        self.metrics = TrainerMetrics(lambda: self._source.rejected)
+        self._publisher = Publisher(config, self.dir, self._executor, self._source.updating)
         self._manifests = Manifests(self.dir.manifests)
         self._loss = _loss_config(config)
         self.policy: Policy
@@ -82,11 +106,19 @@ class GRPOTrainer:
         self._reported = 0
         """The last step that `metrics.jsonl` had a line of at the start."""
         self._stopping = False
+        self._exhausted = False
+        """The dataset has nothing left."""
+        self._failure: BaseException | None = None
 
     def stop(self) -> None:
         """End after the step under way, with a checkpoint; safe in a signal handler."""
         self._stopping = True
-        self._executor.interrupt()
+        self._source.interrupt()
+
+    def fail(self, error: BaseException) -> None:
+        """The service is gone, say: :meth:`train` raises this instead of waiting on."""
+        self._failure = error
+        self._source.interrupt()
 
     def train(self) -> bool:
         """Make the configured number of optimizer steps, from the latest checkpoint if any.
@@ -101,11 +133,13 @@ class GRPOTrainer:
             self._catch_up()
             if not self._done:
                 self._tell("training")
-                self._executor.begin()
+                self._source.begin(self._publisher.version)
             try:
                 while not self._done:
                     self._step()
             except InterruptedError:
+                if self._failure is not None:
+                    raise self._failure from None
                 log.info("stopped at step %d", self.policy.steps)
             if self._saved_step != self.policy.steps and (self.policy.steps or not self._stopping):
                 self._save()
@@ -114,20 +148,25 @@ class GRPOTrainer:
                 self._executor.flush()
             return self._done
         finally:
+            self._source.stop()
             self._executor.stop()
 
     @property
     def _done(self) -> bool:
-        return self.policy.steps >= self.config.train.steps
+        return self._exhausted or self.policy.steps >= self.config.train.steps
 
     # -- one step ------------------------------------------------------------------------------
 
     def _step(self) -> None:
         started = time.perf_counter()
-        episodes = self._wait()
+        groups = self._wait()
+        if not groups:
+            self._exhausted = True
+            self._say(f"data      all items are done with, at step {self.policy.steps}")
+            return
         waited = time.perf_counter()
-        taken = self._manifest(episodes)
-        batch = self._batch(episodes, taken)
+        taken = self._manifest(groups)
+        batch = self._batch(groups, taken)
         taken = replace(
             taken,
             trained=batch.trained,
@@ -136,13 +175,13 @@ class GRPOTrainer:
         )
         if batch.rows:
             # What a step is about to consume is on disk before it changes anything.
-            self._manifests.write(taken)
+            self._manifests.write(taken, _sampled(groups))
         result = self._optimize(batch, taken)
         trained = time.perf_counter()
         if result is not None:
             self._publish()
         published = time.perf_counter()
-        self._settle(batch, self.policy.steps if result is not None else None)
+        self._settle(batch, taken, self.policy.steps if result is not None else None)
         if result is None:
             log.warning("no step on a batch: %s", dict(Counter(batch.rejected.values())))
             # All of it may have been too old because an engine lost its weights.
@@ -158,30 +197,34 @@ class GRPOTrainer:
         if self.policy.steps % self.config.train.checkpoint_every == 0:
             self._save()
             tell_if_there(self._executor, self._news)
+        if self._evaluate is not None:
+            self._evaluate(self.policy.steps)
 
-    def _manifest(self, episodes: list[Episode]) -> Manifest:
+    def _manifest(self, groups: list[Group]) -> Manifest:
         """What the next step is to take, as far as it is known before the batch is made."""
         c = self.config
         return Manifest(
             step=self.policy.steps + 1,
-            groups=[[t.session_id for t in episode] for episode in episodes],
+            groups=[[session.session_id for session in group] for group in groups],
             trained=[],
             rejected={},
             tokens=[],
-            versions=dict(self._publisher.versions.steps_of(versions_in(episodes))),
+            versions=dict(self._publisher.versions.steps_of(versions_in(groups))),
             eta=c.rollout.eta,
             discount=c.train.discount,
             normalize_std=c.train.normalize_std,
+            positions=self._source.positions_of(groups),
         )
 
-    def _batch(self, episodes: list[Episode], taken: Manifest) -> TrainingBatch:
+    def _batch(self, groups: list[Group], taken: Manifest) -> TrainingBatch:
         settings = {"discount": taken.discount, "normalize_std": taken.normalize_std}
         return training_batch(
-            episodes,
+            groups,
             self.config.train.model_copy(update=settings),
             step=taken.step - 1,
             eta=taken.eta,
             step_of_version=taken.versions,
+            temperature=self.config.sampling.temperature,
         )
 
     def _optimize(self, batch: TrainingBatch, taken: Manifest) -> StepResult | None:
@@ -222,20 +265,24 @@ class GRPOTrainer:
         self._publisher.publish(self.policy, self._tokenizer)
         self.metrics.now(step=self.policy.steps, version=self._publisher.version)
 
-    def _settle(self, batch: TrainingBatch, step: int | None) -> None:
-        """Remember what this step, or none, consumed, and tell the ranks."""
-        self._consumed.add(batch, step)
-        rejected = [Rejection(session_id=id, reason=why) for id, why in batch.rejected.items()]
-        self._executor.ack(batch.trained, rejected, step=step)
+    def _settle(self, batch: TrainingBatch, taken: Manifest, step: int | None) -> None:
+        """Remember what this step, or none, consumed, and tell whoever it came from."""
+        leased = [id for id in batch.trained if id not in batch.sampled]
+        refused = {id: why for id, why in batch.rejected.items() if id not in batch.sampled}
+        self._consumed.add(leased, refused, step)
+        if leased or refused:
+            reasons = [Rejection(session_id=id, reason=why) for id, why in refused.items()]
+            self._executor.ack(leased, reasons, step=step)
+        self._source.settle(taken, step)
         self.metrics.settled(batch.trained, batch.rejected)
 
-    def _wait(self) -> list[Episode]:
-        """The next batch."""
+    def _wait(self) -> list[Group]:
+        """The next batch; empty where there is none any more."""
         while True:
             try:
-                return self._executor.prepare_batch(timeout=60.0)
+                return self._source.next_batch(timeout=_TELL_EVERY)
             except TimeoutError as error:
-                log.info("waiting for trajectories: %s", error)
+                self._say(f"waiting   for trajectories: {error}")
 
     # -- resume --------------------------------------------------------------------------------
 
@@ -257,21 +304,23 @@ class GRPOTrainer:
         self.metrics.now(step=self.policy.steps, version=self._publisher.version)
         if replayed:
             for step, batch in replayed.items():
-                self._settle(batch, step)
+                self._settle(*batch, step)
             log.info("made %d steps again, now at step %d", len(replayed), self.policy.steps)
             if self.policy.steps % self.config.train.checkpoint_every == 0:
                 self._save()
 
-    def _replay(self, taken: Manifest) -> TrainingBatch:
-        found = self._executor.replay(taken.sessions, timeout=10 * PATIENCE)
-        episodes = [[found[id] for id in group] for group in taken.groups]
-        batch = self._batch(episodes, taken)
+    def _replay(self, taken: Manifest) -> tuple[TrainingBatch, Manifest]:
+        found: dict[str, Any] = dict(self._manifests.sampled(taken.step))
+        if leased := [id for id in taken.sessions if id not in found]:
+            found |= self._executor.replay(leased, timeout=10 * PATIENCE)
+        groups: list[Group] = [[found[id] for id in group] for group in taken.groups]
+        batch = self._batch(groups, taken)
         self._check_same(batch, taken)
         result = self._optimize(batch, taken)
         if result is not None and taken.step > self._reported:
             # It was killed before it could tell of this step.
             self._report(batch, result, wait=0, train=0, publish=0)
-        return replace(batch, rows=[], ages=[])  # kept until all of them are published
+        return replace(batch, rows=[], ages=[]), taken  # kept until all of them are published
 
     def _check_same(self, batch: TrainingBatch, taken: Manifest) -> None:
         """TrainingError for a batch that is not the one that the step took."""
@@ -314,6 +363,7 @@ class GRPOTrainer:
             group.update(lr=c.lr, betas=c.betas, weight_decay=c.weight_decay)
         self._saved_step = self.policy.steps
         self._consumed.load(state)
+        self._source.load(state.get("dataset"))
         self.checkpoint = latest
         log.info("going on from %s (step %d)", latest, self.policy.steps)
 
@@ -322,7 +372,7 @@ class GRPOTrainer:
             self.dir.checkpoints,
             self.policy,
             self._tokenizer,
-            {"version": self._publisher.version, **self._consumed.dump()},
+            self._state(),
             keep=self.config.train.keep_checkpoints,
         )
         # Where the policy came from may just have been pruned.
@@ -330,6 +380,12 @@ class GRPOTrainer:
         self._saved_step = self.policy.steps
         self._manifests.prune(list_checkpoints(self.dir.checkpoints)[0].step)
         log.info("checkpoint %s", self.checkpoint)
+
+    def _state(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps beside weights and optimizer."""
+        dataset = self._source.state()
+        state = {"version": self._publisher.version, **self._consumed.dump()}
+        return state if dataset is None else state | {"dataset": dataset}
 
     def _tell(self, state: RunWord) -> None:
         tell(self._executor, state, self._news)
@@ -344,7 +400,7 @@ class GRPOTrainer:
         )
 
     def _report(self, batch: TrainingBatch, result: StepResult, **seconds: float) -> None:
-        now = self._executor.capacity
+        now = self._source.capacity
         line = {
             "time": time.time(),
             "step": self.policy.steps,
@@ -353,7 +409,7 @@ class GRPOTrainer:
             "reward": sum(batch.scores) / max(1, len(batch.scores)),
             "sessions": len(batch.trained),
             "left_out": dict(Counter(batch.rejected.values())),
-            "rejected": dict(self._executor.rejected),
+            "rejected": dict(self._source.rejected),
             "interactions": len(batch.rows),
             "staleness_mean": sum(batch.ages) / max(1, len(batch.ages)),
             "staleness_max": max(batch.ages, default=0),
@@ -373,6 +429,10 @@ class GRPOTrainer:
             line["staleness_mean"],
             line["version"],
         )
+
+
+def _sampled(groups: list[Group]) -> list[SampledSession]:
+    return [one for group in groups for one in group if isinstance(one, SampledSession)]
 
 
 def _loss_config(config: Config) -> LossConfig:

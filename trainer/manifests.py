@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from any_agent.errors import TrainingError
 from any_agent.rundir import write_json
+from any_agent.types import SampledSession
+from trainer.rows_store import read_sessions, write_sessions
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})\.json")
@@ -35,6 +38,9 @@ class Manifest:
     eta: int
     discount: float
     normalize_std: bool
+    positions: list[int] = field(default_factory=list)
+    """Items of the dataset that are done with by this step: those of its groups, and those that
+    were left out since the step before, because nothing came of them."""
 
     @property
     def sessions(self) -> list[str]:
@@ -42,13 +48,16 @@ class Manifest:
 
 
 class Manifests:
-    """The manifests of a run, one file per step."""
+    """The manifests of a run, one file per step, and beside it what its sampled sessions hold."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def write(self, manifest: Manifest) -> None:
+    def write(self, manifest: Manifest, sampled: Sequence[SampledSession] = ()) -> None:
         """On disk when it returns. Those of later steps, of a history given up, are removed."""
+        if sampled:
+            # First: what a manifest names can be had.
+            write_sessions(self._rows(manifest.step), sampled)
         write_json(self.path(manifest.step), {"format": FORMAT, **asdict(manifest)})
         for step in self.steps():
             if step > manifest.step:
@@ -65,6 +74,10 @@ class Manifests:
             return Manifest(**data)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TrainingError(f"{path} cannot be read: {error}") from error
+
+    def sampled(self, step: int) -> Mapping[str, SampledSession]:
+        """Those of a step's sessions that no rank's journal holds, by id; raises as `read`."""
+        return read_sessions(self._rows(step))
 
     def after(self, step: int) -> list[int]:
         """The later steps that were taken; TrainingError where one in between is missing."""
@@ -83,6 +96,7 @@ class Manifests:
 
     def remove(self, step: int) -> None:
         self.path(step).unlink(missing_ok=True)
+        self._rows(step).unlink(missing_ok=True)
 
     def prune(self, oldest: int) -> None:
         """Remove those that no resume needs: from ``oldest``, the oldest checkpoint's step, on
@@ -94,6 +108,9 @@ class Manifests:
     def path(self, step: int) -> Path:
         """Where a step's manifest lies."""
         return self._folder / f"step-{step:08d}.json"
+
+    def _rows(self, step: int) -> Path:
+        return self.path(step).with_suffix(".safetensors")
 
 
 def _listed(steps: list[int]) -> str:

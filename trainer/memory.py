@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from any_agent.rollout import Consumed
-from trainer.batch import TrainingBatch
 
 _REMEMBERED = 65_536
 """Ids kept: many times what can be finalized and not yet acknowledged."""
@@ -15,10 +14,10 @@ _REMEMBERED = 65_536
 class Memory(dict[str, Consumed]):
     """What became of each session, the oldest first."""
 
-    def add(self, batch: TrainingBatch, step: int | None) -> None:
-        """This step, or none, took the batch."""
-        self |= {id: Consumed(step) for id in batch.trained}
-        self |= {id: Consumed(step, why) for id, why in batch.rejected.items()}
+    def add(self, trained: Iterable[str], rejected: Mapping[str, str], step: int | None) -> None:
+        """This step, or none, took these; those rejected with their reasons."""
+        self |= {id: Consumed(step) for id in trained}
+        self |= {id: Consumed(step, why) for id, why in rejected.items()}
         while len(self) > _REMEMBERED:
             del self[next(iter(self))]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,15 @@ class Published:
 class Publisher:
     """Publishes, and knows what the ranks have."""
 
-    def __init__(self, config: Config, run_dir: RunDir, executor: RolloutExecutor) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDir,
+        executor: RolloutExecutor,
+        updating: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
+    ) -> None:
+        """``updating`` is entered with the version while the engines change their weights."""
+        self._updating = updating
         self.versions = Versions(run_dir.state)
         self._config = config
         self._folder = run_dir.weights
@@ -80,10 +89,11 @@ class Publisher:
     def _bring(self, how: Callable[..., Coroutine[Any, Any, None]]) -> None:
         last = self._last
         assert last is not None
-        self._executor.call(
-            how(self._executor.ranks, last.path, version=last.version, step=last.step),
-            timeout=2 * self._config.engine.load_timeout + 10 * PATIENCE,
-        )
+        with self._updating(last.version):
+            self._executor.call(
+                how(self._executor.ranks, last.path, version=last.version, step=last.step),
+                timeout=2 * self._config.engine.load_timeout + 10 * PATIENCE,
+            )
 
     def _is(self, policy: Policy, version: int, *, fresh: bool) -> bool:
         """Whether the weights of this version are the policy's."""

@@ -49,6 +49,8 @@ class NodeOptions:
     """What to start."""
 
     train: bool = True
+    trainer_outside: bool = False
+    """With ``train``: whoever entered the node trains itself; no trainer process is started."""
     weights: Weights | None = None
     """What engines serve, for good. None: the trial's newest at each start of an engine."""
     say: Callable[[str], None] = print
@@ -173,6 +175,7 @@ class Node:
         if self.options.train:
             # Only now: a start that failed must not bind the trial to a mistyped model.
             write_whole(self.dir.path / "config.yaml", settings)
+        if self.options.train and not self.options.trainer_outside:
             self._start_trainer()
 
     def _take_folder(self, settings: str) -> None:

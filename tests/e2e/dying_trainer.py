@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import __main__ as process
-from trainer.loop import GRPOTrainer
+from trainer.loop import TrainingLoop
 
 BOUNDARIES: dict[str, tuple[str, int]] = {
     "lease": ("_wait", 1),
@@ -28,16 +28,16 @@ BOUNDARIES: dict[str, tuple[str, int]] = {
 
 def arm(boundary: str, step: int, mark: Path) -> None:
     name, offset = BOUNDARIES[boundary]
-    method: Callable[..., Any] = getattr(GRPOTrainer, name)
+    method: Callable[..., Any] = getattr(TrainingLoop, name)
 
-    def dying(self: GRPOTrainer, *args: Any) -> Any:
+    def dying(self: TrainingLoop, *args: Any) -> Any:
         result = method(self, *args)
         if self.policy.steps + offset == step and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(GRPOTrainer, name, dying)
+    setattr(TrainingLoop, name, dying)
 
 
 def main() -> int:

@@ -18,8 +18,9 @@ from any_agent.protocol import Rejection
 from any_agent.rollout import Ranks
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode
-from trainer.loop import GRPOTrainer
+from trainer.loop import TrainingLoop
 from trainer.policy import Policy
+from trainer.source import ProxyFed
 
 
 class Service:
@@ -146,12 +147,13 @@ class Lab:
         before: Lab | None = None,
     ) -> None:
         """``before``: the start whose ranks and journals these are."""
-        self.trainer = GRPOTrainer(config)
+        self.trainer = TrainingLoop(config)
         self.trainer.dir.create()
         self.executor = Executor(episodes, before.service.version if before else version)
         self.executor.journal = before.executor.journal if before else {}
         self.executor.settled = before.executor.settled if before else set()
         self.trainer._executor = self.executor  # type: ignore[assignment]
+        self.trainer._source = ProxyFed(self.executor)  # type: ignore[arg-type]
         self.trainer._publisher._executor = self.executor  # type: ignore[assignment]
         self.trainer._publisher._sync = Sync()  # type: ignore[assignment]
 

@@ -19,7 +19,7 @@ from any_agent.config import Config
 from any_agent.errors import Conflict, TrainingError
 from any_agent.workflow import Episode
 from trainer.batch import TrainingBatch
-from trainer.manifests import Manifests
+from trainer.manifests import Manifest, Manifests
 
 STEPS = 5
 RUN = (f"train.steps={STEPS}", "train.checkpoint_every=2", "rollout.eta=9")
@@ -190,9 +190,9 @@ def test_a_long_resume_does_not_keep_the_rows_of_all_its_steps(settings: list[st
     again = Lab(config, [], before=first)
     settle, kept = again.trainer._settle, []
 
-    def settled(batch: TrainingBatch, step: int | None) -> None:
+    def settled(batch: TrainingBatch, taken: Manifest, step: int | None) -> None:
         kept.append(batch)
-        settle(batch, step)
+        settle(batch, taken, step)
 
     again.trainer._settle = settled  # type: ignore[method-assign]
     assert again.trainer.train()
