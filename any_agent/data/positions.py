@@ -1,0 +1,118 @@
+"""Which item of a dataset comes next, over passes, stops and starts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from any_agent.errors import ConfigError
+
+
+class Positions:
+    """Counts through passes over ``length`` items: position p is an item of pass p // length.
+
+    Iterating gives ``(position, index of the item)`` of what is neither consumed nor handed out
+    yet. ``shuffle`` draws each pass's order from ``seed`` and the pass's number; without ``epochs``
+    there is always another pass. :meth:`state` is what a checkpoint keeps: after :meth:`load`,
+    positions that were handed out but not consumed come again, the consumed ones never. One thread
+    may iterate while another one consumes.
+    """
+
+    def __init__(
+        self, length: int, *, seed: int = 0, shuffle: bool = True, epochs: int | None = None
+    ) -> None:
+        if length < 1:
+            raise ConfigError("the dataset is empty: there is nothing to train on")
+        self.length = length
+        self.seed = seed
+        self.shuffle = shuffle
+        self.end = None if epochs is None else epochs * length
+        """One more than the last position; None for no end."""
+        self._next = 0
+        self._low = 0
+        self._beyond: set[int] = set()
+        """Consumed positions from the low-water mark on; all before it are consumed."""
+        self._lock = threading.Lock()
+        self._order = lru_cache(maxsize=2)(self._drawn)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return self
+
+    def __next__(self) -> tuple[int, int]:
+        with self._lock:
+            while self._next in self._beyond:
+                self._next += 1
+            position = self._next
+            if self.end is not None and position >= self.end:
+                raise StopIteration
+            self._next += 1
+        return position, self.index(position)
+
+    @property
+    def epoch(self) -> float:
+        """How many passes are consumed, up to the first item that is not."""
+        return self._low / self.length
+
+    @property
+    def done(self) -> bool:
+        """Every position of every pass is consumed."""
+        return self.end is not None and self._low >= self.end
+
+    def index(self, position: int) -> int:
+        """The item that a position stands for, 0 to ``length`` - 1."""
+        epoch, place = divmod(position, self.length)
+        return int(self._order(epoch)[place]) if self.shuffle else place
+
+    def consumed(self, positions: int | Iterable[int]) -> None:
+        """These are trained on or given up: they never come again. Twice is as good as once."""
+        several = [positions] if isinstance(positions, int) else positions
+        with self._lock:
+            self._beyond.update(position for position in several if position >= self._low)
+            while self._low in self._beyond:
+                self._beyond.remove(self._low)
+                self._low += 1
+            self._next = max(self._next, self._low)
+
+    def hand_out_again(self) -> None:
+        """Whatever was handed out and not consumed comes again: nobody works on it any more."""
+        with self._lock:
+            self._next = self._low
+
+    def state(self) -> dict[str, Any]:
+        """Plain data for a checkpoint; its size follows from what is consumed out of order."""
+        with self._lock:
+            return {
+                "length": self.length,
+                "seed": self.seed,
+                "shuffle": self.shuffle,
+                "low": self._low,
+                "beyond": sorted(self._beyond),
+            }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a :meth:`state`, in the order that it was made with.
+
+        Raises ConfigError where the dataset has another length: its items would be mistaken for
+        others.
+        """
+        if state["length"] != self.length:
+            raise ConfigError(
+                f"the dataset has {self.length} items, and had {state['length']} when this trial's "
+                "checkpoint was written: its items would be mistaken for others. Train on the same "
+                "dataset, or start another trial"
+            )
+        with self._lock:
+            self.seed, self.shuffle = state["seed"], state["shuffle"]
+            self._order.cache_clear()
+            self._low, self._beyond = state["low"], set(state["beyond"])
+            self._next = self._low
+
+    def _drawn(self, epoch: int) -> npt.NDArray[np.int64]:
+        # RandomState, because numpy promises never to change what it draws.
+        words = [self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, epoch]
+        return np.random.RandomState(words).permutation(self.length)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from any_agent.data import Positions
+from any_agent.errors import ConfigError
+
+
+def test_each_pass_has_every_item_once_in_an_order_of_its_own() -> None:
+    positions = Positions(50, seed=3, epochs=3)
+    passes = [[index for _, index in islice(positions, 50)] for _ in range(3)]
+    assert all(sorted(order) == list(range(50)) for order in passes)
+    assert passes[0] != passes[1] != passes[2] != passes[0]
+    assert list(positions) == []
+    assert passes[0] == [index for _, index in islice(Positions(50, seed=3), 50)]
+    assert passes[0] != [index for _, index in islice(Positions(50, seed=4), 50)]
+
+
+def test_the_order_is_the_same_in_any_version() -> None:
+    """A checkpoint counts on it: these figures must never change."""
+    assert [index for _, index in islice(Positions(8, seed=1), 16)] == [
+        *(6, 2, 3, 7, 1, 4, 5, 0),
+        *(2, 0, 3, 4, 1, 6, 7, 5),
+    ]
+
+
+def test_without_shuffling_items_come_as_they_are() -> None:
+    positions = Positions(3, shuffle=False, epochs=2)
+    assert list(positions) == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 2)]
+
+
+def test_done_when_every_item_is_consumed() -> None:
+    positions = Positions(2, epochs=1)
+    handed_out = [position for position, _ in positions]
+    assert not positions.done
+    positions.consumed(handed_out)
+    assert positions.done and positions.epoch == 1
+
+
+def test_a_dataset_of_another_length_is_refused() -> None:
+    state = Positions(10).state()
+    with pytest.raises(ConfigError, match="has 9 items, and had 10"):
+        Positions(9).load(state)
+    with pytest.raises(ConfigError, match="empty"):
+        Positions(0)
+
+
+def test_the_order_goes_on_where_the_settings_have_changed() -> None:
+    old = Positions(20, seed=5)
+    first = [next(old) for _ in range(7)]
+    old.consumed(position for position, _ in first)
+    new = Positions(20, seed=6, shuffle=False)
+    new.load(old.state())
+    assert list(islice(new, 13)) == list(islice(old, 13))
+
+
+def test_nobody_works_on_it_any_more() -> None:
+    positions = Positions(5, shuffle=False, epochs=1)
+    assert len(list(positions)) == 5
+    positions.consumed([0, 3])
+    positions.hand_out_again()
+    assert [position for position, _ in positions] == [1, 2, 4]
+
+
+@given(
+    length=st.integers(1, 12),
+    epochs=st.integers(1, 3),
+    script=st.lists(st.tuples(st.integers(0, 7), st.randoms()), max_size=30),
+)
+def test_no_item_twice_and_none_missing_over_kills(
+    length: int, epochs: int, script: list[tuple[int, object]]
+) -> None:
+    """Steps take some of what is in flight; a checkpoint and a kill come at any time.
+
+    What was consumed after the checkpoint is replayed, as from a manifest, before anything else.
+    """
+    positions = Positions(length, seed=length, epochs=epochs)
+    kept, trained, flying = positions.state(), list[int](), list[int]()
+    replayed: list[int] = []
+    for act, random in script:
+        if act <= 2:
+            flying += [position for position, _ in islice(positions, act + 1)]
+        elif act <= 5 and flying:
+            random.shuffle(flying)  # type: ignore[attr-defined]
+            step, flying = flying[: act - 2], flying[act - 2 :]
+            positions.consumed(step)
+            trained += step
+            replayed += step
+        elif act == 6:
+            kept, replayed = json.loads(json.dumps(positions.state())), []
+        else:
+            positions = Positions(length, seed=0, epochs=epochs)
+            positions.load(kept)
+            positions.consumed(replayed)
+            flying = []
+    rest = [position for position, _ in positions]
+    assert sorted(trained + flying + rest) == list(range(length * epochs))
+    positions.consumed(flying + rest)
+    assert positions.done and positions.state()["beyond"] == []
+    items = Counter(positions.index(p) for p in range(length * epochs))
+    assert set(items.values()) == {epochs}
