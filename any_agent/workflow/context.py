@@ -7,59 +7,31 @@ and to the tasks that it starts: episodes that run side by side never see each o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from any_agent.ambient import WorkflowContext, get, set, use
 from any_agent.workflow.patience import patient_client
 
 if TYPE_CHECKING:
     import aiohttp
     import httpx
 
+__all__ = [
+    "WorkflowContext",
+    "close_clients",
+    "get",
+    "get_aiohttp_session",
+    "get_httpx_client",
+    "set",
+    "stat_scope",
+    "use",
+]
+
 _CONNECT = 30.0
 _TOTAL = 3600.0
 """Seconds; a call may wait for a place, a weight update and thousands of tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkflowContext:
-    """Of one episode."""
-
-    task_id: int | str | None = None
-    """As the executor was given it, or gave it."""
-    is_eval: bool = False
-    version: int = -1
-    """Of the weights when the episode began; -1 outside of a run."""
-    temperature: float | None = None
-    """What the run samples at (``sampling.temperature``, in evaluations their own)."""
-
-
-_OF_NOBODY = WorkflowContext()
-_current: ContextVar[WorkflowContext] = ContextVar("any_agent_workflow_context")
-
-
-def get() -> WorkflowContext:
-    """The running episode's; outside of one that of nobody."""
-    return _current.get(_OF_NOBODY)
-
-
-def set(context: WorkflowContext) -> None:
-    """From now on in this task, and in the tasks that it starts."""
-    _current.set(context)
-
-
-@contextmanager
-def use(context: WorkflowContext) -> Iterator[WorkflowContext]:
-    """For the time of a ``with`` statement."""
-    token = _current.set(context)
-    try:
-        yield context
-    finally:
-        _current.reset(token)
 
 
 def stat_scope() -> str:
