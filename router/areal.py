@@ -49,15 +49,18 @@ class ArealRoutes:
         }
 
     async def grant(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
-        """One slot at one rank: the ranks in turn, or the one that the idempotency key names."""
-        key = request.headers.get(IDEMPOTENCY_KEY)
+        """One slot at one rank: the home of the task that it is for, if it says so, else the one
+        that the idempotency key names, else the ranks in turn."""
+        content = await body.whole(MAX_BYTES)
+        task = _text(json_object(content) or {}, "task_id")
+        key = task or request.headers.get(IDEMPOTENCY_KEY)
         if key is not None:
             rank = home_of(key, self._ranks.count)
         else:
             live = await self._ranks.reach_any(time.monotonic() + self._ranks.wait)
             self._turn += 1
             rank = live[self._turn % len(live)]
-        return await self._forwarder.pass_on(request, rank, body)
+        return await self._forwarder.pass_on(request, rank, body, content=content)
 
     async def open(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
         """At the rank of the key, else at the task's home, else where a slot was granted."""

@@ -26,7 +26,8 @@ VOCABULARY: tuple[str, ...] = (
 )
 VOCABULARY += ("atomic", "client", "logs", "loop_lag", "loopback", "metrics", "ports", "presence")
 VOCABULARY += ("access", "arguments", "audit", "conversation", "error_shapes", "keystore")
-VOCABULARY += ("watched", "frozen_models", "experiment", "stats_tracker")
+VOCABULARY += ("watched", "frozen_models", "experiment", "stats_tracker", "ambient")
+VOCABULARY += ("workers", "worker_process", "reward")
 LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
     ("chat", "data", "engine", "record"),

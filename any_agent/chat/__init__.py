@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from any_agent.chat.cached import chat_format_for
 from any_agent.chat.format import ChatFormat
 from any_agent.chat.keys import chain_keys, key_parts, normalise
 from any_agent.chat.load import chat_format_of, load_chat_format
@@ -16,6 +17,7 @@ __all__ = [
     "ParsedMessage",
     "StreamParser",
     "chain_keys",
+    "chat_format_for",
     "chat_format_of",
     "key_parts",
     "load_chat_format",

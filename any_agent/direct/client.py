@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping
-from functools import lru_cache
 from os import PathLike
 from typing import Any, Literal, Self
 
 from openai import AsyncOpenAI
 
-from any_agent.chat import ChatFormat, chat_format_of, load_chat_format
+from any_agent import ambient
+from any_agent.chat import ChatFormat, chat_format_for
 from any_agent.completions.asked import Rules
 from any_agent.completions.untrainable import bent
 from any_agent.config import NAME_PATTERN, SamplingConfig
@@ -36,6 +36,7 @@ class EngineOpenAI(AsyncOpenAI):
     ``tokenizer`` is a :class:`ChatFormat`, a tokenizer of transformers, or the path or hub name of
     one; the three settings of thinking and rendering are of the last two, and mean what they mean
     in :class:`~any_agent.config.ModelConfig`.
+    Inside of a workflow ``mode`` and ``sampling`` are the run's, where they are not given.
     ``mode`` ``train``: ``sampling`` replaces what calls ask for, as a service does it in train
     sessions, and must not truncate; ``eval``: calls are sampled as they ask. ``context_length`` is
     asked of the engine, else of the tokenizer, where it is not given. ``keeps_cache``: the
@@ -50,7 +51,7 @@ class EngineOpenAI(AsyncOpenAI):
         engine: InferenceEngine,
         tokenizer: ChatFormat | str | PathLike[str] | Any,
         *,
-        mode: SessionMode | Literal["train", "eval"] = SessionMode.TRAIN,
+        mode: SessionMode | Literal["train", "eval"] | None = None,
         sampling: GenerationHyperparameters | None = None,
         context_length: int | None = None,
         model: str = "policy",
@@ -67,8 +68,13 @@ class EngineOpenAI(AsyncOpenAI):
             session = DirectSession(
                 _session_id(session_id),
                 engine,
-                _chat_format(tokenizer, renderer, enable_thinking, thinking_retention),
-                _rules(SessionMode(mode), sampling, model),
+                chat_format_for(
+                    tokenizer,
+                    renderer=renderer,
+                    enable_thinking=enable_thinking,
+                    thinking_retention=thinking_retention,
+                ),
+                _rules(mode, sampling, model),
                 context_length=context_length,
                 keeps_cache=keeps_cache,
             )
@@ -176,7 +182,12 @@ def _session_id(given: str | None) -> str:
     return given
 
 
-def _rules(mode: SessionMode, sampling: GenerationHyperparameters | None, model: str) -> Rules:
+def _rules(
+    given: SessionMode | str | None, sampling: GenerationHyperparameters | None, model: str
+) -> Rules:
+    episode = ambient.get()
+    mode = SessionMode(given or ("eval" if episode.is_eval else "train"))
+    sampling = sampling or episode.sampling
     if sampling is None:
         run = SamplingConfig()  # type: ignore[call-arg]
         sampling = GenerationHyperparameters(
@@ -188,45 +199,3 @@ def _rules(mode: SessionMode, sampling: GenerationHyperparameters | None, model:
             'above 0 and leave the other fields that bend the distribution alone, or mode "eval"'
         )
     return Rules(mode, sampling, model)
-
-
-def _chat_format(
-    tokenizer: Any, renderer: str, enable_thinking: bool | None, thinking_retention: str
-) -> ChatFormat:
-    if isinstance(tokenizer, ChatFormat):
-        return tokenizer
-    if isinstance(tokenizer, str | PathLike):
-        return _loaded(str(tokenizer), renderer, enable_thinking, thinking_retention)
-    template = getattr(tokenizer, "chat_template", None)
-    # A template may be set on it later; some models have several, by name.
-    key = template if isinstance(template, str | None) else repr(template)
-    return _made(tokenizer, key, renderer, enable_thinking, thinking_retention)
-
-
-# A workflow makes a client for each of thousands of episodes; a chat format takes a second.
-@lru_cache(maxsize=4)
-def _loaded(
-    path: str, renderer: str, enable_thinking: bool | None, thinking_retention: str
-) -> ChatFormat:
-    return load_chat_format(
-        path,
-        renderer=renderer,
-        enable_thinking=enable_thinking,
-        thinking_retention=thinking_retention,
-    )
-
-
-@lru_cache(maxsize=4)
-def _made(
-    tokenizer: Any,
-    template: str | None,
-    renderer: str,
-    enable_thinking: bool | None,
-    thinking_retention: str,
-) -> ChatFormat:
-    return chat_format_of(
-        tokenizer,
-        renderer=renderer,
-        enable_thinking=enable_thinking,
-        thinking_retention=thinking_retention,
-    )

@@ -54,6 +54,11 @@ class _ArealBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class ArealGrant(_ArealBody):
+    task_id: Task | None = None
+    """Whose session it is for: behind a router the slot is where that task's sessions are."""
+
+
 class ArealStart(_ArealBody):
     task_id: Task
     api_key: str | None = None
@@ -99,6 +104,7 @@ class ArealHealth(BaseModel):
 
 
 End = Annotated[ArealEnd, Body(default_factory=ArealEnd)]
+Grant = Annotated[ArealGrant, Body(default_factory=ArealGrant)]
 
 
 @router.get("/health")
@@ -108,7 +114,7 @@ async def health(service: Anyone) -> ArealHealth:
 
 
 @router.post("/grant_capacity", response_model=Granted)
-async def grant_capacity(service: Anyone, receipt: Once) -> Response:
+async def grant_capacity(_: Grant, service: Anyone, receipt: Once) -> Response:
     """One more train session may be opened by `/rl/start_session`, without a group."""
     return receipt.response(await service.sessions.grants.add(receipt.keep))
 
@@ -221,7 +227,10 @@ def _ended(info: BaseModel) -> ArealEnded:
 
 @router.post("/export_trajectories", response_model=ArealTrajectories)
 async def export_trajectories(body: ArealExport, request: Request, service: Anyone) -> Response:
-    """One session's interactions as tensors, once it has ended; it is trained on by the caller."""
+    """One session's interactions as tensors, once it has ended; it is trained on by the caller.
+
+    An eval session's, too, as often as they are asked for: nobody trains on it.
+    """
     request.scope[SESSIONS_SCOPE_KEY] = [body.session_id]
     session = await service.sessions.by_id(body.session_id)
     await while_present(request, _until_ended(service, session))
@@ -232,8 +241,8 @@ async def _export(service: Service, session: Session, body: ArealExport) -> Resp
     row = session.row
     if row.state is SessionState.ABORTED and row.reason == _EMPTY:
         return exported([], body.discount, body.style)
-    ours = row.state is SessionState.TRAINED and row.owner == EXPORT_OWNER
-    if ours and row.content == "stored":
+    again = row.state is SessionState.TRAINED and row.owner == EXPORT_OWNER
+    if (again or row.state is SessionState.EVALUATED) and row.content == "stored":
         # Its first answer may have been lost.
         await service.sessions.load(session)
         return exported([trajectory(session)], body.discount, body.style)

@@ -1,0 +1,175 @@
+"""Functions in processes of their own, where blocking, hanging and crashing cost one call alone."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import inspect
+import multiprocessing
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from any_agent.errors import ConfigError
+from any_agent.worker_process import Failure, begin, call
+
+if TYPE_CHECKING:
+    from pebble import ProcessPool
+
+
+class WorkerFailed(Exception):
+    """A call in a worker came to nothing; ``failure`` is what the function raised, if it did."""
+
+    def __init__(self, message: str, failure: Failure | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+class WorkerTimeout(WorkerFailed):
+    """It took too long, and its worker was killed."""
+
+
+class WorkerCrashed(WorkerFailed):
+    """Its worker died."""
+
+
+class WorkerPool:
+    """Some processes that run functions, one call each at a time.
+
+    They are started when they are first needed, by ``spawn`` (a fork of a process with threads may
+    hang), so functions and arguments are pickled: what is called must be at the top level of a
+    module. A worker that hangs or dies is replaced. All end with this process.
+    """
+
+    def __init__(self, max_workers: int) -> None:
+        if max_workers < 1:
+            raise ConfigError(f"max_workers is {max_workers}: a pool needs one worker at least")
+        self.max_workers = max_workers
+        self._lock = threading.Lock()
+        self._pool: ProcessPool | None = None
+
+    async def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float,  # noqa: ASYNC109 - of the worker, which is killed
+        environ: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """What it returns; a coroutine function's coroutine is run to its end in the worker.
+
+        ``timeout`` seconds from when a worker has begun with it; being cancelled ends it, too.
+        Raises WorkerTimeout, WorkerCrashed, WorkerFailed (it raised), ConfigError (it, or an
+        argument, cannot be pickled).
+        """
+        packed = pack(function, args, kwargs)
+        pool = self._started()
+        future = pool.schedule(call, args=[packed, dict(environ or {})], timeout=timeout)
+        from pebble import ProcessExpired
+
+        try:
+            result: bytes | Failure = await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise WorkerTimeout(f"it took more than {timeout:g} s, and was ended") from None
+        except ProcessExpired as error:
+            raise WorkerCrashed(f"its process died (exit code {error.exitcode})") from None
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            raise WorkerCrashed("the processes of all calls were ended") from None
+        except Exception as error:
+            # Whatever ails this pool, the next call begins with another one.
+            await asyncio.to_thread(self._drop, pool)
+            raise WorkerFailed(f"no worker could run it: {error}") from error
+        if isinstance(result, Failure):
+            raise WorkerFailed(f"{result.kind}: {result.message}", result)
+        return pickle.loads(result)
+
+    def close(self) -> None:
+        """End the workers, also in the middle of a call; a later call starts new ones."""
+        with self._lock:
+            pool = self._pool
+        if pool is not None:
+            self._drop(pool)
+
+    def _started(self) -> ProcessPool:
+        from pebble import ProcessPool
+
+        with self._lock:
+            if self._pool is None:
+                self._pool = ProcessPool(
+                    max_workers=self.max_workers,
+                    initializer=begin,
+                    initargs=(os.getpid(),),
+                    context=multiprocessing.get_context("spawn"),
+                )
+            return self._pool
+
+    def _drop(self, pool: ProcessPool) -> None:
+        with self._lock:
+            if self._pool is pool:
+                self._pool = None
+        pool.stop()  # type: ignore[no-untyped-call]
+        pool.join()
+
+
+_shared: dict[tuple[str, int], WorkerPool] = {}
+_lock = threading.Lock()
+
+
+def shared_pool(purpose: str, max_workers: int) -> WorkerPool:
+    """The process's one pool of this purpose and size."""
+    with _lock:
+        if not _shared:
+            atexit.register(_close_shared)
+        return _shared.setdefault((purpose, max_workers), WorkerPool(max_workers))
+
+
+def _close_shared() -> None:
+    for pool in _shared.values():
+        pool.close()
+
+
+def pack(function: Callable[..., Any], args: Any = (), kwargs: Any = None) -> bytes:
+    """As a worker takes it; ConfigError naming what cannot be sent to another process."""
+    try:
+        return pickle.dumps((function, args, kwargs or {}))
+    except Exception as error:
+        what = next(filter(None, map(unpicklable, (function, *args, kwargs))), None)
+        raise ConfigError(
+            f"{what or 'what a worker is to run'} cannot be sent to another process ({error}): "
+            "define functions and classes at the top level of a module, and make locks, clients "
+            "and open files where they are used"
+        ) from error
+
+
+def unpicklable(value: Any, name: str = "", depth: int = 4) -> str | None:
+    """What in it cannot be pickled, by its path if it lies deeper; None if all of it can be."""
+    try:
+        pickle.dumps(value)
+    except Exception:
+        for part, one in _parts(value, name) if depth else ():
+            if found := unpicklable(one, part, depth - 1):
+                return found
+        return f"{name} ({repr(value)[:80]})" if name else repr(value)[:80]
+    return None
+
+
+def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"{name}[{key!r}]", one) for key, one in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{name}[{k}]", one) for k, one in enumerate(value))
+    elif inspect.ismethod(value):
+        yield name or type(value.__self__).__name__, value.__self__
+    elif isinstance(getattr(value, "__dict__", None), dict) and not callable(value):
+        prefix = name or type(value).__name__
+        yield from ((f"{prefix}.{key}", one) for key, one in vars(value).items())
+
+
+def _is_cancelled() -> bool:
+    """Whether it is this task itself that is to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

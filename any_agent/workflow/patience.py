@@ -1,0 +1,111 @@
+"""An HTTP client for agents that waits where the service asks for it.
+
+Agents are told to make OpenAI's client with ``max_retries=0``, so whatever a weight update, a full
+engine or a restarted rank answers in between would end their episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from any_agent.errors import from_response
+from any_agent.keys import SESSION_KEY_PREFIX
+
+_COUNT = "x-stainless-retry-count"
+"""By which SDKs mark a call that is sent again: the service then samples nothing twice."""
+_TURNED_AWAY = (429, 503)
+_LOST = 502
+_LONGEST_WAIT = 60.0
+"""Seconds, whatever the service asks for."""
+
+
+class PatientTransport(httpx.AsyncBaseTransport):
+    """Sends a session's requests again while the service is full or away, for ``patience`` seconds.
+
+    Requests that carry no session key, thus those to anybody else, pass as they are.
+    """
+
+    def __init__(self, inner: httpx.AsyncBaseTransport, *, patience: float = 300.0) -> None:
+        self._inner = inner
+        self._patience = patience
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if not _of_a_session(request):
+            return await self._inner.handle_async_request(request)
+        await request.aread()
+        deadline = time.monotonic() + self._patience
+        delay = 0.1
+        while True:
+            response: httpx.Response | None = None
+            try:
+                response = await self._inner.handle_async_request(request)
+                wait = await _wait_asked_for(response, delay)
+            except httpx.TransportError as error:
+                if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout | httpx.PoolTimeout):
+                    # The agent's own limit.
+                    raise
+                wait = delay
+                if time.monotonic() + wait > deadline:
+                    raise
+            if response is not None:
+                if wait is None or time.monotonic() + wait > deadline:
+                    return response
+                await response.aclose()
+            assert wait is not None
+            await asyncio.sleep(wait * random.uniform(1.0, 1.2))
+            delay = min(2 * delay, 5.0)
+            request.headers[_COUNT] = str(_count(request) + 1)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self._inner.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        await self._inner.__aexit__(kind, error, trace)
+
+
+def patient_client(*, patience: float = 300.0) -> httpx.AsyncClient:
+    """A client for any number of agents' calls at once, of the event loop it is used in first."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=30)
+    inner = httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
+    # OpenAI's own: a long answer takes its time; connecting does not.
+    timeout = httpx.Timeout(600.0, connect=10.0)
+    return httpx.AsyncClient(
+        transport=PatientTransport(inner, patience=patience), timeout=timeout, trust_env=False
+    )
+
+
+def _of_a_session(request: httpx.Request) -> bool:
+    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+    key = bearer or request.headers.get("x-api-key", "")
+    return bool(key.startswith(SESSION_KEY_PREFIX))
+
+
+async def _wait_asked_for(response: httpx.Response, delay: float) -> float | None:
+    """Seconds until the same request may be sent again; None for what is the answer."""
+    status = response.status_code
+    if status == _LOST and response.headers.get("x-should-retry") == "true":
+        return delay
+    if status not in _TURNED_AWAY or response.headers.get("x-should-retry") == "false":
+        return None
+    asked = from_response(status, b"", response.headers.get("retry-after")).retry_after
+    return min(delay if asked is None else asked, _LONGEST_WAIT)
+
+
+def _count(request: httpx.Request) -> int:
+    text = request.headers.get(_COUNT, "0")
+    return int(text) if text.isdigit() else 0

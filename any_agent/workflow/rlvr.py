@@ -1,0 +1,82 @@
+"""One prompt, one answer, one reward that a function verifies."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from any_agent import stats_tracker
+from any_agent.engine import RolloutEngine
+from any_agent.reward import AsyncRewardWrapper
+from any_agent.types import GenerationHyperparameters
+from any_agent.workflow import context as workflow_context
+from any_agent.workflow.base import RolloutWorkflow
+from any_agent.workflow.turns import (
+    TokenRow,
+    TurnSampler,
+    checked_number,
+    field_of,
+    function_of,
+    reward_fields,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RLVRWorkflow(RolloutWorkflow):
+    """Samples one answer to each item's ``messages`` and rewards it.
+
+    ``reward_fn(prompt, completions, prompt_ids, completion_ids, **data)`` is a function at the top
+    level of a module, or its dotted name; it runs in a process of a pool (AsyncRewardWrapper). Its
+    ``completions`` is the answer's text without the token that ends it. ``tokenizer`` is a
+    tokenizer of transformers or the path of one. ``data_extract_prompt_fn(data)`` gives the
+    messages where they are not the item's ``messages``; ``get_input_ids_fn(prompt, tokenizer,
+    enable_thinking)`` the prompt's token ids where the chat template is not wanted.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., Any] | str,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        enable_thinking: bool | None = False,
+        get_input_ids_fn: Callable[..., list[int]] | str | None = None,
+        data_extract_prompt_fn: Callable[[dict[str, Any]], Any] | str | None = None,
+    ) -> None:
+        self.async_reward_fn = AsyncRewardWrapper(function_of(reward_fn, "reward_fn"))
+        self.enable_thinking = enable_thinking
+        self._sampler = TurnSampler(tokenizer, gconfig, enable_thinking=enable_thinking)
+        self._ids_of = get_input_ids_fn and function_of(get_input_ids_fn, "get_input_ids_fn")
+        self._prompt_of = data_extract_prompt_fn and function_of(
+            data_extract_prompt_fn, "data_extract_prompt_fn"
+        )
+
+    async def arun_episode(
+        self, engine: RolloutEngine, data: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """A batch of one row, [1, length]."""
+        sampler = self._sampler
+        response = await sampler.sample(engine, self._input_ids(data), uuid.uuid4().hex)
+        returned = await self.async_reward_fn(
+            sampler.chat.decode(response.input_ids),
+            sampler.said(response),
+            response.input_ids,
+            response.output_ids,
+            **reward_fields(data),
+        )
+        reward = checked_number(returned, "reward_fn")
+        stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward)
+        row = TokenRow(sampler.gconfig.temperature)
+        row.add(response)
+        return row.tensors(reward)
+
+    def _input_ids(self, data: dict[str, Any]) -> list[int]:
+        extract = self._prompt_of
+        prompt = extract(data) if extract else field_of(data, "messages", type(self).__name__)
+        chat = self._sampler.chat
+        if self._ids_of:
+            ids = self._ids_of(prompt, chat.tokenizer, self.enable_thinking)
+            return [int(i) for i in ids]
+        return chat.render(prompt, None)
