@@ -44,6 +44,8 @@ class Client:
     """A function for each step; it returns what becomes a JSON object."""
     variables: tuple[tuple[str, str], ...] = ()
     """What its steps need in their environment."""
+    ours: bool = False
+    """Whether its steps import what is installed here, too."""
 
     @property
     def registry(self) -> str:
@@ -65,7 +67,8 @@ class Client:
             # Packages are looked for from the script's place upwards.
             (folder / self.script.name).write_bytes(self.script.read_bytes())
             return [node, HERE / "runner.mjs", folder / self.script.name]
-        return [python_with(self.name, self.pins), "-I", HERE / "runner.py", self.script]
+        python = python_with(self.name, self.pins, ours=self.ours)
+        return [python, "-I", HERE / "runner.py", self.script]
 
 
 class Running:
