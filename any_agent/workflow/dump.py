@@ -1,0 +1,132 @@
+"""Episodes written to files, as text, for people who want to see what their model does.
+
+::
+
+    <fileroot>/<experiment>/<trial>/rollout/<version>/<task_id>.jsonl
+    <fileroot>/<experiment>/<trial>/eval-rollout/<version>/<task_id>.jsonl
+
+``version`` is the newest that sampled one of the task's tokens. Each line is one row:
+
+================  =======================================================================
+``task_id``       the executor's
+``sample_idx``    which of the task's rows, from 0 on
+``seqlen``        tokens
+``prompt_len``    tokens before the first sampled one
+``head_version``  the oldest weights that sampled one of its tokens; -1 if none was sampled
+``tail_version``  the newest
+``reward``
+``prompt``        text
+``completion``    text of everything from the first sampled token on, special tokens included
+================  =======================================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import quote
+
+import numpy as np
+
+from any_agent.config import Config
+from any_agent.types import Row
+from any_agent.workflow.check import PER_TOKEN
+
+log = logging.getLogger(__name__)
+
+_LONGEST_NAME = 200
+
+
+class TrajectoryDump:
+    """Writes into ``folder``, that of a trial; ``decode`` turns token ids into text."""
+
+    def __init__(self, folder: Path, decode: Callable[[list[int]], str]) -> None:
+        self._folder = folder
+        self._decode = decode
+        self.failures = 0
+        """How many tasks could not be written; the first one is logged."""
+
+    @classmethod
+    def of(cls, config: Config, decode: Callable[[list[int]], str]) -> Self | None:
+        """The one that the configuration asks for; None without ``rollout.dump_to_file``."""
+        if not config.rollout.dump_to_file:
+            return None
+        root = config.rollout.fileroot or config.root / config.user
+        return cls(root.absolute() / config.experiment / config.trial, decode)
+
+    async def write(self, rows: Sequence[Row], *, task_id: int | str, is_eval: bool) -> None:
+        """Add a task's rows to its file, off the event loop.
+
+        What goes wrong is logged and counted, and never raised: training goes on without.
+        """
+        try:
+            await asyncio.to_thread(self.write_now, rows, task_id=task_id, is_eval=is_eval)
+        except Exception as error:
+            self.failures += 1
+            if self.failures == 1:
+                log.warning(
+                    "an episode could not be written to %s: %r; training goes on, and this is "
+                    "not said again",
+                    self._folder,
+                    error,
+                )
+
+    def write_now(self, rows: Sequence[Row], *, task_id: int | str, is_eval: bool) -> Path | None:
+        """The same in this thread; the file. Raises OSError, or what ``decode`` does."""
+        lines = [self._line(row, task_id, k) for k, row in enumerate(rows)]
+        if not lines:
+            return None
+        folder = self._folder / ("eval-rollout" if is_eval else "rollout")
+        path = folder / str(max(line["tail_version"] for line in lines)) / file_name(task_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        return path
+
+    def _line(self, row: Row, task_id: int | str, sample_idx: int) -> dict[str, Any]:
+        ids = row["input_ids"].tolist()
+        # What is not trained on was sampled, too; but a workflow may give prompts a version.
+        of_interest = row["loss_mask"] == 1
+        sampled = np.flatnonzero(of_interest if of_interest.any() else row["versions"] >= 0)
+        prompt_len = int(sampled[0]) if sampled.size else len(ids)
+        versions = row["versions"][sampled]
+        reward = float(row["rewards"])
+        return {
+            "task_id": task_id,
+            "sample_idx": sample_idx,
+            "seqlen": len(ids),
+            "prompt_len": prompt_len,
+            "head_version": int(versions.min()) if sampled.size else -1,
+            "tail_version": int(versions.max()) if sampled.size else -1,
+            "reward": reward if math.isfinite(reward) else None,
+            "prompt": self._decode(ids[:prompt_len]),
+            "completion": self._decode(ids[prompt_len:]),
+        }
+
+
+def file_name(task_id: int | str) -> str:
+    """Of the task's file: what a path could not hold is escaped as in a URL."""
+    name = quote(str(task_id), safe="")
+    # A leading dot would hide the file, and "." and ".." are no files.
+    name = f"%2E{name[1:]}" if name.startswith(".") else name
+    return f"{name[:_LONGEST_NAME]}.jsonl"
+
+
+def rows_in(tensors: Mapping[str, Any]) -> list[Row]:
+    """The rows of a batch of tensors without their padding; what it lacks is taken as absent."""
+    arrays = {name: np.asarray(value) for name, value in tensors.items()}
+    ids, attention = arrays["input_ids"], arrays["attention_mask"]
+    absent = {"loss_mask": 0, "logprobs": 0, "versions": -1}
+    for name, value in absent.items():
+        arrays.setdefault(name, np.full(ids.shape, value, PER_TOKEN[name]))
+    rewards = arrays.get("rewards", np.full(len(ids), np.nan, np.float32))
+    return [
+        {name: arrays[name][k, : int(attention[k].sum())] for name in PER_TOKEN}
+        | {"rewards": rewards[k]}
+        for k in range(len(ids))
+    ]
