@@ -259,7 +259,9 @@ class LiteLLMProvider:
 
 
 def _set_up() -> None:
-    _load()
+    # Messages of another provider's model take a module of the app's: at the first call it would
+    # stop every stream for five seconds.
+    load_app()
     import litellm
 
     # Of embeddings it takes 0 retries for none said.
@@ -280,8 +282,6 @@ def _import_early() -> None:
     import litellm
     import openai
 
-    # Messages of another provider's model take a module of the app's: five seconds more.
-    load_app()
     for name in _LATE:
         importlib.import_module(name)
     client = openai.AsyncOpenAI(api_key="none")

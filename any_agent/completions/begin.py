@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 from any_agent.completions.asked import Asked
 from any_agent.completions.complete import Completer
@@ -14,6 +15,8 @@ from any_agent.engine import Capabilities
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
 
+T = TypeVar("T")
+
 LONG_TEXT = 65_536
 """Characters; rendering a megabyte takes a second."""
 LONG_WHOLE = 4 * LONG_TEXT
@@ -23,12 +26,14 @@ _NOTHING = Capabilities(
 )
 
 
-async def checked(completer: Completer, parse: Callable[[], Asked], size: int) -> Asked:
-    """The parsed body of ``size`` bytes; in a thread if it is long, for its parts may be many.
+async def parsed(parse: Callable[[], T], size: int) -> T:
+    """The parsed body of ``size`` bytes; in a thread if it is long, for its parts may be many."""
+    return await asyncio.to_thread(parse) if size > LONG_WHOLE else parse()
 
-    UnsupportedParameter for what the engine cannot do.
-    """
-    asked = await asyncio.to_thread(parse) if size > LONG_WHOLE else parse()
+
+async def checked(completer: Completer, parse: Callable[[], Asked], size: int) -> Asked:
+    """As :func:`parsed`; UnsupportedParameter for what the engine cannot do."""
+    asked = await parsed(parse, size)
     await _require_engine_supports(completer, asked.call)
     return asked
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import nullcontext
 from functools import partial
 
@@ -10,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from any_agent.completions.asked import Asked
-from any_agent.completions.begin import LONG_WHOLE
+from any_agent.completions.begin import parsed
 from any_agent.completions.messages import count_tokens, messages_asked, parse_count
 from any_agent.error_shapes import REQUEST_ID, request_id
 from any_agent.errors import InvalidRequest, UnsupportedParameter
@@ -55,8 +54,7 @@ async def count(service: Service, request: Request) -> Response:
             model=service.config.model.name,
             known_settings=service.completer.chat.writer.known_settings,
         )
-        long = len(await request.body()) > LONG_WHOLE
-        call = await asyncio.to_thread(parse) if long else parse()
+        call = await parsed(parse, len(await request.body()))
         with service.sessions.trees.pinned(session) if session is not None else nullcontext():
             if session is not None:
                 await service.sessions.load(session)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.completions import begin
 from any_agent.completions.messages import count_tokens, parse_count
 from any_agent.types import Continuation
 from proxy_ext.wire import messages as wire
@@ -371,7 +372,7 @@ async def test_a_long_count_is_read_off_the_loop(
     monkeypatch.setattr(wire, "parse_count", noted)
     path = "/v1/messages/count_tokens"
     short = await post(proxy, key, path)
-    monkeypatch.setattr(wire, "LONG_WHOLE", 100)
+    monkeypatch.setattr(begin, "LONG_WHOLE", 100)
     long = [{"type": "text", "text": text} for text in ("Say ", "a ", "number.")]
     counted = await post(proxy, key, path, messages=[{"role": "user", "content": long}])
     assert counted.json() == short.json()
