@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from any_agent import stats_tracker
+    from any_agent.chat import load_hf_tokenizer
     from any_agent.client import RLClient
     from any_agent.config import Config, load_config
+    from any_agent.data import get_custom_dataset
     from any_agent.direct import EngineOpenAI
     from any_agent.errors import AnyAgentError
     from any_agent.experiment import GRPOConfig, load_expr_config
     from any_agent.inference import LocalModel, load_engine
     from any_agent.record import InteractionWithTokenLogpReward
+    from any_agent.reward import AsyncRewardWrapper
     from any_agent.types import (
         GenerationHyperparameters,
         Interaction,
@@ -23,7 +26,11 @@ if TYPE_CHECKING:
     )
     from any_agent.workflow import (
         GroupedRolloutWorkflow,
+        MultiTurnWorkflow,
+        OpenAIProxyClient,
+        OpenAIProxyWorkflow,
         ProxyWorkflow,
+        RLVRWorkflow,
         RolloutWorkflow,
         concat_padded_tensors,
     )
@@ -33,6 +40,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AnyAgentError": "any_agent.errors",
+    "AsyncRewardWrapper": "any_agent.reward",
     "Config": "any_agent.config",
     "EngineOpenAI": "any_agent.direct",
     "GRPOConfig": "any_agent.experiment",
@@ -43,14 +51,20 @@ _HOMES = {
     "LocalModel": "any_agent.inference",
     "ModelRequest": "any_agent.types",
     "ModelResponse": "any_agent.types",
+    "MultiTurnWorkflow": "any_agent.workflow",
+    "OpenAIProxyClient": "any_agent.workflow",
+    "OpenAIProxyWorkflow": "any_agent.workflow",
     "ProxyWorkflow": "any_agent.workflow",
     "RLClient": "any_agent.client",
+    "RLVRWorkflow": "any_agent.workflow",
     "RolloutWorkflow": "any_agent.workflow",
     "Trajectory": "any_agent.types",
     "concat_padded_tensors": "any_agent.workflow",
+    "get_custom_dataset": "any_agent.data",
     "load_config": "any_agent.config",
     "load_engine": "any_agent.inference",
     "load_expr_config": "any_agent.experiment",
+    "load_hf_tokenizer": "any_agent.chat",
 }
 _MODULES = {
     "stats_tracker": "any_agent.stats_tracker",
@@ -59,6 +73,7 @@ _MODULES = {
 
 __all__ = [
     "AnyAgentError",
+    "AsyncRewardWrapper",
     "Config",
     "EngineOpenAI",
     "GRPOConfig",
@@ -69,15 +84,21 @@ __all__ = [
     "LocalModel",
     "ModelRequest",
     "ModelResponse",
+    "MultiTurnWorkflow",
+    "OpenAIProxyClient",
+    "OpenAIProxyWorkflow",
     "ProxyWorkflow",
     "RLClient",
+    "RLVRWorkflow",
     "RolloutWorkflow",
     "Trajectory",
     "__version__",
     "concat_padded_tensors",
+    "get_custom_dataset",
     "load_config",
     "load_engine",
     "load_expr_config",
+    "load_hf_tokenizer",
     "stats_tracker",
     "workflow_context",
 ]

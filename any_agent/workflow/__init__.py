@@ -1,9 +1,14 @@
 """Workflows: where a training batch's episodes come from."""
 
+from any_agent.workflow.agent_service import AgentService
 from any_agent.workflow.base import Episode, EpisodeResult, RolloutWorkflow, TensorDict
 from any_agent.workflow.grouped import GroupedRolloutWorkflow
+from any_agent.workflow.multi_turn import MultiTurnWorkflow
+from any_agent.workflow.openai_proxy import OpenAIProxyWorkflow
 from any_agent.workflow.proxy import ProxyWorkflow
+from any_agent.workflow.proxy_client import OpenAIProxyClient
 from any_agent.workflow.resolve import WorkflowLike, resolve_workflow
+from any_agent.workflow.rlvr import RLVRWorkflow
 from any_agent.workflow.tensors import (
     checked_tensors,
     concat_padded_tensors,
@@ -15,10 +20,15 @@ from any_agent.workflow.tensors import (
 )
 
 __all__ = [
+    "AgentService",
     "Episode",
     "EpisodeResult",
     "GroupedRolloutWorkflow",
+    "MultiTurnWorkflow",
+    "OpenAIProxyClient",
+    "OpenAIProxyWorkflow",
     "ProxyWorkflow",
+    "RLVRWorkflow",
     "RolloutWorkflow",
     "TensorDict",
     "WorkflowLike",
