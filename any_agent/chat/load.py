@@ -77,6 +77,18 @@ def chat_format_of(
     return _format(own, "folder" if Path(path).is_dir() else "cache", renderer)
 
 
+def load_hf_tokenizer(path: str) -> Any:
+    """The tokenizer of a local model folder, or of a name on the Hugging Face hub.
+
+    It pads with its end-of-sequence token where the model names no other. Raises ConfigError where
+    there is none.
+    """
+    tokenizer = _load_tokenizer(path, local=Path(path).is_dir(), trust_remote_code=False)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
 def _require_known(thinking_retention: str) -> None:
     if thinking_retention not in ("all", "tool_cycle", "template"):
         raise ConfigError(

@@ -1,5 +1,16 @@
 """Datasets of tasks: reading them, and which item comes next."""
 
+from any_agent.data.load import get_custom_dataset
+from any_agent.data.loader import ItemLoader
 from any_agent.data.positions import Positions
+from any_agent.data.rows import DataRow, MissingField, RowDataset, as_dataset
 
-__all__ = ["Positions"]
+__all__ = [
+    "DataRow",
+    "ItemLoader",
+    "MissingField",
+    "Positions",
+    "RowDataset",
+    "as_dataset",
+    "get_custom_dataset",
+]

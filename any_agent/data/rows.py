@@ -1,0 +1,145 @@
+"""A dataset whose rows know where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, overload
+
+from any_agent.errors import DatasetError
+
+_T = TypeVar("_T")
+
+
+class MissingField(KeyError):
+    """A row of the dataset lacks a field that an agent or a workflow reads."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class DataRow(dict[str, Any]):
+    """One item: a dictionary, which says its file and line when a field is missing."""
+
+    __slots__ = ("where",)
+
+    def __init__(self, fields: Mapping[str, Any], where: str) -> None:
+        super().__init__(fields)
+        self.where = where
+
+    def __missing__(self, field: str) -> Any:
+        has = ", ".join(map(str, self)) or "none"
+        raise MissingField(f"{self.where} has no field {field!r}; its fields are: {has}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DataRow, (dict(self), self.where)
+
+
+class Source(Protocol):
+    """Whatever tells its length and gives its k-th row: a list, a `datasets.Dataset`, a map-style
+    dataset of torch."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, k: int, /) -> Any: ...
+
+
+class RowDataset(Sequence[DataRow]):
+    """Items that can be indexed, as :func:`get_custom_dataset` gives them.
+
+    ``where`` names the place of the source's k-th row, for errors. ``map``, ``filter``, ``select``
+    and ``remove_columns`` mean what they mean in `datasets`, and return another dataset.
+    """
+
+    def __init__(
+        self, source: Source, where: Callable[[int], str], *, at: Sequence[int] | None = None
+    ) -> None:
+        self._source = source
+        self._name = where
+        self._at = range(len(source)) if at is None else at
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    @overload
+    def __getitem__(self, k: int) -> DataRow: ...
+
+    @overload
+    def __getitem__(self, k: slice) -> RowDataset: ...
+
+    def __getitem__(self, k: int | slice) -> DataRow | RowDataset:
+        if isinstance(k, slice):
+            return RowDataset(self._source, self._name, at=self._at[k])
+        where, fields = self.where(k), self._source[self._at[k]]
+        if not isinstance(fields, Mapping):
+            raise DatasetError(
+                f"{where} is a {type(fields).__name__}: an item must be a mapping of fields"
+            )
+        return DataRow(fields, where)
+
+    def where(self, k: int) -> str:
+        """Where the k-th item stands: its file and line, or what else there is to say."""
+        return self._name(self._at[k])
+
+    @property
+    def column_names(self) -> list[str]:
+        """The fields of the first item; others may have others."""
+        return list(self[0]) if len(self) else []
+
+    def select(self, indices: Iterable[int]) -> RowDataset:
+        """The items at these places, in this order."""
+        return RowDataset(self._source, self._name, at=[self._at[k] for k in indices])
+
+    def map(self, function: Callable[[DataRow], Mapping[str, Any]]) -> RowDataset:
+        """Each item with what ``function`` returns for it added, or put in a field's place."""
+        return self._made([{**row, **self._call(function, row)} for row in self])
+
+    def filter(self, function: Callable[[DataRow], bool]) -> RowDataset:
+        """The items for which ``function`` returns true."""
+        return self.select(k for k, row in enumerate(self) if self._call(function, row))
+
+    def remove_columns(self, names: str | Sequence[str]) -> RowDataset:
+        """The items without these fields."""
+        gone = {names} if isinstance(names, str) else set(names)
+        return self._made([{f: v for f, v in row.items() if f not in gone} for row in self])
+
+    def require(self, *fields: str) -> RowDataset:
+        """The same, once it is known that every item has these fields; else DatasetError."""
+        if fields:
+            for row in self:
+                self._call(lambda row: [row[field] for field in fields], row)
+        return self
+
+    def _made(self, rows: list[dict[str, Any]]) -> RowDataset:
+        return RowDataset(rows, self.where)
+
+    def _call(self, function: Callable[[DataRow], _T], row: DataRow) -> _T:
+        try:
+            return function(row)
+        except MissingField as error:
+            raise DatasetError(str(error)) from None
+        except Exception as error:
+            name = getattr(function, "__name__", "the function")
+            raise DatasetError(
+                f"{row.where}: {name} raised {type(error).__name__}: {error}"
+            ) from error
+
+
+def as_dataset(data: Any, name: str) -> RowDataset:
+    """What a caller has for a dataset (see :class:`Source`), under the name that it passed it by.
+
+    Raises DatasetError where it cannot be indexed, or is empty.
+    """
+    if isinstance(data, RowDataset):
+        dataset = data
+    elif isinstance(data, Mapping | str) or not all(
+        hasattr(data, method) for method in ("__len__", "__getitem__")
+    ):
+        raise DatasetError(
+            f"{name} is a {type(data).__name__}: pass what get_custom_dataset returns, a list of "
+            "dictionaries, or a dataset with a length and an index, such as datasets.Dataset"
+        )
+    else:
+        dataset = RowDataset(data, lambda k: f"{name}[{k}]")
+    if not len(dataset):
+        raise DatasetError(f"{name} is empty")
+    return dataset
