@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal, Self
@@ -103,8 +103,8 @@ class EnginePool:
             stack.push_async_callback(engine.close)
             await engine.info()
             return engine
-        if hasattr(given, "__aenter__"):
-            await stack.enter_async_context(given)  # type: ignore[arg-type]
+        if isinstance(given, AbstractAsyncContextManager):
+            await stack.enter_async_context(given)
         return given
 
     # -- what it is ----------------------------------------------------------------------------

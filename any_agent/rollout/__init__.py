@@ -1,7 +1,15 @@
 """Running workflows: admission by staleness, long polls, batches."""
 
 from any_agent.rollout.executor import Consumed, RolloutExecutor
-from any_agent.rollout.ranks import Ranks
+from any_agent.rollout.ranks import Ranks, engine_urls
 from any_agent.rollout.staleness import free_slots
+from any_agent.rollout.workflow_executor import WorkflowExecutor
 
-__all__ = ["Consumed", "Ranks", "RolloutExecutor", "free_slots"]
+__all__ = [
+    "Consumed",
+    "Ranks",
+    "RolloutExecutor",
+    "WorkflowExecutor",
+    "engine_urls",
+    "free_slots",
+]

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from any_agent.client import RLClient
-from any_agent.errors import NotFound
+from any_agent.errors import NotFound, ServiceUnavailable
 from any_agent.keys import rank_of_session
 from any_agent.registry import Entry, Registry, rank_name
 
 T = TypeVar("T")
+
+_LOOK_AGAIN_AFTER = 0.1
 
 _LOOK_EVERY = 0.2
 """Seconds between two looks into the registry's folder, however many calls ask."""
@@ -85,3 +87,24 @@ class Ranks:
     def _url(self, rank: int) -> str | None:
         entry = self.entry(rank)
         return entry.url if entry is not None else None
+
+
+def engine_urls(folder: Path, count: int, *, within: float = 60.0) -> list[str]:
+    """The URL of each rank's engine, by their registry entries; blocks until all are known.
+
+    Raises ServiceUnavailable if one has not said it within so many seconds.
+    """
+    registry = Registry(folder)
+    deadline = time.monotonic() + within
+    while True:
+        registry.refresh()
+        entries = [registry.get(rank_name(rank)) for rank in range(count)]
+        urls = [entry.engine_url for entry in entries if entry is not None and entry.engine_url]
+        if len(urls) == count:
+            return urls
+        if time.monotonic() > deadline:
+            raise ServiceUnavailable(
+                f"{count - len(urls)} of {count} ranks have not said within {within:g} s where "
+                f"their engine is; do they run? Their entries are in {folder}"
+            )
+        time.sleep(_LOOK_AGAIN_AFTER)

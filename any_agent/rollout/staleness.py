@@ -13,9 +13,19 @@ def free_slots(now: Capacity, config: RolloutConfig) -> int:
     admitted now is trained on at most eta steps after its weights. Slots that open groups have
     reserved count as running.
     """
-    running = now.running + now.reserved
-    ahead = (config.eta + 1) * config.batch_size
-    return max(0, min(config.max_concurrent - running, ahead - (running + now.buffered)))
+    return room(
+        now.running + now.reserved,
+        now.buffered,
+        batch_size=config.batch_size,
+        eta=config.eta,
+        max_concurrent=config.max_concurrent,
+    )
+
+
+def room(running: int, buffered: int, *, batch_size: int, eta: int, max_concurrent: int) -> int:
+    """The same of plain numbers, all in sessions."""
+    ahead = (eta + 1) * batch_size
+    return max(0, min(max_concurrent - running, ahead - (running + buffered)))
 
 
 def stalled(now: Capacity, config: RolloutConfig) -> bool:

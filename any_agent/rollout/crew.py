@@ -1,0 +1,229 @@
+"""What the executor does on its event loop: begins episodes as there is room, and judges them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter, deque
+from collections.abc import Coroutine
+from typing import Any
+
+from any_agent.config import RolloutConfig
+from any_agent.rollout.board import Board
+from any_agent.rollout.episodes import Episodes, Outcome
+from any_agent.rollout.failures import Failures
+from any_agent.rollout.jobs import Job, Stream
+from any_agent.rollout.ledger import Ledger
+from any_agent.workflow.tensors import concat_padded_tensors, padded
+
+log = logging.getLogger(__name__)
+
+_STOPS_WITHIN = 10.0
+"""Seconds that episodes have for ending when they are cancelled."""
+
+
+class Crew:
+    """Runs jobs: those that were submitted, and those of one stream. Of one event loop alone."""
+
+    def __init__(self, episodes: Episodes, config: RolloutConfig, board: Board) -> None:
+        self._episodes = episodes
+        self._config = config
+        self._board = board
+        self._failures = Failures(config.max_failures)
+        self._unusable = Failures(config.max_failures)
+        """Of the functions that judge what episodes return."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        self._pending: deque[Job] = deque()
+        self._evals: deque[Job] = deque()
+        self._stream: Stream | None = None
+        self._wanted = 0
+        self.ledger = Ledger(config)
+        self.rejected: Counter[str] = Counter()
+
+    async def stop(self) -> None:
+        """Cancel what runs, and wait for it."""
+        self._episodes.stopping = True
+        if self._retry is not None:
+            self._retry.cancel()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=_STOPS_WITHIN)
+            if late:
+                log.warning("%d episodes do not end although they are cancelled", len(late))
+
+    # -- what callers bring --------------------------------------------------------------------
+
+    def take(self, job: Job) -> None:
+        (self._evals if job.is_eval else self._pending).append(job)
+        self.admit()
+
+    def open(self, stream: Stream) -> None:
+        self._stream = stream
+        self.admit()
+
+    def want(self, sessions: int) -> None:
+        """Somebody waits for so many submitted sessions; a negative number: no longer."""
+        self._wanted += sessions
+        self.admit()
+
+    def settle(self, sessions: int) -> None:
+        self.ledger.settle(sessions)
+        self.admit()
+
+    # -- beginning -----------------------------------------------------------------------------
+
+    def admit(self, most: int | None = None) -> None:
+        """Begin what there is room for, ``most`` train items at most."""
+        if self._episodes.stopping or self._board.failed:
+            return
+        while self._evals and self.ledger.takes_eval(self._evals[0].size):
+            self._begin(self._evals.popleft())
+        if self._board.paused or (most is None and self._held_back()):
+            return
+        stream = self._stream
+        batch = stream.batch_sessions if stream is not None else self._config.batch_size
+        for begun in itertools.count():
+            if begun == most:
+                return
+            if self._pending and self.ledger.takes(
+                self._pending[0].size, batch, wanted=self._wanted
+            ):
+                self._begin(self._pending.popleft())
+            elif stream is not None and self.ledger.takes(stream.group_size, batch):
+                if not stream.waiting:
+                    self._pull(stream)
+                    return
+                self._begin(stream.next_job())
+            else:
+                return
+
+    def _held_back(self) -> bool:
+        """While the service seems to be away one item at a time is tried, ever more seldom."""
+        if not self._failures.passing:
+            return False
+        if self._retry is None:
+
+            def again() -> None:
+                self._retry = None
+                self.admit(most=1)
+                self._held_back()
+
+            pause = self._failures.pause()
+            self._retry = asyncio.get_running_loop().call_later(pause, again)
+        return True
+
+    def _begin(self, job: Job) -> None:
+        job.left = job.size
+        self.ledger.begin(job.size, is_eval=job.is_eval)
+        if job.stream is not None:
+            job.stream.under_way += 1
+        for k in range(job.size):
+            self._start(self._run(job, k))
+
+    def _pull(self, stream: Stream) -> None:
+        """Take as many items as there is room for, in a thread; they begin then."""
+        if not stream.pulling and not stream.exhausted:
+            stream.pulling = True
+            free = self._config.max_concurrent - self.ledger.running
+            self._start(self._take_items(stream, max(1, free // stream.group_size)))
+
+    async def _take_items(self, stream: Stream, count: int) -> None:
+        try:
+            items = await asyncio.to_thread(lambda: list(itertools.islice(stream.items, count)))
+        except Exception as error:
+            self._board.fail(error)
+            return
+        with self._board.news:
+            stream.pulling = False
+            stream.waiting += items
+            stream.exhausted = len(items) < count
+            self._board.news.notify_all()
+        self.admit()
+
+    def _start(self, job: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(job)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A fault of ours: better an end than a wait without one.
+            self._board.fail(error)
+
+    # -- ending --------------------------------------------------------------------------------
+
+    async def _run(self, job: Job, k: int) -> None:
+        number = self._failures.begin()
+        outcome = await self._episodes.run(job, k)
+        self._count(outcome, job, f"task {job.task_id}, run {k}", number)
+        if outcome.reason is None:
+            job.results[k] = outcome.result
+        else:
+            job.lost[outcome.reason] += 1
+        job.left -= 1
+        if job.left == 0:
+            self._close(job)
+        self.admit()
+
+    def _count(self, outcome: Outcome, job: Job, what: str, number: int) -> None:
+        self.ledger.end(is_eval=job.is_eval, kept=outcome.reason is None)
+        if job.is_eval:
+            if outcome.error is not None:
+                self._failures.tell(outcome.error, f"eval {what}")
+            return
+        if outcome.reason is not None:
+            self.rejected[outcome.reason] += 1
+        if outcome.error is None:
+            self._failures.succeeded()
+        else:
+            self._fail_if(self._failures.failed(number, outcome.error, what))
+
+    def _close(self, job: Job) -> None:
+        """All runs of a job have ended: it is done, or comes to nothing."""
+        reason = self._judged(job) if job.results else job.lost.most_common(1)[0][0]
+        if reason is not None and job.results:
+            if not job.is_eval:
+                self.rejected[reason] += len(job.results)
+                self.ledger.settle(len(job.results))
+            job.results.clear()
+            job.tensors = None
+        stream = job.stream
+        with self._board.news:
+            if stream is None:
+                self._board.done[job.position] = job.tensors
+            else:
+                stream.under_way -= 1
+                if job.results:
+                    stream.ready.append(job)
+            self._board.news.notify_all()
+        if stream is not None and reason is not None and stream.on_rejected is not None:
+            stream.on_rejected(job.position, reason)
+
+    def _judged(self, job: Job) -> str | None:
+        """Why the results that there are must not be trained on; makes one batch of them."""
+        number = self._unusable.begin()
+        try:
+            reason = self._judge(job)
+        except Exception as error:
+            self._fail_if(self._unusable.failed(number, error, f"task {job.task_id}"))
+            return "unusable"
+        self._unusable.succeeded()
+        return reason
+
+    def _judge(self, job: Job) -> str | None:
+        members, stream = job.members(), job.stream
+        if stream is None or not stream.sessions:
+            job.tensors = concat_padded_tensors(members)
+        if job.accept is not None:
+            tensors = job.tensors or padded([row for one in members for row in one.rows])
+            if not job.accept(tensors):
+                return "not_accepted"
+        return stream.reject(members) if stream is not None and stream.reject is not None else None
+
+    def _fail_if(self, end: BaseException | None) -> None:
+        if end is not None:
+            self._board.fail(end)

@@ -1,0 +1,104 @@
+"""One run of a workflow on an item: in its context, within its time, its result checked."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from any_agent.errors import InvalidTrajectory
+from any_agent.rollout.jobs import Job
+from any_agent.types import SampledSession
+from any_agent.workflow import context
+from any_agent.workflow.tensors import rows_of, tensors_of
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A result to train on, or why there is none."""
+
+    result: Any = None
+    reason: str | None = None
+    """Why there is none; as it is counted."""
+    error: BaseException | None = None
+    """What it failed with; None where the workflow itself rejected it."""
+
+
+class Episodes:
+    """Runs episodes; never raises but CancelledError, when it was cancelled from outside."""
+
+    def __init__(
+        self,
+        engine: Any,
+        version: Callable[[], int],
+        *,
+        temperature: float | None,
+        timeout: float | None,
+        discount: float,
+    ) -> None:
+        self._engine = engine
+        self._version = version
+        self._temperature = temperature
+        self._timeout = timeout
+        self._discount = discount
+        self.stopping = False
+
+    async def run(self, job: Job, k: int) -> Outcome:
+        """The job's run number ``k``."""
+        try:
+            async with asyncio.timeout(self._timeout) as limit:
+                result = await self._run(job)
+            return self._read(result, job, k)
+        except InvalidTrajectory as error:
+            return Outcome(reason="invalid", error=error)
+        except TimeoutError as error:
+            if not limit.expired():
+                return Outcome(reason="failed", error=error)
+            late = TimeoutError(f"it took more than {self._timeout:g} s")
+            return Outcome(reason="timeout", error=late.with_traceback(error.__traceback__))
+        except asyncio.CancelledError as error:
+            if self.stopping:
+                raise
+            # The workflow cancelled itself; that must not end more than this run.
+            return Outcome(reason="failed", error=error)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            # An agent's exit() would end the whole event loop.
+            return Outcome(reason="failed", error=error)
+
+    async def _run(self, job: Job) -> Any:
+        here = context.WorkflowContext(
+            task_id=job.task_id,
+            is_eval=job.is_eval,
+            version=self._version(),
+            temperature=self._temperature,
+        )
+        with context.use(here):
+            return await job.workflow.arun_episode(self._engine, _copy(job.data))
+
+    def _read(self, result: Any, job: Job, k: int) -> Outcome:
+        if result is None:
+            return Outcome(reason="returned_none")
+        if job.stream is None or not job.stream.sessions:
+            return Outcome(tensors_of(result, discount=self._discount))
+        rows = rows_of(result, discount=self._discount)
+        task = job.data.get("task_id")
+        return Outcome(
+            SampledSession(
+                session_id=f"{job.group_id}-{k}",
+                group_id=job.group_id,
+                rows=[row for row, _ in rows],
+                temperatures=[temperature for _, temperature in rows],
+                task_id=None if task is None else str(task),
+            )
+        )
+
+
+def _copy(data: dict[str, Any]) -> dict[str, Any]:
+    """A run's own, because runs side by side may change it, and the next epoch reads it again."""
+    try:
+        return copy.deepcopy(data)
+    except Exception:
+        # What cannot be copied is shared.
+        return dict(data)

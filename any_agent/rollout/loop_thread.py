@@ -1,0 +1,51 @@
+"""An event loop on a thread of its own, for whoever calls from another one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_ENDS_WITHIN = 10.0
+
+
+class LoopThread:
+    """Start it, give it coroutines, stop it."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+
+    @property
+    def started(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout: float = 120.0) -> T:
+        """Run a coroutine on the loop and wait for it; TimeoutError after ``timeout`` seconds."""
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("called from its own event loop, which it would block for ever")
+        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout)
+        finally:
+            # Nobody waits for it any more; what has ended is not changed by this.
+            future.cancel()
+
+    def soon(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function on the loop's thread; returns at once."""
+        self.loop.call_soon_threadsafe(function, *arguments)
+
+    def stop(self) -> None:
+        """End the loop; a thread that does not end in time is left to the end of the process."""
+        self.soon(self.loop.stop)
+        self._thread.join(_ENDS_WITHIN)
+        if not self._thread.is_alive():
+            self.loop.close()
