@@ -58,8 +58,9 @@ class TrainingLoop:
     """Trains the policy of one run, whose service is there.
 
     ``make_source`` is given the executor that talks to the ranks; by default external agents are
-    trained on. ``say`` is told what a person wants to know; ``evaluate`` is called with the number
-    of steps behind the weights that are served now.
+    trained on. ``say`` is told what a person wants to know. ``evaluate`` is called at the start and
+    after every step, with the number of steps behind the weights that are served, and whether no
+    more will follow.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class TrainingLoop:
         *,
         make_source: Callable[[RolloutExecutor], Source] = ProxyFed,
         say: Callable[[str], None] = log.info,
-        evaluate: Callable[[int], None] | None = None,
+        evaluate: Callable[[int, bool], None] = lambda step, last: None,
     ) -> None:
         self.config = config
         self.dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
@@ -135,6 +136,8 @@ class TrainingLoop:
                 self._tell("training")
                 self._source.begin(self._publisher.version)
             try:
+                if not self._done:
+                    self._evaluate(self.policy.steps, False)
                 while not self._done:
                     self._step()
             except InterruptedError:
@@ -163,6 +166,7 @@ class TrainingLoop:
         if not groups:
             self._exhausted = True
             self._say(f"data      all items are done with, at step {self.policy.steps}")
+            self._evaluate(self.policy.steps, True)
             return
         waited = time.perf_counter()
         taken = self._manifest(groups)
@@ -197,8 +201,7 @@ class TrainingLoop:
         if self.policy.steps % self.config.train.checkpoint_every == 0:
             self._save()
             tell_if_there(self._executor, self._news)
-        if self._evaluate is not None:
-            self._evaluate(self.policy.steps)
+        self._evaluate(self.policy.steps, self._done)
 
     def _manifest(self, groups: list[Group]) -> Manifest:
         """What the next step is to take, as far as it is known before the batch is made."""

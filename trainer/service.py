@@ -7,7 +7,7 @@ and the trainer's own is busy with steps.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from any_agent.config import Config
 from any_agent.launcher import Node, NodeOptions
@@ -44,6 +44,15 @@ class Service:
     def url(self) -> str:
         """The public one."""
         return self._node.url
+
+    @property
+    def local_url(self) -> str:
+        """The same service's, as this machine reaches it."""
+        return self._node.local_url
+
+    @property
+    def engine_urls(self) -> Sequence[str]:
+        return self._node.engine_urls
 
     def start(self) -> None:
         """Return when all parts are ready; ConfigError or StartupError if one cannot be."""

@@ -71,6 +71,10 @@ class Node:
         self.dir = trial_dir(config)
         self.url = ""
         """The public one."""
+        self.local_url = ""
+        """The router's, as this machine reaches it."""
+        self.engine_urls: Sequence[str] = ()
+        """Of the ranks' engines."""
         self.parts: dict[str, Part] = {}
         """By name, in the order of starting; each tells its state and process id."""
         self._silence = Silence(self.dir.registry, self.parts)
@@ -167,10 +171,11 @@ class Node:
         server = self.config.server
         self._public = self._stack.enter_context(reserve(server.host, server.port))
         self.url = server.public_url or url_of(reachable(server.host), _port(self._public))
+        self.local_url = url_of(from_here(server.host), _port(self._public))
         self.options.say(f"run       {self.dir.path}")
         self._tell_if_trained()
-        engines = self._start_engines()
-        self._start_proxies(engines)
+        self.engine_urls = self._start_engines()
+        self._start_proxies(self.engine_urls)
         self._start_router()
         if self.options.train:
             # Only now: a start that failed must not bind the trial to a mistyped model.

@@ -58,6 +58,20 @@ def _with_saved(path: str | None, overrides: Sequence[str]) -> Config:
         config = load_config(saved, overrides)
     elif not config.model.path:
         config = load_config(path, [*overrides, f"model.path={before.model.path}"])
+    _require_same(config, before)
+    return config
+
+
+def require_same_trial(config: Config) -> None:
+    """ConfigError for settings that the trial cannot go on with, as :func:`resolve_config`."""
+    trial_dir(config).check_format()
+    saved = trial_dir(config).path / "config.yaml"
+    if saved.is_file():
+        _require_same(config, load_config(saved, environ={}))
+    require_key(config, config.server.host)
+
+
+def _require_same(config: Config, before: Config) -> None:
     if config.model.path and config.model.path != before.model.path:
         raise ConfigError(
             f"{config.experiment}/{config.trial} was started from {before.model.path}, not from "
@@ -69,7 +83,6 @@ def _with_saved(path: str | None, overrides: Sequence[str]) -> Config:
             f"{config.server.ranks}, and each has sessions of its own; start it with server.ranks="
             f"{before.server.ranks}, or choose another --trial"
         )
-    return config
 
 
 def newest_weights(config: Config) -> Weights | None:

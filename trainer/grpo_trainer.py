@@ -1,0 +1,212 @@
+"""What a researcher's script calls: the service and the training of one run, in one object."""
+
+from __future__ import annotations
+
+import _thread
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from any_agent.access import run_dir_of, signer_of
+from any_agent.config import Config
+from any_agent.engine import EnginePool
+from any_agent.errors import ConfigError
+from any_agent.launcher.trial import require_same_trial
+from any_agent.rollout.workflow_executor import WorkflowExecutor
+from any_agent.workflow import WorkflowLike
+from any_agent.workflow.agent_service import AgentService
+from trainer.dataset_source import Dataset, DatasetFed, Episodes
+from trainer.loop import TrainingLoop
+from trainer.presence import Presence
+from trainer.service import Service
+from trainer.signals import Signals, Stopped
+from trainer.source import ProxyFed
+from trainer.weights import tokenizer_of
+
+
+class GRPOTrainer:
+    """Serves a model and trains it, on a dataset or on what external agents do.
+
+    ::
+
+        config, _ = load_expr_config(sys.argv[1:], GRPOConfig)
+        with GRPOTrainer(config, train_dataset=dataset) as trainer:
+            trainer.train(workflow="my_agent.MathAgent")
+
+    Entering it starts the run's service (engines, proxies, router) as processes of this one, and
+    leaving it ends them. Started again with the same experiment and trial it goes on from the
+    latest checkpoint, and makes the steps after it again just as they were.
+
+    ``say`` gets one line for whatever a person wants to know: what is started, each step, what is
+    waited for.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        train_dataset: Dataset | None = None,
+        valid_dataset: Dataset | None = None,
+        *,
+        say: Callable[[str], None] = partial(print, flush=True),
+    ) -> None:
+        if not isinstance(config, Config):
+            raise ConfigError(
+                f"the trainer's config is a {type(config).__name__}: give it what "
+                "load_expr_config(sys.argv[1:], GRPOConfig) returns first"
+            )
+        self.config = config
+        self.train_dataset = train_dataset
+        self.valid_dataset = valid_dataset
+        self.dir = run_dir_of(config)
+        self._say = say
+        self._signals = Signals(say)
+        self._signals.failure = lambda: self._service.error
+        self._service = Service(config, say=say, failed=self._service_failed)
+        self._loop: TrainingLoop | None = None
+
+    @property
+    def url(self) -> str:
+        """The service's public one, for agents and for whoever wants to try the model."""
+        return self._service.url
+
+    def __enter__(self) -> Self:
+        require_same_trial(self.config)
+        # Before anything is encoded: the children are forked from a process that has.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        # The lines of a run are its steps.
+        transformers_logging.disable_progress_bar()
+        self._signals.take()
+        try:
+            self._service.start()
+        except BaseException:
+            self._signals.give_back()
+            raise
+        self._say(f"any-agent server listening at {self.url}")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._signals.ignore()
+        try:
+            self._service.stop(drain=isinstance(error, Stopped) and error.gently)
+        finally:
+            self._signals.give_back()
+
+    def train(
+        self,
+        workflow: WorkflowLike | None = None,
+        eval_workflow: WorkflowLike | None = None,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        eval_workflow_kwargs: Mapping[str, Any] | None = None,
+        dynamic_filter_fn: Callable[[dict[str, Any]], bool] | None = None,
+    ) -> bool:
+        """Train until the configured steps or epochs are done; True then.
+
+        ``workflow`` is run on the items of the dataset: a RolloutWorkflow, an agent with
+        ``async def run(data, **extra_kwargs)``, a class of either, which gets
+        ``workflow_kwargs``, or its dotted name. Without a dataset and a workflow the service's
+        external agents are trained on. ``dynamic_filter_fn`` looks at an item's trajectories, as
+        one batch of tensors, and says whether they are to be trained on.
+
+        Raises ConfigError for what cannot be run, TrainingError when nothing but failures comes of
+        it, StartupError when a part of the service ends for good, and Stopped, a SystemExit, when
+        Ctrl-C or SIGTERM ended it, after the step under way and with a checkpoint.
+        """
+        loop = self._make_loop(workflow, workflow_kwargs, dynamic_filter_fn)
+        self._loop = loop
+        self._signals.stop = loop.stop
+        with ExitStack() as stack:
+            stack.callback(self._trained)
+            stack.enter_context(
+                Presence(
+                    self.dir.registry,
+                    loop.metrics,
+                    signer=signer_of(self.dir),
+                    ready=lambda: loop.loaded,
+                )
+            )
+            done = loop.train()
+        if self._signals.asked is not None and not done:
+            raise Stopped(self._signals.asked)
+        if done:
+            self._say(f"trainer   done; checkpoints in {self.dir.checkpoints}")
+        return done
+
+    # ------------------------------------------------------------------------------------------
+
+    def _make_loop(
+        self,
+        workflow: WorkflowLike | None,
+        kwargs: Mapping[str, Any] | None,
+        accept: Callable[[Any], bool] | None,
+    ) -> TrainingLoop:
+        dataset = self.train_dataset
+        if (workflow is None) != (dataset is None):
+            has, lacks = ("workflow", "train_dataset")
+            if workflow is None:
+                has, lacks = lacks, has
+            raise ConfigError(
+                f"a {has} was given, but no {lacks}: a workflow is run on the items of a dataset, "
+                "GRPOTrainer(config, train_dataset=...).train(workflow=...). With neither, agents "
+                "outside are trained on"
+            )
+        if workflow is None or dataset is None:
+            return TrainingLoop(self.config, make_source=ProxyFed, say=self._say)
+        source = DatasetFed(
+            self.config, dataset, Episodes(workflow, kwargs, accept), self._make_executor()
+        )
+        return TrainingLoop(self.config, make_source=lambda _: source, say=self._say)
+
+    def _make_executor(self) -> WorkflowExecutor:
+        c = self.config
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_of(c.model.path))
+        pool = EnginePool(
+            self._service.engine_urls,
+            decode=tokenizer.decode,
+            update_mode=c.engine.update_mode,
+            update_wait=c.engine.update_wait,
+            request_timeout=c.engine.request_timeout,
+        )
+        agents = AgentService(
+            self._service.local_url,
+            signer_of(self.dir).run_key,
+            mode=c.rollout.agent.mode,
+            export_style=c.rollout.agent.export_style,
+            discount=c.train.discount,
+            max_workers=c.rollout.agent.max_workers,
+            timeout=c.rollout.agent.timeout,
+        )
+        return WorkflowExecutor(
+            pool,
+            c.rollout,
+            agents=agents,
+            temperature=c.sampling.temperature,
+            timeout=c.sessions.ttl,
+            discount=c.train.discount,
+        )
+
+    def _trained(self) -> None:
+        self._signals.stop = None
+        self._loop = None
+
+    def _service_failed(self, error: BaseException) -> None:
+        """In the service's thread: training must not wait for what will not come."""
+        if self._loop is not None:
+            self._loop.fail(error)
+        if self._signals.taken:
+            # A wait that knows nothing of it ends, too: the handler raises the error.
+            _thread.interrupt_main()
+
+
+PPOTrainer = GRPOTrainer
+"""Its documented name at AReaL."""
