@@ -6,7 +6,6 @@ import _thread
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,6 +27,10 @@ from trainer.service import Service
 from trainer.signals import Signals, Stopped
 from trainer.source import ProxyFed
 from trainer.weights import tokenizer_of
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
 
 
 class GRPOTrainer:
@@ -53,7 +56,7 @@ class GRPOTrainer:
         train_dataset: Dataset | None = None,
         valid_dataset: Dataset | None = None,
         *,
-        say: Callable[[str], None] = partial(print, flush=True),
+        say: Callable[[str], None] = _print,
     ) -> None:
         if not isinstance(config, Config):
             raise ConfigError(
