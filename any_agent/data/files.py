@@ -82,7 +82,7 @@ class _Lines:
         return len(self._lines)
 
     def __getitem__(self, k: int) -> Any:
-        return json.loads(self._lines[k])
+        return json.loads(self._lines[k].decode())
 
 
 def _read_jsonl(path: Path) -> RowDataset:
@@ -101,7 +101,7 @@ def _read_jsonl(path: Path) -> RowDataset:
 
 def _check(line: bytes, where: str) -> None:
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode())
     except UnicodeDecodeError:
         raise DatasetError(f"{where} is no UTF-8 text") from None
     except json.JSONDecodeError as error:

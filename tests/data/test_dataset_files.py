@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.config import DatasetConfig, load_config
+from any_agent.data import DataRow, MissingField, RowDataset, as_dataset, get_custom_dataset
+from any_agent.errors import DatasetError
+
+ROWS = [{"question": f"{k} + 1?", "answer": k + 1} for k in range(5)]
+
+
+def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
+    else:
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "ndjson", "json", "parquet"])
+def test_a_file_is_read_by_its_ending(tmp_path: Path, ending: str) -> None:
+    path = write(tmp_path / f"tasks.{ending}")
+    dataset = get_custom_dataset(path=path)
+    assert list(dataset) == ROWS and len(dataset) == 5
+    assert dataset.column_names == ["question", "answer"]
+    assert dataset[-1] == ROWS[-1]
+    with pytest.raises(IndexError):
+        _ = dataset[5]
+
+
+def test_the_documented_way(tmp_path: Path) -> None:
+    config = load_config(None, [f"train_dataset.path={write(tmp_path / 'a.jsonl')}"], {})
+    dataset = get_custom_dataset(split="train", dataset_config=config.train_dataset)
+    assert list(dataset) == ROWS
+    with pytest.raises(DatasetError, match=r"set train_dataset\.path, or valid_dataset\.path"):
+        get_custom_dataset(split="test", dataset_config=config.valid_dataset)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"a": 1', "line 3 is no JSON: Expecting ',' delimiter at column 8"),
+        ("{", "line 3 is no JSON: .*; JSONL has one whole object on each line"),
+        ("[1, 2]", "line 3 is an array: each line must be one JSON object"),
+        ("7", "line 3 is a single value"),
+        ("[" * 100_000, "line 3 is nested too deeply"),
+        ("\udcff\udcfe", "line 3 is no UTF-8 text"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: str, says: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(b'{"a": 1}\n\n' + line.encode(errors="surrogateescape") + b"\n")
+    with pytest.raises(DatasetError, match=f"{path} {says}"):
+        get_custom_dataset(path=path)
+
+
+def test_empty_lines_count_and_a_byte_order_mark_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n{"a": 2}')
+    dataset = get_custom_dataset(path=path)
+    assert list(dataset) == [{"a": 1}, {"a": 2}]
+    assert dataset.where(1) == f"{path} line 3"
+
+
+def test_what_is_no_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.parquet"
+    path.write_text("not at all")
+    with pytest.raises(DatasetError, match=r"cannot read .*tasks.parquet as Parquet"):
+        get_custom_dataset(path=path)
+
+
+@pytest.mark.parametrize("name", ["nowhere.jsonl", "./nowhere", "/no/where", "x y"])
+def test_a_path_that_is_not_there(name: str) -> None:
+    with pytest.raises(DatasetError, match="there is no dataset"):
+        get_custom_dataset(path=name)
+
+
+def test_an_ending_that_nobody_knows(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.csv"
+    path.write_text("a,b\n")
+    with pytest.raises(DatasetError, match=r"tasks\.csv ends in none of \.jsonl"):
+        get_custom_dataset(path=path)
+
+
+def test_a_folder_has_splits(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", ROWS[:2])
+    write(tmp_path / "test-00000-of-00002.parquet", ROWS[2:4])
+    write(tmp_path / "test-00001-of-00002.parquet", ROWS[4:])
+    (tmp_path / "README.md").write_text("about it")
+    assert list(get_custom_dataset("train", path=tmp_path)) == ROWS[:2]
+    test = get_custom_dataset("test", path=tmp_path)
+    assert list(test) == ROWS[2:]
+    assert test.where(2).endswith("test-00001-of-00002.parquet row 1")
+    with pytest.raises(DatasetError, match="has several splits: set `split` to one of test, train"):
+        get_custom_dataset(path=tmp_path)
+    with pytest.raises(DatasetError, match="has no split 'valid': set `split` to one of test, tr"):
+        get_custom_dataset("valid", path=tmp_path)
+
+
+def test_a_folder_as_it_is_on_the_hub(tmp_path: Path) -> None:
+    write(tmp_path / "main" / "train-00000-of-00001.parquet")
+    write(tmp_path / "data" / "train-00000-of-00001.parquet", ROWS[:1])
+    assert list(get_custom_dataset(path=tmp_path, name="main")) == ROWS
+    assert list(get_custom_dataset(path=tmp_path)) == ROWS[:1]
+    with pytest.raises(DatasetError, match=r"there is no file in .*socratic that ends in"):
+        get_custom_dataset(path=tmp_path, name="socratic")
+
+
+def test_a_folder_that_datasets_has_saved(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_list(ROWS)
+    whole.save_to_disk(tmp_path / "one")
+    read = get_custom_dataset(path=tmp_path / "one", fields=("answer",))
+    assert list(read) == ROWS
+    assert read.where(1) == f"{tmp_path / 'one'} row 2"
+    both = datasets.DatasetDict(train=whole.select(range(3)), test=whole.select([4]))
+    both.save_to_disk(tmp_path / "both")
+    assert list(get_custom_dataset("test", path=tmp_path / "both")) == ROWS[4:]
+    with pytest.raises(DatasetError, match="set `split` to one of test, train"):
+        get_custom_dataset(path=tmp_path / "both")
+    for file in (tmp_path / "one").glob("*.arrow"):
+        file.unlink()
+    with pytest.raises(DatasetError, match=r"cannot load .*one as a folder of datasets"):
+        get_custom_dataset(path=tmp_path / "one")
+
+
+def test_a_missing_field_is_named_with_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "tasks.jsonl", [*ROWS, {"question": "why?"}])
+    says = rf"{path} line 6 has no field 'answer'; its fields are: question"
+    with pytest.raises(DatasetError, match=says):
+        get_custom_dataset(path=path, fields=("question", "answer"))
+    row = get_custom_dataset(path=path)[5]
+    with pytest.raises(MissingField, match=says):
+        _ = row["answer"]
+    with pytest.raises(KeyError):
+        _ = row["answer"]
+    assert row.get("answer") is None and "answer" not in row
+
+
+def test_a_row_is_a_dictionary_wherever_it_goes() -> None:
+    row = DataRow({"a": [1]}, "here")
+    there = pickle.loads(pickle.dumps(row))
+    assert there == row and json.dumps(there) == '{"a": [1]}' and {**row} == {"a": [1]}
+    for same in (there, copy.copy(row), copy.deepcopy(row)):
+        with pytest.raises(MissingField, match="here has no field 'b'"):
+            _ = same["b"]
+
+
+def test_an_agent_that_changes_its_row_changes_nobody_elses(tmp_path: Path) -> None:
+    dataset = get_custom_dataset(path=write(tmp_path / "a.jsonl", [{"messages": [{"role": "x"}]}]))
+    dataset[0]["messages"].append({"role": "y"})
+    assert dataset[0]["messages"] == [{"role": "x"}]
+
+
+def test_what_scripts_do_with_a_dataset(tmp_path: Path) -> None:
+    dataset = get_custom_dataset(path=write(tmp_path / "a.jsonl"))
+    made = dataset.map(lambda row: {"messages": [{"role": "user", "content": row["question"]}]})
+    assert made.column_names == ["question", "answer", "messages"]
+    assert made.remove_columns(["question", "answer"])[1] == {
+        "messages": [{"role": "user", "content": "1 + 1?"}]
+    }
+    odd = made.filter(lambda row: row["answer"] % 2 == 1)
+    assert [row["answer"] for row in odd] == [1, 3, 5]
+    assert odd.where(1) == f"{tmp_path / 'a.jsonl'} line 3"
+    assert [row["answer"] for row in odd.select([2, 0])] == [5, 1]
+    assert [row["answer"] for row in odd[1:]] == [3, 5]
+    with pytest.raises(DatasetError, match=r"a\.jsonl line 1 has no field 'gold'"):
+        dataset.map(lambda row: {"answer": row["gold"]})
+    with pytest.raises(DatasetError, match=r"a\.jsonl line 1: .* raised ZeroDivisionError"):
+        dataset.map(lambda row: {"answer": 1 / (row["answer"] - 1)})
+
+
+class Words:
+    """Tells tokens by spaces."""
+
+    chat_template = ""
+
+    def encode(self, text: str, **_: Any) -> list[str]:
+        return text.split()
+
+
+def test_long_prompts_are_left_out(tmp_path: Path) -> None:
+    rows = [{"question": "a b c"}, {"question": "a b"}, {"question": "a b c d"}]
+    path = write(tmp_path / "a.jsonl", rows)
+    config = DatasetConfig(path=str(path), max_length=3)
+    assert list(get_custom_dataset(None, config, Words())) == rows[:2]
+    with pytest.raises(DatasetError, match="has no items that are left"):
+        get_custom_dataset(None, config, Words(), max_length=1)
+    with pytest.raises(DatasetError, match="pass get_custom_dataset a tokenizer"):
+        get_custom_dataset(None, config)
+    talk = write(tmp_path / "b.jsonl", [{"messages": [{"role": "user", "content": "a b c d"}]}])
+    assert len(get_custom_dataset(path=talk, tokenizer=Words(), max_length=4)) == 1
+    with pytest.raises(DatasetError, match=r"c\.jsonl line 1: max_length needs the field messages"):
+        get_custom_dataset(
+            path=write(tmp_path / "c.jsonl", [{"text": "a"}]), tokenizer=Words(), max_length=4
+        )
+
+
+def test_the_first_so_many(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl")
+    assert list(get_custom_dataset(path=path, limit=2)) == ROWS[:2]
+
+
+def test_any_indexed_data_will_do() -> None:
+    given = as_dataset(ROWS, "train_dataset")
+    assert list(given) == ROWS and given.where(3) == "train_dataset[3]"
+    assert as_dataset(given, "other") is given
+    with pytest.raises(DatasetError, match=r"train_dataset\[1\] is a str: an item must be"):
+        _ = as_dataset([ROWS[0], "text"], "train_dataset")[1]
+    for wrong in ({"a": 1}, "path.jsonl", iter(ROWS), 7):
+        with pytest.raises(DatasetError, match="train_dataset is a"):
+            as_dataset(wrong, "train_dataset")
+    with pytest.raises(DatasetError, match="valid_dataset is empty"):
+        as_dataset([], "valid_dataset")
+
+
+def test_datasets_of_other_libraries_will_do() -> None:
+    datasets = pytest.importorskip("datasets")
+    given = as_dataset(datasets.Dataset.from_list(ROWS), "train_dataset")
+    assert isinstance(given, RowDataset) and list(given) == ROWS

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from any_agent.data import ItemLoader
+from any_agent.errors import DatasetError
+
+ROWS = [{"k": k} for k in range(10)]
+
+
+def test_each_iteration_is_a_pass() -> None:
+    loader = ItemLoader(ROWS, 4, seed=2)
+    assert len(loader) == 3
+    passes = [[[row["k"] for row in batch] for batch in loader] for _ in range(3)]
+    assert [[len(batch) for batch in one] for one in passes] == [[4, 4, 2]] * 3
+    flat = [[k for batch in one for k in batch] for one in passes]
+    assert all(sorted(one) == list(range(10)) for one in flat)
+    assert flat[0] != flat[1]
+    in_order = ItemLoader(ROWS, 10, shuffle=False)
+    assert [row["k"] for row in next(iter(in_order))] == list(range(10))
+
+
+def test_it_goes_on_where_it_was() -> None:
+    loader = ItemLoader(ROWS, 3, seed=1)
+    first = next(iter(loader))
+    state = json.loads(json.dumps(loader.state_dict()))
+    other = ItemLoader(ROWS, 3, seed=9)
+    other.load_state_dict(state)
+    rest = [row["k"] for batch in other for row in batch]
+    assert sorted([row["k"] for row in first] + rest) == list(range(10))
+    assert rest == [row["k"] for batch in loader for row in batch]
+
+
+def test_nothing_to_load() -> None:
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        ItemLoader(ROWS, 0)
+    with pytest.raises(DatasetError, match="dataset is empty"):
+        ItemLoader([], 4)
