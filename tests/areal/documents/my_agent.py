@@ -1,4 +1,5 @@
 """MathAgent of AReaL's guide (Apache-2.0), as it is written there; it leaves `import os` out."""
+# ruff: noqa: E501, F401, SIM910
 
 import os
 
@@ -12,7 +13,7 @@ from agents import (
 from agents import Runner as OpenAIRunner
 from math_verify import parse, verify
 from openai import AsyncOpenAI
-from openai.types.chat import ChatCompletion  # noqa: F401
+from openai.types.chat import ChatCompletion
 
 
 @function_tool
@@ -50,7 +51,7 @@ class MathAgent:
         )
         agent = Agent(
             name="RLVR Math with Calculator",
-            instructions="Answer the user's math questions using the available calculator tools. Don't give the answer directly, you must use tools to do the mathematical calculation.",  # noqa: E501
+            instructions="Answer the user's math questions using the available calculator tools. Don't give the answer directly, you must use tools to do the mathematical calculation.",
             tools=[add, multiply],
         )
         session = SQLiteSession("math")
