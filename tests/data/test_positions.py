@@ -5,7 +5,7 @@ from collections import Counter
 from itertools import islice
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from any_agent.data import Positions
@@ -68,6 +68,7 @@ def test_nobody_works_on_it_any_more() -> None:
     assert [position for position, _ in positions] == [1, 2, 4]
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     length=st.integers(1, 12),
     epochs=st.integers(1, 3),
