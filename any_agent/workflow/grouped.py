@@ -34,10 +34,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         Each has its own copy of the item's dictionary. Cancelling this cancels all of them, and
         waits for them.
         """
-        runs = [
-            asyncio.create_task(self.workflow.arun_episode(engine, dict(data)))
-            for _ in range(self.group_size)
-        ]
+        runs = [asyncio.create_task(self._run(engine, dict(data))) for _ in range(self.group_size)]
         try:
             await asyncio.wait(runs)
         finally:
@@ -45,6 +42,13 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
                 run.cancel()
             await asyncio.gather(*runs, return_exceptions=True)
         return list(await asyncio.gather(*runs, return_exceptions=True))
+
+    async def _run(self, engine: RolloutEngine, data: dict[str, Any]) -> EpisodeResult | None:
+        try:
+            return await self.workflow.arun_episode(engine, data)
+        except SystemExit as error:
+            # Out of a task it would end the event loop, and all other episodes with it.
+            raise RuntimeError(f"the workflow tried to end the process: {error!r}") from error
 
     async def arun_episode(
         self, engine: RolloutEngine, data: dict[str, Any]

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from any_agent import workflow_context
+from any_agent.errors import InvalidTrajectory
+from any_agent.record import InteractionTree, InteractionWithTokenLogpReward
+from any_agent.types import Trajectory
+from any_agent.workflow import EpisodeResult, GroupedRolloutWorkflow, RolloutWorkflow
+from tests.workflow.tensors_lab import interaction, tensors
+
+
+class Counted(RolloutWorkflow):
+    """Each run answers by its number; runs meet before any of them ends."""
+
+    def __init__(self, answer: Callable[[int], Any], size: int) -> None:
+        self.answer = answer
+        self.started = self.ended = self.cancelled = 0
+        self.meet = asyncio.Barrier(size)
+        self.all_started = asyncio.Event()
+        self.size = size
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult | None:
+        number = self.started
+        self.started += 1
+        if self.started == self.size:
+            self.all_started.set()
+        try:
+            await self.meet.wait()
+            await asyncio.sleep(0)
+            result = self.answer(number)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        self.ended += 1
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+async def run(answer: Callable[[int], Any], size: int = 4) -> Any:
+    workflow = Counted(answer, size)
+    return await GroupedRolloutWorkflow(workflow, size).arun_episode(None, {})  # type: ignore[arg-type]
+
+
+def exported(id: str) -> dict[str, InteractionWithTokenLogpReward]:
+    tree = InteractionTree.from_interactions([interaction(id, [1], [2])])
+    return InteractionWithTokenLogpReward.of_tree(tree, {id: 1.0}, "individual")
+
+
+async def test_runs_are_side_by_side_and_tensors_concatenated() -> None:
+    merged = await run(lambda k: tensors(list(range(1, 4 + k)), reward=float(k)))
+    assert merged["input_ids"].shape == (4, 6)
+    assert sorted(merged["rewards"].tolist()) == [0, 1, 2, 3]
+    assert merged["attention_mask"].sum(1).tolist() == [3, 4, 5, 6]
+
+
+async def test_interactions_and_trajectories_are_joined() -> None:
+    assert sorted(await run(lambda k: exported(f"i{k}"))) == ["i0", "i1", "i2", "i3"]
+    joined = await run(lambda k: [Trajectory(f"s{k}", "g", [])])
+    assert [t.session_id for t in joined] == ["s0", "s1", "s2", "s3"]
+
+
+async def test_interactions_of_one_id_are_not_lost_in_silence() -> None:
+    with pytest.raises(InvalidTrajectory, match=r"same id, 'same'.* one client for each episode"):
+        await run(lambda _: exported("same"))
+
+
+async def test_results_of_two_kinds_become_tensors() -> None:
+    merged = await run(lambda k: tensors([1, 2, 3]) if k else exported("i"))
+    assert merged["input_ids"].shape == (4, 3)
+
+
+async def test_rejected_runs_are_dropped() -> None:
+    merged = await run(lambda k: tensors([1, 2, 3]) if k % 2 else None)
+    assert merged["input_ids"].shape == (2, 3)
+    assert await run(lambda _: None) is None
+
+
+async def test_a_failed_run_costs_itself_alone() -> None:
+    merged = await run(lambda k: ValueError("broken") if k == 0 else tensors([1, 2, 3]))
+    assert merged["input_ids"].shape == (3, 3)
+
+
+async def test_a_group_without_any_result_fails_with_its_first_failure() -> None:
+    with pytest.raises(ValueError, match="broken 1"):
+        await run(lambda k: ValueError(f"broken {k}") if k else None)
+
+
+async def test_an_agent_that_exits_ends_its_own_run_alone() -> None:
+    def answer(k: int) -> Any:
+        if k == 0:
+            raise SystemExit(3)
+        return tensors([1, 2, 3])
+
+    assert (await run(answer))["input_ids"].shape == (3, 3)
+    group = GroupedRolloutWorkflow(Counted(lambda _: exit(3), 1), 1)
+    with pytest.raises(RuntimeError, match=r"tried to end the process: SystemExit"):
+        await group.arun_episode(None, {})  # type: ignore[arg-type]
+
+
+async def test_cancelling_it_cancels_all_and_leaves_none_behind() -> None:
+    workflow = Counted(lambda _: None, 4)
+    workflow.meet = asyncio.Barrier(5)
+    group = GroupedRolloutWorkflow(workflow, 4)
+    task = asyncio.create_task(group.arun_episode(None, {}))  # type: ignore[arg-type]
+    async with asyncio.timeout(5):
+        await workflow.all_started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert workflow.cancelled == 4
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_members_come_one_by_one() -> None:
+    failure = ValueError("broken")
+    results = [failure, None, tensors([1, 2, 3])]
+    group = GroupedRolloutWorkflow(Counted(lambda k: results[k], 3), 3)
+    assert await group.arun_members(None, {}) == results  # type: ignore[arg-type]
+
+
+async def test_each_run_has_its_own_data_and_the_episodes_context() -> None:
+    class Changing(RolloutWorkflow):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult | None:
+            assert "seen" not in data
+            data["seen"] = True
+            await asyncio.sleep(0)
+            assert workflow_context.get().task_id == 7
+            return None
+
+    with workflow_context.use(workflow_context.WorkflowContext(task_id=7)):
+        await GroupedRolloutWorkflow(Changing(), 3).arun_episode(None, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5])
+def test_a_size_that_is_none_is_refused(size: Any) -> None:
+    with pytest.raises(ValueError, match="group_size is"):
+        GroupedRolloutWorkflow(Counted(lambda _: None, 1), size)

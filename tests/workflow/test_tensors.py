@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from any_agent.errors import AnyAgentError, InvalidTrajectory
+from any_agent.record import InteractionTree, InteractionWithTokenLogpReward, propagate_rewards
+from any_agent.types import Trajectory
+from any_agent.workflow import (
+    checked_tensors,
+    concat_padded_tensors,
+    kind_of,
+    padded,
+    rows_of,
+    tensors_of,
+)
+from tests.workflow.tensors_lab import interaction, tensors
+
+
+def conversation() -> list[Any]:
+    """A root and the turn that goes on from it."""
+    root = interaction("a", [1, 2], [3, 4])
+    child = interaction("b", [5], [6], parent="a", reward=1.0)
+    return [root, child]
+
+
+def exported(style: str, discount: float = 0.5) -> dict[str, InteractionWithTokenLogpReward]:
+    tree = InteractionTree.from_interactions(conversation())
+    return InteractionWithTokenLogpReward.of_tree(
+        tree, propagate_rewards(tree, discount=discount), style
+    )
+
+
+def test_the_documented_fields_pass_as_they_are() -> None:
+    given = tensors([1, 2, 3, 4], [1, 2, 3])
+    checked = checked_tensors(given)
+    assert checked.keys() == given.keys()
+    assert all(checked[name] is given[name] for name in given)
+
+
+def test_numpy_arrays_become_tensors() -> None:
+    given = {name: value.numpy() for name, value in tensors([1, 2, 3]).items()}
+    checked = checked_tensors(given)
+    assert {n: v.dtype for n, v in checked.items()} == {
+        n: v.dtype for n, v in tensors([1, 2, 3]).items()
+    }
+
+
+def test_what_training_alone_needs_may_be_missing_until_then() -> None:
+    given = tensors([1, 2, 3], loss_mask=None, logprobs=None, versions=None, rewards=None)
+    assert set(checked_tensors(given)) == {"input_ids", "attention_mask"}
+    with pytest.raises(InvalidTrajectory, match=r"loss_mask is missing: .*cannot be trained on"):
+        rows_of(given)
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("input_ids", None, "input_ids is missing; there are attention_mask"),
+    ("attention_mask", None, "attention_mask is missing"),
+    ("input_ids", torch.tensor([[1, 2, 3]]), r"is int64: it must be int32; write .to\(torch.int32"),
+    ("input_ids", torch.tensor([1, 2, 3], dtype=torch.int32), r"unsqueeze\(0\)"),
+    ("input_ids", torch.zeros((1, 0), dtype=torch.int32), r"\[1, 0\]: .* neither of them 0"),
+    ("input_ids", torch.tensor([[1, -2, 3]], dtype=torch.int32), "-2 in row 0, position 1"),
+    ("input_ids", [[1, 2, 3]], "input_ids is a list of 1: it must be a tensor"),
+    ("attention_mask", torch.ones(1, 3), "attention_mask is float32: it must be bool"),
+    ("attention_mask", torch.tensor([[0, 1, 1]]).bool(), "row without any token|gap or padding"),
+    ("attention_mask", torch.tensor([[1, 0, 1]]).bool(), "gap or .* in row 0, position 2"),
+    ("loss_mask", torch.tensor([[0, 0, 2]], dtype=torch.int32), "has 2 in row 0, position 2"),
+    ("loss_mask", torch.tensor([[1, 0, 1]], dtype=torch.int32), "first token, which nothing"),
+    ("loss_mask", torch.zeros((1, 4), dtype=torch.int32), r"shape \[1, 4\]: it must be \[1, 3\]"),
+    ("loss_mask", torch.zeros(3, dtype=torch.int32), r"shape \[3\]: it must be \[1, 3\]"),
+    ("logprobs", torch.zeros((1, 3), dtype=torch.float64), "is float64: it must be float32"),
+    ("logprobs", torch.zeros((1, 3), dtype=torch.bfloat16), "logprobs is torch.bfloat16"),
+    ("logprobs", torch.tensor([[0, 0, torch.nan]]), "has nan in row 0, position 2"),
+    ("logprobs", torch.tensor([[0, 0, -torch.inf]]), "has -inf .* must be finite"),
+    ("logprobs", torch.tensor([[0, 0, 0.7]]), "0.7 in row 0, position 2: .* never above 0"),
+    ("versions", torch.tensor([[-1, -1, -1]], dtype=torch.int32), "has -1 .* where loss_mask is 1"),
+    ("rewards", torch.tensor([torch.nan]), "rewards has nan in row 0: they must be numbers"),
+    ("rewards", torch.tensor([1e7]), "rewards has 1e[+]07"),
+    ("rewards", torch.tensor(1.0), r"rewards has the shape \[\]: it must be \[1\]"),
+    ("rewards", torch.tensor([[1.0]]), r"rewards has the shape \[1, 1\]"),
+    ("rewards", 1.0, "rewards is float '1.0': it must be a tensor"),
+    ("temperatures", torch.tensor([0.0]), "temperatures has 0 in row 0"),
+    ("mine", torch.zeros(2, 3), r"mine has the shape \[2, 3\]: .* first dimension of 1"),
+    ("mine", "text", "mine is str 'text': it must be a tensor"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "says"), WRONG)
+def test_an_error_names_the_field_and_the_fix(field: str, value: Any, says: str) -> None:
+    with pytest.raises(InvalidTrajectory, match=says) as caught:
+        checked_tensors(tensors([1, 2, 3], **{field: value}))
+    assert caught.value.param == field
+
+
+def test_a_loss_on_padding_is_refused() -> None:
+    given = tensors([1, 2, 3, 4], [1, 2, 3])
+    given["loss_mask"][1, 3] = 1
+    with pytest.raises(InvalidTrajectory, match="1 on padding in row 1, position 3"):
+        checked_tensors(given)
+
+
+def test_the_error_is_one_of_ours_and_a_value_error() -> None:
+    with pytest.raises(ValueError, match="input_ids"):
+        checked_tensors({})
+    assert issubclass(InvalidTrajectory, AnyAgentError)
+
+
+@pytest.mark.parametrize(
+    "result", [1.0, "text", [], {}, [1], {"c": 1, **exported("individual")}, (1, 2), object()]
+)
+def test_anything_else_than_the_documented_forms_is_refused(result: Any) -> None:
+    with pytest.raises(InvalidTrajectory, match="must return a dictionary of tensors"):
+        kind_of(result)
+
+
+def test_rows_have_no_padding() -> None:
+    rows = rows_of(tensors([1, 2, 3, 4], [1, 2, 3], reward=0.5))
+    assert [row["input_ids"].tolist() for row, _ in rows] == [[1, 2, 3, 4], [1, 2, 3]]
+    row, temperature = rows[1]
+    assert {n: (v.dtype.name, v.shape) for n, v in row.items()} == {
+        "input_ids": ("int32", (3,)),
+        "loss_mask": ("int32", (3,)),
+        "logprobs": ("float32", (3,)),
+        "versions": ("int32", (3,)),
+        "attention_mask": ("bool", (3,)),
+        "rewards": ("float32", ()),
+    }
+    assert float(row["rewards"]) == 0.5
+    assert temperature is None
+
+
+def test_temperatures_may_be_told() -> None:
+    given = tensors([1, 2, 3], [1, 2, 3], temperatures=torch.tensor([0.5, 2.0]))
+    assert [t for _, t in rows_of(given)] == [0.5, 2.0]
+
+
+def test_rows_are_their_own_memory() -> None:
+    given = tensors([1, 2, 3])
+    ((row, _),) = rows_of(given)
+    given["input_ids"][0, 0] = 99
+    assert row["input_ids"].tolist() == [1, 2, 3]
+
+
+def test_interactions_are_rows_with_what_ran_back() -> None:
+    rows = rows_of(exported("individual"), discount=0.1)
+    assert [row["input_ids"].tolist() for row, _ in rows] == [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
+    assert [row["loss_mask"].tolist() for row, _ in rows] == [[0, 0, 1, 1], [0, 0, 0, 0, 0, 1]]
+    # Their own discount applied; the one given here is for trajectories.
+    assert [float(row["rewards"]) for row, _ in rows] == [0.5, 1.0]
+    assert [t for _, t in rows] == [0.7, 0.7]
+    ((row, _),) = rows_of(exported("concat"))
+    assert row["loss_mask"].tolist() == [0, 0, 1, 1, 0, 1]
+
+
+def test_trajectories_are_rows_whose_rewards_run_back_here() -> None:
+    episode = [Trajectory("s", "g", conversation())]
+    rows = rows_of(episode, discount=0.9)
+    assert [float(row["rewards"]) for row, _ in rows] == pytest.approx([0.9, 1.0])
+    assert [t for _, t in rows] == [0.7, 0.7]
+
+
+def test_a_wrong_interaction_is_named() -> None:
+    result = exported("individual")
+    result["b"].row["rewards"] = np.asarray(np.nan, np.float32)
+    with pytest.raises(InvalidTrajectory, match="interaction b: rewards has nan"):
+        rows_of(result)
+
+
+def test_interactions_become_one_padded_batch() -> None:
+    batch = tensors_of(exported("individual"))
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 0, 0], [1, 2, 3, 4, 5, 6]]
+    assert batch["attention_mask"].tolist()[0] == [True] * 4 + [False] * 2
+    assert batch["versions"].tolist()[0] == [-1, -1, 3, 3, -1, -1]
+    assert batch["rewards"].tolist() == [0.5, 1.0]
+    checked_tensors(batch)
+
+
+def test_padding_and_stripping_are_inverse() -> None:
+    rows = [row for row, _ in rows_of(exported("individual"))]
+    back = [row for row, _ in rows_of(padded(rows))]
+    for row, again in zip(rows, back, strict=True):
+        assert row.keys() == again.keys()
+        assert all(np.array_equal(row[name], again[name]) for name in row)
+        assert all(row[name].dtype == again[name].dtype for name in row)
+
+
+def test_batches_are_concatenated_and_padded() -> None:
+    one = tensors([1, 2, 3], extra=torch.ones(1, 3, 2))
+    two = tensors([1, 2, 3, 4, 5], [7, 8, 9], reward=0.0, extra=torch.ones(2, 5, 2))
+    both = concat_padded_tensors([one, two])
+    assert both["input_ids"].tolist() == [[1, 2, 3, 0, 0], [1, 2, 3, 4, 5], [7, 8, 9, 0, 0]]
+    assert both["versions"][0].tolist() == [-1, -1, 3, -1, -1]
+    assert both["rewards"].tolist() == [1.0, 0.0, 0.0]
+    assert both["extra"].shape == (3, 5, 2)
+    assert {n: v.dtype for n, v in both.items()} == {n: v.dtype for n, v in one.items()}
+    checked_tensors(both)
+
+
+def test_batches_of_other_fields_do_not_go_together() -> None:
+    with pytest.raises(InvalidTrajectory, match="mine is in some of the batches only"):
+        concat_padded_tensors([tensors([1, 2, 3]), tensors([1, 2, 3], mine=torch.ones(1))])
+    assert concat_padded_tensors([]) == {}
+
+
+def test_the_example_of_areals_documents_passes() -> None:
+    example = {
+        "input_ids": torch.tensor([[1, 2, 3, 4, 5]], dtype=torch.int32),
+        "attention_mask": torch.ones(1, 5, dtype=torch.bool),
+        "loss_mask": torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32),
+        "logprobs": torch.tensor([[0.0, 0.0, -0.5, -0.3, -0.2]], dtype=torch.float32),
+        "rewards": torch.tensor([1.0], dtype=torch.float32),
+        "versions": torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32),
+    }
+    ((row, _),) = rows_of(checked_tensors(example))
+    assert row["versions"].tolist() == [0, 0, 1, 1, 1]
