@@ -18,8 +18,10 @@ from any_agent.engine import EnginePool
 from any_agent.errors import ConfigError
 from any_agent.launcher.trial import require_same_trial
 from any_agent.rollout.workflow_executor import WorkflowExecutor
+from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import WorkflowLike
 from any_agent.workflow.agent_service import AgentService
+from any_agent.workflow.dump import TrajectoryDump
 from trainer.dataset_source import Dataset, DatasetFed, Episodes
 from trainer.loop import TrainingLoop
 from trainer.presence import Presence
@@ -193,7 +195,9 @@ class GRPOTrainer:
             pool,
             c.rollout,
             agents=agents,
-            temperature=c.sampling.temperature,
+            sampling=_sampling(c, c.sampling.temperature),
+            eval_sampling=_sampling(c, c.eval.temperature),
+            dump=TrajectoryDump.of(c, tokenizer.decode),
             timeout=c.sessions.ttl,
             discount=c.train.discount,
         )
@@ -209,6 +213,17 @@ class GRPOTrainer:
         if self._signals.taken:
             # A wait that knows nothing of it ends, too: the handler raises the error.
             _thread.interrupt_main()
+
+
+def _sampling(config: Config, temperature: float | None) -> GenerationHyperparameters:
+    """What workflows that say nothing else sample with."""
+    c = config.sampling
+    return GenerationHyperparameters(
+        max_new_tokens=c.max_new_tokens,
+        temperature=c.temperature if temperature is None else temperature,
+        top_p=c.top_p,
+        top_k=c.top_k,
+    )
 
 
 PPOTrainer = GRPOTrainer

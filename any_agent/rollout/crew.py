@@ -9,12 +9,15 @@ from collections import Counter, deque
 from collections.abc import Coroutine
 from typing import Any
 
+from any_agent import stats_tracker
 from any_agent.config import RolloutConfig
 from any_agent.rollout.board import Board
 from any_agent.rollout.episodes import Episodes, Outcome
 from any_agent.rollout.failures import Failures
 from any_agent.rollout.jobs import Job, Stream
 from any_agent.rollout.ledger import Ledger
+from any_agent.types import Row, SampledSession
+from any_agent.workflow.dump import TrajectoryDump, rows_in
 from any_agent.workflow.tensors import concat_padded_tensors, padded
 
 log = logging.getLogger(__name__)
@@ -26,10 +29,17 @@ _STOPS_WITHIN = 10.0
 class Crew:
     """Runs jobs: those that were submitted, and those of one stream. Of one event loop alone."""
 
-    def __init__(self, episodes: Episodes, config: RolloutConfig, board: Board) -> None:
+    def __init__(
+        self,
+        episodes: Episodes,
+        config: RolloutConfig,
+        board: Board,
+        dump: TrajectoryDump | None = None,
+    ) -> None:
         self._episodes = episodes
         self._config = config
         self._board = board
+        self._dump = dump
         self._failures = Failures(config.max_failures)
         self._unusable = Failures(config.max_failures)
         """Of the functions that judge what episodes return."""
@@ -166,11 +176,17 @@ class Crew:
             job.lost[outcome.reason] += 1
         job.left -= 1
         if job.left == 0:
+            if self._dump is not None and job.results:
+                rows = [row for one in job.members() for row in _rows(one)]
+                await self._dump.write(rows, task_id=job.task_id, is_eval=job.is_eval)
             self._close(job)
         self.admit()
 
     def _count(self, outcome: Outcome, job: Job, what: str, number: int) -> None:
-        self.ledger.end(is_eval=job.is_eval, kept=outcome.reason is None)
+        kept = outcome.reason is None
+        self.ledger.end(is_eval=job.is_eval, kept=kept)
+        stats = stats_tracker.get("eval-rollout" if job.is_eval else "rollout")
+        stats.scalar(**{"accepted" if kept else "rejected": 1})
         if job.is_eval:
             if outcome.error is not None:
                 self._failures.tell(outcome.error, f"eval {what}")
@@ -219,7 +235,7 @@ class Crew:
         if stream is None or not stream.sessions:
             job.tensors = concat_padded_tensors(members)
         if job.accept is not None:
-            tensors = job.tensors or padded([row for one in members for row in one.rows])
+            tensors = job.tensors or padded([row for one in members for row in _rows(one)])
             if not job.accept(tensors):
                 return "not_accepted"
         return stream.reject(members) if stream is not None and stream.reject is not None else None
@@ -227,3 +243,8 @@ class Crew:
     def _fail_if(self, end: BaseException | None) -> None:
         if end is not None:
             self._board.fail(end)
+
+
+def _rows(result: Any) -> list[Row]:
+    """Of one run's result."""
+    return result.rows if isinstance(result, SampledSession) else rows_in(result)

@@ -10,7 +10,7 @@ from typing import Any
 
 from any_agent.errors import InvalidTrajectory
 from any_agent.rollout.jobs import Job
-from any_agent.types import SampledSession
+from any_agent.types import GenerationHyperparameters, SampledSession
 from any_agent.workflow import context
 from any_agent.workflow.tensors import rows_of, tensors_of
 
@@ -34,13 +34,14 @@ class Episodes:
         engine: Any,
         version: Callable[[], int],
         *,
-        temperature: float | None,
+        sampling: GenerationHyperparameters | None,
+        eval_sampling: GenerationHyperparameters | None,
         timeout: float | None,
         discount: float,
     ) -> None:
         self._engine = engine
         self._version = version
-        self._temperature = temperature
+        self._sampling = {False: sampling, True: eval_sampling or sampling}
         self._timeout = timeout
         self._discount = discount
         self.stopping = False
@@ -68,11 +69,13 @@ class Episodes:
             return Outcome(reason="failed", error=error)
 
     async def _run(self, job: Job) -> Any:
+        sampling = self._sampling[job.is_eval]
         here = context.WorkflowContext(
             task_id=job.task_id,
             is_eval=job.is_eval,
             version=self._version(),
-            temperature=self._temperature,
+            temperature=sampling.temperature if sampling is not None else None,
+            sampling=sampling,
         )
         with context.use(here):
             return await job.workflow.arun_episode(self._engine, _copy(job.data))

@@ -19,10 +19,11 @@ from any_agent.rollout.episodes import Episodes
 from any_agent.rollout.jobs import Accept, Item, Job, Reject, Stream, epochs
 from any_agent.rollout.loop_thread import LoopThread
 from any_agent.rollout.making import Workshop, is_same
-from any_agent.types import SampledSession
+from any_agent.types import GenerationHyperparameters, SampledSession
 from any_agent.workflow import context
 from any_agent.workflow.agent_service import AgentService
 from any_agent.workflow.base import TensorDict
+from any_agent.workflow.dump import TrajectoryDump
 from any_agent.workflow.resolve import WorkflowLike
 
 T = TypeVar("T")
@@ -36,9 +37,10 @@ class WorkflowExecutor:
 
     ``engine`` is what workflows get to sample with: an :class:`~any_agent.engine.EnginePool`, or
     any engine; it is opened and closed with the executor if it is a context manager. ``agents``
-    says where the calls of agents (classes with ``run``) go. ``temperature`` is what the run
-    samples at, ``timeout`` the most seconds of an episode, ``discount`` what rewards of recorded
-    trajectories run back with.
+    says where the calls of agents (classes with ``run``) go. ``sampling`` is what the run samples
+    with, ``eval_sampling`` what evaluations do (default: the same): workflows find them in their
+    context. ``dump`` writes what episodes return to files. ``timeout`` is the most seconds of an
+    episode, ``discount`` what rewards of recorded trajectories run back with.
 
     Train episodes begin while ``running <= rollout.max_concurrent`` and ``running + buffered <=
     (rollout.eta + 1) * rollout.batch_size``, all counted in sessions: runs of the workflow. What
@@ -52,7 +54,9 @@ class WorkflowExecutor:
         config: RolloutConfig,
         *,
         agents: AgentService | None = None,
-        temperature: float | None = None,
+        sampling: GenerationHyperparameters | None = None,
+        eval_sampling: GenerationHyperparameters | None = None,
+        dump: TrajectoryDump | None = None,
         timeout: float | None = None,
         discount: float = 1.0,
     ) -> None:
@@ -66,11 +70,12 @@ class WorkflowExecutor:
         episodes = Episodes(
             engine,
             lambda: self.version,
-            temperature=temperature,
+            sampling=sampling,
+            eval_sampling=eval_sampling,
             timeout=timeout,
             discount=discount,
         )
-        self._crew = Crew(episodes, config, self._board)
+        self._crew = Crew(episodes, config, self._board, dump)
         self._numbers = itertools.count()
         self._lent = 0
         """Sessions that were submitted, and handed out last."""
