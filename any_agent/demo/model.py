@@ -6,6 +6,7 @@ Run as ``python -m any_agent.demo.model OUT --seed N``: the demo's processes nev
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,8 +74,10 @@ CHAT_TEMPLATE = r"""
 """
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of about 450 tokens with Qwen3's special tokens and template."""
+def make_tokenizer(
+    texts: Iterable[str] | None = None, *, vocab_size: int = VOCAB_SIZE
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of ``texts`` (the demo's), with Qwen3's special tokens and template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -84,12 +87,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    core.train_from_iterator(corpus(), trainer)
+    core.train_from_iterator(corpus() if texts is None else texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<|im_end|>",
@@ -137,9 +140,15 @@ def make_model(
     return Qwen3ForCausalLM(config).eval()
 
 
-def save_tiny_model(path: Path, seed: int = 0, **shape: int) -> Path:
+def save_tiny_model(
+    path: Path,
+    seed: int = 0,
+    *,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    **shape: int,
+) -> Path:
     """Write a random tiny model with its tokenizer in Hugging Face's layout."""
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer or make_tokenizer()
     model = make_model(
         len(tokenizer),
         seed,

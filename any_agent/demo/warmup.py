@@ -8,7 +8,7 @@ something to find in every group, and most of the way is left to go.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +60,7 @@ class NoisyTalks:
         if first != item.digit:
             second = self._answers[self._label(item, noise)]
             parts += [(self._retry, False), (second, True)]
-        return _joined(parts)
+        return joined(parts)
 
     def _label(self, item: Item, noise: float) -> str:
         return self._random.choice(DIGITS) if self._random.random() < noise else item.digit
@@ -94,19 +94,40 @@ def warm_up(
     first half of the steps, so that every seed has learned to read the prompt by then; the
     learning rate falls over the second half.
     """
+    from transformers import AutoTokenizer
+
+    talks = NoisyTalks(AutoTokenizer.from_pretrained(path), seed)
+
+    def batch(progress: float) -> list[Row]:
+        return talks.batch(batch_size, noise * min(1.0, 2 * progress))
+
+    teach(path, batch, steps=steps, seed=seed, learning_rate=learning_rate)
+
+
+def teach(
+    path: Path,
+    batch: Callable[[float], Sequence[Row]],
+    *,
+    steps: int,
+    seed: int = 0,
+    learning_rate: float = 4e-3,
+) -> None:
+    """Supervised steps on the model at ``path``, in place, on one CPU thread.
+
+    ``batch`` gives a step's rows; it is told which part of the steps has been made. The learning
+    rate falls over the second half of them.
+    """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     # Two threads on a model this small are many times slower when the cores are shared.
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    talks = NoisyTalks(AutoTokenizer.from_pretrained(path), seed)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(steps):
-        progress = 2 * step / steps
-        optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, 2 - progress)
-        loss = _loss(model, talks.batch(batch_size, noise * min(1.0, progress)))
+        optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, 2 - 2 * step / steps)
+        loss = _loss(model, batch(step / steps))
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -114,7 +135,8 @@ def warm_up(
     model.eval().save_pretrained(path)
 
 
-def _joined(parts: Iterable[tuple[list[int], bool]]) -> Row:
+def joined(parts: Iterable[tuple[Sequence[int], bool]]) -> Row:
+    """One row of ids one after the other; of those marked True the model learns to say them."""
     row = Row([], [])
     for ids, trained in parts:
         row.ids.extend(ids)

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from any_agent.demo.warmup import Row, _joined, _loss
+from any_agent.demo.warmup import Row, joined
+from any_agent.demo.warmup import teach as teach_rows
 from any_agent.types import Message
 from tests.families import Call, Family
 from tests.laws.talk import TOOLS
@@ -26,25 +27,11 @@ def add(arguments: dict[str, Any]) -> str:
 
 def teach(fam: Family, folder: Path, *, steps: int = STEPS, batch: int = 32) -> Path:
     """A folder with the family's tokenizer and a model that adds two digits by the tool."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
     rng = random.Random(0)
-    model = AutoModelForCausalLM.from_pretrained(fam.weights_dir, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    rows = {(a, b): _row(fam, a, b) for a in range(10) for b in range(10)}
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 4e-3 * min(1.0, 2 - 2 * step / steps)
-        loss = _loss(model, rng.choices(list(rows.values()), k=batch))
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+    rows = [_row(fam, a, b) for a in range(10) for b in range(10)]
     path = folder / "taught"
     shutil.copytree(fam.weights_dir, path)
-    model.eval().save_pretrained(path)
+    teach_rows(path, lambda _: rng.choices(rows, k=batch), steps=steps)
     return path
 
 
@@ -63,4 +50,4 @@ def _row(fam: Family, a: int, b: int) -> Row:
     assert following is not None
     answer = fam.say(result["content"])
     parts = [(prompt, False), (called, True), (list(following), False), (answer, True)]
-    return _joined(parts)
+    return joined(parts)

@@ -1,0 +1,149 @@
+"""Tiny models that a few supervised steps taught the form of a task, and to be mostly wrong.
+
+``python -m tests.e2e.learning.warm_models TASK OUT --seed N``: nobody else imports torch for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.demo.model import make_tokenizer, save_tiny_model
+from any_agent.demo.warmup import Row, joined, teach
+from any_agent.types import Message
+from tests.e2e.learning import retry_math, tool_use
+
+_END = "<|im_end|>"
+_VOCAB_SIZE = 512
+_SUMS_NOISE = 0.75
+"""Share of the answers to sums that are any digit."""
+_GUESSES = 0.7
+"""Share of the talks that name a price without asking the tool."""
+_SLIPS = 0.2
+"""Share of the tool's calls that ask for any thing."""
+
+
+class Author:
+    """Writes conversations token by token as the service continues them."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self.chat = chat
+        self._known: dict[Any, list[int]] = {}
+
+    def prompt(self, messages: list[Message], tools: list[Any] | None) -> list[int]:
+        return self._once(repr(messages), lambda: list(self.chat.render(messages, tools)))
+
+    def answer(self, text: str) -> list[int]:
+        return self._once((text,), lambda: self.chat.encode(text + _END, special=False))
+
+    def between(self, talk: Talk, new: Message) -> list[int]:
+        """What follows the talk's last answer when this message comes next."""
+        said = talk.answers[-1]
+
+        def make() -> list[int]:
+            message = self.chat.parse(said, prompt_ids=talk.prompt, tools=talk.tools).to_message()
+            if new["role"] == "tool":
+                new["tool_call_id"] = message["tool_calls"][0]["id"]
+            ids = self.chat.bridge(said, [new], talk.tools, said=message)
+            assert ids is not None, "a later turn must continue the earlier one exactly"
+            return list(ids)
+
+        return self._once((tuple(said), new["role"], new["content"]), make)
+
+    def _once(self, key: Any, make: Callable[[], list[int]]) -> list[int]:
+        """There are few different ones, and each is written hundreds of times."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+
+class Talk:
+    """One conversation; what the model says in it is what it is to learn."""
+
+    def __init__(
+        self, author: Author, messages: list[Message], tools: list[Any] | None = None
+    ) -> None:
+        self._author = author
+        self.tools = tools
+        self.prompt = author.prompt(messages, tools)
+        self.answers: list[list[int]] = []
+        self._parts: list[tuple[list[int], bool]] = [(self.prompt, False)]
+
+    def says(self, text: str) -> Talk:
+        self.answers.append(self._author.answer(text))
+        self._parts.append((self.answers[-1], True))
+        return self
+
+    def hears(self, role: str, content: str) -> Talk:
+        new: Message = {"role": role, "content": content}
+        self._parts.append((self._author.between(self, new), False))
+        return self
+
+    @property
+    def row(self) -> Row:
+        return joined(self._parts)
+
+
+def sums_talk(author: Author, rng: Random, item: dict[str, Any], progress: float) -> Talk:
+    """Answers with a digit, the right one in a third of them; tries again after a wrong one."""
+    noise = _SUMS_NOISE * min(1.0, max(0.0, 4 * progress - 2))
+
+    def answer() -> str:
+        return str(rng.randrange(10)) if rng.random() < noise else str(item["answer"])
+
+    first = answer()
+    talk = Talk(author, item["messages"]).says(first)
+    if not retry_math.is_right(first, item["answer"]):
+        talk.hears("user", retry_math.RETRY).says(answer())
+    return talk
+
+
+def prices_talk(author: Author, rng: Random, item: dict[str, Any], progress: float) -> Talk:
+    """Mostly guesses a price; sometimes asks for one, and says what it hears."""
+    late = min(1.0, 2 * progress)
+    talk = Talk(author, item["messages"], tool_use.TOOLS)
+    if rng.random() < _GUESSES * late:
+        return talk.says(str(rng.randrange(10)))
+    thing = rng.choice(tool_use.THINGS) if rng.random() < _SLIPS * late else item["thing"]
+    price = str(rng.randrange(10))
+    return talk.says(tool_use.call(thing)).hears("tool", price).says(price)
+
+
+_TALKS = {
+    "retry_math": (retry_math, sums_talk, 160, 48),
+    "tool_use": (tool_use, prices_talk, 90, 24),
+}
+"""The task, how it is talked of, supervised steps, talks in each of them."""
+
+
+def make_model(task: str, path: Path, seed: int) -> Path:
+    """The task's model, in Hugging Face's layout."""
+    module, talk, steps, size = _TALKS[task]
+    tokenizer = make_tokenizer(module.texts(), vocab_size=_VOCAB_SIZE)
+    save_tiny_model(path, seed, tokenizer=tokenizer)
+    author = Author(load_chat_format(str(path), enable_thinking=False))
+    rng = Random(seed)
+    items = module.items("train")
+
+    def batch(progress: float) -> list[Row]:
+        return [talk(author, rng, item, progress).row for item in rng.choices(items, k=size)]
+
+    teach(path, batch, steps=steps, seed=seed)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make a task's tiny model.")
+    parser.add_argument("task", choices=sorted(_TALKS))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    make_model(arguments.task, arguments.out, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()
