@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from any_agent import GenerationHyperparameters, stats_tracker
+from any_agent import GenerationHyperparameters, load_hf_tokenizer, stats_tracker
 from any_agent.config import RolloutConfig
 from any_agent.engine import EnginePool
 from any_agent.rollout import WorkflowExecutor
@@ -26,7 +25,7 @@ TASK = {
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model_dir: Path) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_model_dir)
+    return load_hf_tokenizer(str(tiny_model_dir))
 
 
 @pytest.fixture(scope="module")
