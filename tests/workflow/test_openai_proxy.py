@@ -1,0 +1,231 @@
+"""Agents that know nothing of training, run as workflows over a real service."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from any_agent.engine.embedded.engine import EmbeddedEngine
+from any_agent.errors import AgentFailed, AnyAgentError, ConfigError, Unprocessable
+from any_agent.record import InteractionTree, InteractionWithTokenLogpReward
+from any_agent.types import SessionState
+from any_agent.workflow import (
+    AgentService,
+    GroupedRolloutWorkflow,
+    OpenAIProxyWorkflow,
+    context,
+    rows_of,
+)
+from any_agent.workflow.context import WorkflowContext
+from any_agent.workflow.proxy_client import task_name
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.proxy_ext.proxy_lab import Proxy, until
+from tests.workflow.agents import HELLO, Elsewhere, Hangs, MyAgent, RewardsItself, Skips
+from tests.workflow.conftest import ADMIN
+
+ITEM = {"messages": HELLO}
+
+
+def workflow_of(agent: Any, proxy: Proxy, **how: Any) -> OpenAIProxyWorkflow:
+    return OpenAIProxyWorkflow.of(agent, AgentService(proxy.url, ADMIN, **how))
+
+
+async def episode(
+    agent: Any, proxy: Proxy, data: Any = ITEM, *, is_eval: bool = False, **how: Any
+) -> dict[str, InteractionWithTokenLogpReward] | None:
+    with context.use(WorkflowContext(task_id=7, is_eval=is_eval)):
+        return await workflow_of(agent, proxy, **how).arun_episode(None, data)
+
+
+async def state_of(proxy: Proxy, session_id: str) -> tuple[SessionState, str | None]:
+    row = await proxy.service.journal.session(session_id)
+    assert row is not None
+    return row.state, row.reason
+
+
+async def test_an_episode_is_what_the_engine_sampled(
+    real_proxy: Proxy, embedded: EmbeddedEngine
+) -> None:
+    episode_ = await episode(MyAgent(turns=3), real_proxy, discount=0.5)
+    assert episode_ is not None
+    assert [i.reward for i in episode_.values()] == [0.25, 0.5, 1.0]
+    recorded = await real_proxy.recorded("7-0-0")
+    tree = InteractionTree.from_interactions(recorded)
+    assert list(episode_) == [i.id for i in recorded]
+    for (row, _), interaction in zip(rows_of(episode_), recorded, strict=True):
+        prompt = tree.prompt_ids(interaction.id).tolist()
+        ids = row["input_ids"].tolist()
+        assert ids == prompt + interaction.output_ids.tolist()
+        with torch.inference_mode():
+            logits = embedded.loaded.model(torch.tensor([ids])).logits[0]
+        fresh = torch.log_softmax(logits.float(), -1)[len(prompt) - 1 : -1]
+        fresh = fresh.gather(-1, torch.tensor(ids[len(prompt) :])[:, None])[:, 0]
+        assert np.allclose(row["logprobs"][len(prompt) :], fresh, atol=1e-3)
+    assert (await state_of(real_proxy, "7-0-0"))[0] is SessionState.TRAINED
+    assert real_proxy.service.sessions.grants.left == 0
+    assert await real_proxy.lease() == [], "no trainer's poll is handed it"
+
+
+async def test_rewards_by_completion(proxy: Proxy) -> None:
+    agent = MyAgent(turns=2, reward=lambda all: {all[0].id: 0.5, all[1].id: np.float32(1)})
+    result = await episode(agent, proxy, discount=0.9)
+    assert result is not None
+    assert [i.reward for i in result.values()] == pytest.approx([0.5 + 0.9, 1.0])
+
+
+async def test_rewards_that_the_agent_has_set_itself(proxy: Proxy) -> None:
+    result = await episode(RewardsItself(), proxy)
+    assert result is not None
+    assert [i.reward for i in result.values()] == [0.25]
+
+
+async def test_one_row_for_a_conversation(proxy: Proxy) -> None:
+    result = await episode(MyAgent(turns=3), proxy, export_style="concat")
+    assert result is not None
+    ((row, _),) = rows_of(result)
+    recorded = await proxy.recorded("7-0-0")
+    assert row["loss_mask"].sum() == sum(len(i.output_ids) for i in recorded)
+
+
+async def test_the_items_own_task_id_names_its_sessions(proxy: Proxy) -> None:
+    await episode(MyAgent(), proxy, {**ITEM, "task_id": "sum-12"})
+    # What cannot be part of an id stands for itself all the same, at each run.
+    for _ in range(2):
+        await episode(MyAgent(), proxy, {**ITEM, "task_id": "12 + 15?"})
+    odd = task_name("12 + 15?")
+    assert odd != task_name("12 + 16?")
+    ids = {line.session_id async for line in proxy.client.sessions()}
+    assert ids == {"sum-12-0-0", f"{odd}-0-0", f"{odd}-0-1"}
+
+
+async def test_an_evaluation_needs_no_grant_and_is_sampled_as_it_asks(
+    proxy: Proxy, scripted: ScriptedEngine
+) -> None:
+    agent = MyAgent(temperature=0.25, reward=0.75)
+    result = await episode(agent, proxy, is_eval=True)
+    assert result is not None
+    assert [i.reward for i in result.values()] == [0.75]
+    assert scripted.requests[-1]["sampling_params"]["temperature"] == 0.25
+    (session,) = [line async for line in proxy.client.sessions()]
+    assert (session.mode, session.state) == ("eval", "evaluated")
+    trained = await episode(agent, proxy)
+    assert trained is not None
+    assert scripted.requests[-1]["sampling_params"]["temperature"] == 1.0
+
+
+async def test_a_run_that_skips_its_item_is_rejected(proxy: Proxy) -> None:
+    assert await episode(Skips(), proxy) is None
+    assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
+
+
+@pytest.mark.parametrize(
+    ("agent", "code", "said"),
+    [
+        (MyAgent(reward=math.nan), "invalid_reward", "returned nan"),
+        (MyAgent(reward=2e6), "invalid_reward", "2000000.0"),
+        (MyAgent(reward="good"), "invalid_reward", r"'good' \(str\)"),
+        (MyAgent(reward=[1.0]), "invalid_reward", "list"),
+        (MyAgent(reward=lambda _: {"chatcmpl-x": 1.0}), "invalid_reward", "'chatcmpl-x'"),
+        (MyAgent(reward=lambda _: {1: 1.0}), "invalid_reward", "key 1"),
+        (MyAgent(reward=lambda all: {all[0].id: math.inf}), "invalid_reward", "inf for chatcmpl"),
+        (Elsewhere(), "no_model_call", "base_url and api_key"),
+    ],
+)
+async def test_what_is_no_reward_is_named(proxy: Proxy, agent: Any, code: str, said: str) -> None:
+    with pytest.raises(AgentFailed, match=said) as raised:
+        await episode(agent, proxy)
+    assert raised.value.code == code
+    assert type(agent).__name__ in raised.value.message
+    assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
+
+
+async def test_no_reward_at_all(proxy: Proxy) -> None:
+    with pytest.raises(Unprocessable, match="no reward"):
+        await episode(MyAgent(reward=None), proxy)
+    assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
+
+
+async def test_what_an_agent_raises_costs_its_own_episode_alone(proxy: Proxy) -> None:
+    runs = 0
+
+    def second_fails(_: Any) -> float:
+        nonlocal runs
+        runs += 1
+        return 1 / (runs - 2) if runs == 2 else 1.0
+
+    workflow = GroupedRolloutWorkflow(workflow_of(MyAgent(reward=second_fails), proxy), 3)
+    with context.use(WorkflowContext(task_id="t")):
+        members = await workflow.arun_members(None, ITEM)
+    assert sum(isinstance(m, ZeroDivisionError) for m in members) == 1
+    states = [await state_of(proxy, f"t-0-{k}") for k in range(3)]
+    assert sorted(state for state, _ in states) == ["aborted", "trained", "trained"]
+    (reason,) = [reason for state, reason in states if state == "aborted"]
+    assert reason is not None
+    assert reason.startswith("ZeroDivisionError")
+
+
+async def test_a_hanging_agent(proxy: Proxy) -> None:
+    agent = Hangs()
+    with pytest.raises(AgentFailed, match=r"more than 0.05 s.*rollout\.agent\.timeout") as raised:
+        await episode(agent, proxy, timeout=0.05)
+    assert raised.value.code == "agent_timeout"
+    assert agent.cancelled == 1
+    assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
+
+
+async def test_cancelling_an_episode_ends_its_session_and_its_call(
+    proxy: Proxy, scripted: ScriptedEngine
+) -> None:
+    scripted.hold(2)
+    task = asyncio.create_task(episode(MyAgent(), proxy))
+    await until(lambda: scripted.running)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+    async def ended() -> bool:
+        return (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
+
+    await until(ended)
+    await until(lambda: not scripted.running)
+
+
+async def test_a_service_that_is_not_there() -> None:
+    service = AgentService("http://127.0.0.1:9", patience=0.2)
+    with pytest.raises(AnyAgentError, match="does not answer"):
+        await OpenAIProxyWorkflow.of(MyAgent(), service).arun_episode(None, ITEM)
+    await context.close_clients()
+
+
+class Synchronous:
+    def run(self, data: Any, **extra_kwargs: Any) -> float:
+        return 1.0
+
+
+class Deaf:
+    async def run(self, data: Any) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        (object(), "has no run"),
+        (MyAgent, "give an instance"),
+        (Synchronous(), r"async def run.*rollout\.agent\.mode=subproc"),
+        (Deaf(), "takes no base_url"),
+    ],
+)
+def test_agents_that_cannot_be_run(agent: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        OpenAIProxyWorkflow(agent=agent, proxy_addr="http://127.0.0.1:1")
+
+
+def test_an_unknown_mode() -> None:
+    with pytest.raises(ConfigError, match="inline or subproc"):
+        OpenAIProxyWorkflow(agent=MyAgent(), proxy_addr="http://x", mode="online")  # type: ignore[arg-type]
