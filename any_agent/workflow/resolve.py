@@ -84,6 +84,7 @@ def _made(found: Any, kwargs: dict[str, Any], named: str) -> Any:
                 f"{named} is an object, not a class: workflow_kwargs ({', '.join(kwargs)}) have "
                 "nothing to be given to"
             )
+        _require_run(found, named)
         return found
     _require_run(found, named)
     try:
@@ -98,25 +99,31 @@ def _made(found: Any, kwargs: dict[str, Any], named: str) -> Any:
 
 
 def _require_run(found: Any, named: str) -> None:
-    """ConfigError unless it is a workflow, or has ``async def run``."""
+    """ConfigError unless it is a workflow, or has a method ``run``."""
     if isinstance(found, RolloutWorkflow) or (
         inspect.isclass(found) and issubclass(found, RolloutWorkflow)
     ):
+        method = found.arun_episode
+        if inspect.isabstract(found) or not _awaitable(method):
+            raise ConfigError(
+                f"{named} runs no episodes: write async def arun_episode(self, engine, data) in it"
+            )
         return
-    run = getattr(found, "run", None)
-    if run is None:
+    if not callable(getattr(found, "run", None)):
         raise ConfigError(
             f"{named} is neither a RolloutWorkflow nor an agent: it has no run method. Write "
             "async def run(self, data, **extra_kwargs) in it, which returns the reward"
         )
-    if not inspect.iscoroutinefunction(inspect.unwrap(run)):
-        raise ConfigError(
-            f"{named}: its run is no coroutine: write async def run(self, data, **extra_kwargs)"
-        )
+
+
+def _awaitable(method: Any) -> bool:
+    """False for what is a plain function for certain."""
+    method = inspect.unwrap(method)
+    plain = inspect.isfunction(method) or inspect.ismethod(method)
+    return not plain or inspect.iscoroutinefunction(method)
 
 
 def _agent(found: Any, named: str, agents: AgentService | None) -> RolloutWorkflow:
-    _require_run(found, named)
     if agents is None:
         raise ConfigError(
             f"{named} is an agent, whose calls need a service to go to: run it in a trainer, or "

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.errors import ConfigError
+from any_agent.workflow import GroupedRolloutWorkflow, RolloutWorkflow, resolve_workflow
+from any_agent.workflow.agent_service import AgentService
+from any_agent.workflow.openai_proxy import OpenAIProxyWorkflow
+
+SERVICE = AgentService("http://127.0.0.1:1", "admin")
+
+MODULE = """
+from any_agent import RolloutWorkflow
+
+class Mine(RolloutWorkflow):
+    def __init__(self, turns, word="x"):
+        self.turns, self.word = turns, word
+    async def arun_episode(self, engine, data):
+        return None
+
+class Agent:
+    def __init__(self, turns=1):
+        self.turns = turns
+    async def run(self, data, **extra_kwargs):
+        return 1.0
+
+class NoRun:
+    pass
+
+class Unfinished(RolloutWorkflow):
+    pass
+
+class Plain(RolloutWorkflow):
+    def arun_episode(self, engine, data):
+        return None
+
+ready = Mine(5)
+ready_agent = Agent(6)
+number = 3
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module `made_workflows` beside the script that runs."""
+    (tmp_path / "made_workflows.py").write_text(MODULE)
+    (tmp_path / "made_broken.py").write_text("raise RuntimeError('at import')")
+    (tmp_path / "made_needy.py").write_text("import made_missing_library")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield __import__("made_workflows")
+    for name in ("made_workflows", "made_broken", "made_needy"):
+        sys.modules.pop(name, None)
+
+
+def test_a_name_a_class_and_an_instance(script: Any) -> None:
+    for given in ("made_workflows.Mine", script.Mine):
+        made: Any = resolve_workflow(given, {"turns": 2})
+        assert isinstance(made, script.Mine)
+        assert (made.turns, made.word) == (2, "x")
+    assert resolve_workflow(script.ready) is script.ready
+    assert resolve_workflow("made_workflows.ready") is script.ready
+
+
+def test_an_agent_is_wrapped(script: Any) -> None:
+    for given, kwargs, turns in (
+        ("made_workflows.Agent", {"turns": 4}, 4),
+        (script.Agent, None, 1),
+        (script.ready_agent, {}, 6),
+        ("made_workflows.ready_agent", None, 6),
+    ):
+        made = resolve_workflow(given, kwargs, agents=SERVICE)
+        assert isinstance(made, OpenAIProxyWorkflow)
+        assert made.agent.turns == turns
+        assert made.service.admin_key == "admin"
+
+
+def test_a_group(script: Any) -> None:
+    made = resolve_workflow(script.ready, group_size=4)
+    assert isinstance(made, GroupedRolloutWorkflow)
+    assert made.workflow is script.ready
+    assert made.group_size == 4
+
+
+REFUSED: list[tuple[str, dict[str, Any] | None, str]] = [
+    ("Mine", None, "'Mine' names no module: write module.Class"),
+    (".Mine", None, "'.Mine' names no module"),
+    ("made_nothing.Mine", None, "there is no module 'made_nothing'.* PYTHONPATH"),
+    ("made_nothing.deep.Mine", None, "there is no module 'made_nothing'"),
+    ("made_workflows.Nine", None, "has no 'Nine'; its classes are RolloutWorkflow, Mine, Agent"),
+    ("made_broken.Mine", None, "made_broken fails when it is imported: RuntimeError: at import"),
+    ("made_needy.Mine", None, "imports 'made_missing_library', which is not installed"),
+    ("made_workflows.Mine", None, "do not fit Mine: missing a required argument: 'turns'"),
+    ("made_workflows.Mine", {"turns": 1, "wrd": 2}, "unexpected keyword argument 'wrd'"),
+    ("made_workflows.ready", {"turns": 1}, r"is an object.*workflow_kwargs \(turns\)"),
+    ("made_workflows.NoRun", None, "has no run method. Write async def run"),
+    ("made_workflows.number", None, "has no run method"),
+    ("made_workflows.Unfinished", None, "write async def arun_episode"),
+    ("made_workflows.Plain", None, "write async def arun_episode"),
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs", "says"), REFUSED)
+def test_an_error_says_what_to_do(
+    script: Any, name: str, kwargs: dict[str, Any] | None, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        resolve_workflow(name, kwargs, agents=SERVICE)
+
+
+def test_an_agent_without_a_service_is_refused(script: Any) -> None:
+    with pytest.raises(ConfigError, match="is an agent, whose calls need a service"):
+        resolve_workflow(script.Agent)
+
+
+def test_a_workflow_whose_init_fails_fails_as_it_does() -> None:
+    class Failing(RolloutWorkflow):
+        def __init__(self) -> None:
+            raise FileNotFoundError("rules.txt")
+
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> None:
+            return None
+
+    with pytest.raises(FileNotFoundError, match=r"rules\.txt"):
+        resolve_workflow(Failing)
