@@ -43,6 +43,8 @@ class Crew:
         self._failures = Failures(config.max_failures)
         self._unusable = Failures(config.max_failures)
         """Of the functions that judge what episodes return."""
+        # A group may be larger than what may run at once.
+        self._places = {kind: asyncio.Semaphore(config.max_concurrent) for kind in (False, True)}
         self._tasks: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._pending: deque[Job] = deque()
@@ -167,8 +169,9 @@ class Crew:
     # -- ending --------------------------------------------------------------------------------
 
     async def _run(self, job: Job, k: int) -> None:
-        number = self._failures.begin()
-        outcome = await self._episodes.run(job, k)
+        async with self._places[job.is_eval]:
+            number = self._failures.begin()
+            outcome = await self._episodes.run(job, k)
         self._count(outcome, job, f"task {job.task_id}, run {k}", number)
         if outcome.reason is None:
             job.results[k] = outcome.result

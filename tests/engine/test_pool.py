@@ -1,0 +1,229 @@
+"""Several engines as one: which of them a call goes to, and weight updates under calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from any_agent.engine import Capabilities, EnginePool
+from any_agent.errors import ConfigError, EngineUnavailable
+from any_agent.types import ModelResponse
+from tests.engine.sglang_lab import FORMULA, request, until
+from tests.fakes.scripted_engine import ScriptedEngine
+
+Engines = list[ScriptedEngine]
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[Engines]:
+    async with AsyncExitStack() as stack:
+        engines = [ScriptedEngine(incremental=True) for _ in range(3)]
+        for engine in engines:
+            await stack.enter_async_context(engine.serve())
+        yield engines
+
+
+@pytest.fixture
+async def pool(engines: Engines) -> AsyncIterator[EnginePool]:
+    async with pool_of(engines) as pool:
+        yield pool
+
+
+def pool_of(engines: Engines, **options: Any) -> EnginePool:
+    return EnginePool([e.url for e in engines], decode=engines[0].decode, **options)
+
+
+def call(pool: EnginePool, rid: str, **fields: Any) -> asyncio.Task[ModelResponse]:
+    return asyncio.create_task(pool.agenerate(request(rid, **fields)))
+
+
+def counts(engines: Engines) -> list[int]:
+    return [len(engine.requests) for engine in engines]
+
+
+# -- where a call goes -------------------------------------------------------------------------
+
+
+async def test_calls_go_to_the_engine_with_the_fewest(pool: EnginePool, engines: Engines) -> None:
+    holds = [engine.hold(1) for engine in engines]
+    works = [call(pool, f"first-{k}") for k in range(3)]
+    await until(lambda: counts(engines) == [1, 1, 1])
+    assert pool.calls == 3
+    holds[1].set()
+    await until(lambda: pool.calls == 2)
+    works.append(call(pool, "next"))
+    await until(lambda: counts(engines) == [1, 2, 1])
+    for hold in holds:
+        hold.set()
+    for response in await asyncio.gather(*works):
+        assert response.output_ids == FORMULA[:10]
+    assert pool.calls == 0
+
+
+async def test_idle_engines_take_turns(pool: EnginePool, engines: Engines) -> None:
+    for k in range(9):
+        await call(pool, f"r{k}")
+    assert counts(engines) == [3, 3, 3]
+
+
+async def test_a_conversation_stays_where_its_beginning_is(
+    pool: EnginePool, engines: Engines
+) -> None:
+    for _ in range(4):
+        await call(pool, "talk")
+    assert sorted(counts(engines)) == [0, 0, 4]
+    told = next(engine for engine in engines if engine.requests)
+    assert len({body["rid"] for body in told.requests}) == 4, "an engine takes an id once at a time"
+
+
+async def test_two_calls_of_one_conversation_at_once(pool: EnginePool, engines: Engines) -> None:
+    responses = await asyncio.gather(*(pool.agenerate(request("talk")) for _ in range(5)))
+    assert [r.output_ids for r in responses] == [FORMULA[:10]] * 5
+    assert sorted(counts(engines)) == [0, 0, 5]
+
+
+async def test_a_conversation_moves_when_its_engine_dies(
+    pool: EnginePool, engines: Engines
+) -> None:
+    await call(pool, "talk")
+    home = next(engine for engine in engines if engine.requests)
+    home.hold(2)
+    under_way = call(pool, "talk")
+    await until(lambda: home.running)
+    await home.die()
+    client = pool.engines[engines.index(home)]
+    await until(lambda: client.away)  # type: ignore[attr-defined]
+    assert (await call(pool, "talk")).output_ids == FORMULA[:10]
+    assert len(home.requests) == 2, "the next turn went to another engine"
+    await home.revive()
+    # What was under way there has gone on.
+    assert (await under_way).output_ids == FORMULA[:10]
+
+
+async def test_only_so_many_conversations_are_remembered(
+    pool: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("any_agent.engine.pool._REMEMBERED", 4)
+    for k in range(10):
+        await call(pool, f"r{k}")
+    assert len(pool._homes) == 4
+
+
+async def test_a_call_that_is_cancelled_ends_in_the_engine(
+    pool: EnginePool, engines: Engines
+) -> None:
+    for engine in engines:
+        engine.hold(3)
+    work = call(pool, "left")
+    await until(lambda: any(engine.running for engine in engines))
+    work.cancel()
+    await until(lambda: any(engine.aborted or engine.cancelled for engine in engines))
+    assert pool.calls == 0
+
+
+# -- what it is --------------------------------------------------------------------------------
+
+
+async def test_all_can_do_what_each_can(pool: EnginePool, engines: Engines) -> None:
+    names = Capabilities.names()
+    engines[0].told = {"capabilities": names}
+    engines[1].told = {"capabilities": [name for name in names if name != "grammar"]}
+    engines[2].told = {"capabilities": [name for name in names if name != "min_p"]}
+    engines[2].context_length = 512
+    assert await pool.capabilities() == Capabilities(grammar=False, min_p=False)
+    assert await pool.context_length() == 512
+    assert len(pool) == 3
+
+
+async def test_the_version_is_the_oldest_that_samples(engines: Engines) -> None:
+    for k, engine in enumerate(engines):
+        engine.weight_version = str(4 + k)
+    async with pool_of(engines) as pool:
+        assert pool.version == pool.get_version() == 4
+
+
+async def test_a_pool_that_is_not_open(engines: Engines) -> None:
+    pool = pool_of(engines)
+    assert pool.version == 0
+    with pytest.raises(EngineUnavailable, match="not open"):
+        await pool.agenerate(request())
+    async with pool:
+        await pool.agenerate(request())
+    with pytest.raises(EngineUnavailable, match="not open"):
+        await pool.agenerate(request())
+
+
+async def test_an_engine_that_is_not_there(engines: Engines) -> None:
+    await engines[2].die()
+    with pytest.raises(EngineUnavailable, match="does not answer"):
+        async with pool_of(engines):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("engines", "said"), [((), "needs an engine"), (("http://x",), "decode=tokenizer.decode")]
+)
+def test_what_makes_no_pool(engines: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EnginePool(engines)
+
+
+# -- weight updates ----------------------------------------------------------------------------
+
+
+async def updated(pool: EnginePool, engines: Engines, version: int) -> None:
+    """As the ranks' proxies and the trainer do it: the pool itself tells the engines nothing."""
+    async with pool_of(engines, update_wait=5.0) as proxies:
+        await pool.hold()
+        await proxies.pause()
+        for engine in engines:
+            engine.weight_version = str(version)
+        late = call(pool, "late")
+        await asyncio.sleep(0)
+        await proxies.resume(version)
+        assert not late.done()
+        pool.release(version)
+        assert (await late).output_versions == [version] * 10
+
+
+async def test_calls_go_on_across_an_update(pool: EnginePool, engines: Engines) -> None:
+    for engine in engines:
+        engine.hold(4)
+    works = [call(pool, f"r{k}") for k in range(3)]
+    await until(lambda: all(len(r.ids) == 4 for e in engines for r in e.running.values()))
+    await until(lambda: sum(len(e.running) for e in engines) == 3)
+    await updated(pool, engines, 7)
+    for response in await asyncio.gather(*works):
+        assert response.output_ids == FORMULA[:10]
+        assert response.output_versions == [0] * 4 + [7] * 6
+    assert pool.version == 7
+
+
+async def test_an_update_that_failed(pool: EnginePool, engines: Engines) -> None:
+    await pool.hold()
+    work = call(pool, "r")
+    await until(lambda: pool.calls == 1)
+    await asyncio.sleep(0.05)
+    assert counts(engines) == [0, 0, 0]
+    pool.release(None)
+    assert (await work).output_versions == [0] * 10
+    assert pool.version == 0
+
+
+async def test_a_hold_that_nobody_ends(engines: Engines) -> None:
+    async with pool_of(engines, update_wait=0.1) as pool:
+        await pool.hold()
+        with pytest.raises(EngineUnavailable, match="a weight update took more than"):
+            await pool.agenerate(request())
+
+
+async def test_all_engines_are_paused_and_resumed(pool: EnginePool, engines: Engines) -> None:
+    await pool.pause()
+    assert [engine.pauses for engine in engines] == [["abort"]] * 3
+    await pool.resume(2)
+    assert pool.version == 2
+    assert (await call(pool, "r")).output_ids == FORMULA[:10]
