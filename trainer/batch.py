@@ -110,6 +110,19 @@ def training_batch(
     return batch
 
 
+def in_stable_order(group: Group) -> Group:
+    """By what was said, wherever it came from: the numbers of runs side by side are chance."""
+    return sorted(group, key=_tokens_of)
+
+
+def _tokens_of(session: Session) -> list[bytes]:
+    if isinstance(session, SampledSession):
+        return sorted(row["input_ids"].tobytes() for row in session.rows)
+    tree = InteractionTree.from_interactions(session.interactions)
+    rows = (interaction_row(tree, node.id, 0.0) for node in session.interactions)
+    return sorted(row["input_ids"].tobytes() for row in rows)
+
+
 def versions_in(groups: Sequence[Group]) -> set[int]:
     """Every version that sampled one of their tokens."""
     sampled: list[npt.NDArray[np.int32]] = []

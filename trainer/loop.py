@@ -29,7 +29,14 @@ from any_agent.rollout import Ranks, RolloutExecutor
 from any_agent.rundir import RunDir
 from any_agent.types import SampledSession
 from any_agent.workflow import ProxyWorkflow
-from trainer.batch import Group, TrainingBatch, training_batch, versions_in, without_signal
+from trainer.batch import (
+    Group,
+    TrainingBatch,
+    in_stable_order,
+    training_batch,
+    versions_in,
+    without_signal,
+)
 from trainer.checkpoint import (
     latest_checkpoint,
     list_checkpoints,
@@ -283,7 +290,9 @@ class TrainingLoop:
         """The next batch; empty where there is none any more."""
         while True:
             try:
-                return self._source.next_batch(timeout=_TELL_EVERY)
+                groups = self._source.next_batch(timeout=_TELL_EVERY)
+                deterministic = self.config.rollout.deterministic
+                return [in_stable_order(g) for g in groups] if deterministic else groups
             except TimeoutError as error:
                 self._say(f"waiting   for trajectories: {error}")
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
+import numpy as np
 import pytest
 from episode_lab import interaction, pair, session
 
 from any_agent.config import TrainConfig
-from any_agent.types import Trajectory
-from trainer.batch import TrainingBatch, training_batch, versions_in, without_signal
+from any_agent.types import SampledSession, Trajectory
+from trainer.batch import (
+    TrainingBatch,
+    in_stable_order,
+    training_batch,
+    versions_in,
+    without_signal,
+)
 
 CONFIG = TrainConfig(normalize_std=False)
 
@@ -85,3 +94,17 @@ def test_nothing_but_leftovers() -> None:
 )
 def test_episodes_without_a_signal(episode: list[Trajectory], why: str | None) -> None:
     assert without_signal(episode, CONFIG) == why
+
+
+def test_the_order_of_a_group_is_that_of_its_tokens() -> None:
+    """Whoever came first, and whatever the sessions are called."""
+    short, long = session("a", 1.0), session("b", 0.0, turns=2)
+    sampled = SampledSession(
+        session_id="data-0-0",
+        group_id="data-0",
+        rows=[{"input_ids": np.arange(3, dtype=np.int32)}],
+        temperatures=[None],
+    )
+    orders = [in_stable_order(list(group)) for group in permutations([short, long, sampled])]
+    assert all(order == orders[0] for order in orders)
+    assert {one.session_id for one in orders[0]} == {"a", "b", "data-0-0"}
