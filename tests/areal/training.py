@@ -39,7 +39,7 @@ def tasks(file: Path, count: int) -> Path:
     return file
 
 
-def settings(model: Path, engine: str, data: Path, folder: Path) -> list[str]:
+def settings(model: Path, engine: str, data: Path | None, folder: Path) -> list[str]:
     """Two steps of two groups of two on an engine that a test scripts."""
     return [
         f"model.path={model}",
@@ -50,7 +50,7 @@ def settings(model: Path, engine: str, data: Path, folder: Path) -> list[str]:
         f"root={folder}",
         "experiment=documents",
         "trial=one",
-        f"train_dataset.path={data}",
+        *([f"train_dataset.path={data}"] if data else []),
         "rollout.batch_size=4",
         "sessions.group_size=2",
         "train.steps=2",
@@ -75,4 +75,4 @@ def trained(
     assert done.returncode == 0, said
     (metrics,) = cwd.rglob("metrics.jsonl")
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return Trained(said, metrics.parent, [line for line in lines if "step" in line])
+    return Trained(said, metrics.parent, [line for line in lines if "step" in line and "eval" not in line])

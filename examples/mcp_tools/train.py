@@ -1,0 +1,26 @@
+"""Trains the agent: python examples/mcp_tools/train.py --config examples/mcp_tools/config.yaml"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+from any_agent import GRPOConfig, load_expr_config
+from trainer import GRPOTrainer
+
+
+def tasks(count: int, seed: int) -> list[dict[str, str]]:
+    draw = random.Random(seed)
+    pairs = [(draw.randint(100, 999), draw.randint(100, 999)) for _ in range(count)]
+    return [{"question": f"What do {a} and {b} add up to?", "answer": str(a + b)} for a, b in pairs]
+
+
+def main() -> None:
+    config, _ = load_expr_config(sys.argv[1:], GRPOConfig)
+    with GRPOTrainer(config, train_dataset=tasks(1000, config.train.seed)) as trainer:
+        trainer.train(workflow="agent.CalculatorAgent")
+
+
+# A worker process imports this file, too, and must not train.
+if __name__ == "__main__":
+    main()
