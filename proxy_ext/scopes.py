@@ -20,6 +20,8 @@ KEYS = EVERYBODY - {Scope.NONE}
 AGENTS = frozenset({Scope.ADMIN, Scope.TENANT, Scope.SESSION})
 OPENERS = frozenset({Scope.ADMIN, Scope.TENANT})
 TRAINERS = frozenset({Scope.ADMIN, Scope.TRAINER})
+STARTERS = OPENERS | TRAINERS
+"""A trainer that runs agents on a dataset opens their sessions itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     "GET /v1/models/{model}": (KEYS, ""),
     "GET /models/{model}": (KEYS, ""),
     # Sessions.
-    "POST /rl/v1/start_session": (OPENERS, ""),
+    "POST /rl/v1/start_session": (STARTERS, ""),
     "GET /rl/v1/start_session": (OPENERS, ""),
     "POST /rl/v1/set_reward": (AGENTS, ""),
     "POST /rl/v1/finalize": (AGENTS, ""),
@@ -81,7 +83,7 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     "POST /rl/v1/ack": (TRAINERS, ""),
     "POST /rl/v1/export_trajectories": (TRAINERS, _AUDITED),
     # The names that AReaL's users know.
-    "POST /rl/start_session": (OPENERS, ""),
+    "POST /rl/start_session": (STARTERS, ""),
     "POST /rl/set_reward": (AGENTS, ""),
     "POST /rl/end_session": (AGENTS, ""),
     "POST /grant_capacity": (TRAINERS, ""),
