@@ -115,7 +115,7 @@ class GenerationHyperparameters:
         """A copy with some fields changed; lists become tuples.
 
         ``n_samples`` may be given as 1, which is all that a request samples. Raises ValueError for
-        another one, and for what is no field.
+        another one, and TypeError for what is no field.
         """
         samples = changes.pop("n_samples", 1)
         if samples != 1:
@@ -123,13 +123,17 @@ class GenerationHyperparameters:
                 f"n_samples is {samples!r}: a request samples one completion. Run the workflow "
                 "more often for one item (sessions.group_size), or send several requests"
             )
-        known = {field.name for field in fields(self)}
         for name, value in changes.items():
-            if name not in known:
-                raise ValueError(f"{name} is no field; there are {', '.join(sorted(known))}")
             if isinstance(value, list):
                 changes[name] = tuple(value)
-        return replace(self, **changes)
+        try:
+            return replace(self, **changes)
+        except TypeError:
+            known = {field.name for field in fields(self)}
+            unknown = ", ".join(sorted(changes.keys() - known))
+            raise TypeError(
+                f"{unknown}: no such field; there are {', '.join(sorted(known))}"
+            ) from None
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> Self:
         """A copy that stops also at the tokenizer's padding and end tokens, where it has them."""
