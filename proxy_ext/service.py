@@ -67,6 +67,8 @@ class Service:
     completer: Completer
     sampling: GenerationHyperparameters
     """What train sessions are sampled with."""
+    eval_sampling: GenerationHyperparameters
+    """What eval sessions are, where their agents ask for nothing else."""
     sessions: Sessions
     rewards: Rewards
     endings: Endings
@@ -164,7 +166,10 @@ async def open_service(
         await fence.recover()
         late = LateRewards(sessions, endings, config.sessions, grader_of(config.sessions))
         quotas = _quotas(config, access, sessions)
-        s = config.sampling
+        s, asked = config.sampling, config.eval.temperature
+        sampling = GenerationHyperparameters(
+            max_new_tokens=s.max_new_tokens, temperature=s.temperature
+        )
         opening = Opening(
             sessions,
             endings,
@@ -182,8 +187,9 @@ async def open_service(
             journal=journal,
             engine=engine,
             completer=completer,
-            sampling=GenerationHyperparameters(
-                max_new_tokens=s.max_new_tokens, temperature=s.temperature
+            sampling=sampling,
+            eval_sampling=sampling.new(
+                temperature=s.temperature if asked is None else asked,
             ),
             sessions=sessions,
             rewards=rewards,

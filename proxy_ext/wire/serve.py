@@ -48,7 +48,13 @@ class Asking:
 
     @property
     def rules(self) -> Rules:
-        return Rules(self.mode, self.service.sampling, self.service.config.model.name)
+        sampling = self.service.sampling
+        if self.session is None:
+            # Whoever only wants an answer gets what OpenAI's API gives.
+            sampling = sampling.new(temperature=1.0)
+        elif self.mode is SessionMode.EVAL:
+            sampling = self.service.eval_sampling
+        return Rules(self.mode, sampling, self.service.config.model.name)
 
 
 Parse: TypeAlias = Callable[[Asking], Asked]

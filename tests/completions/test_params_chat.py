@@ -40,7 +40,8 @@ def test_eval_sessions_sample_as_the_agent_says() -> None:
     call = parse("eval", run=run, max_tokens=7, **asked)
     assert call.gconfig == GenerationHyperparameters(7, 0.0, 0.5, 3, seed=-7, min_p=0.1)
     assert call.overrides == {}
-    assert parse("eval", run=run).gconfig.temperature == 1.0
+    # Whoever asks for nothing gets the temperature that evaluations have.
+    assert parse("eval", run=run).gconfig == GenerationHyperparameters(100, 0.8)
 
 
 def test_the_runs_stop_tokens_hold_for_all() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from any_agent.completions.params import choice_seed
 from tests.fakes.scripted_engine import ScriptedEngine
+from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -41,6 +42,22 @@ async def test_in_eval_sessions(proxy: Proxy, engine: ScriptedEngine, path: str)
         assert "x-any-agent-overrides" not in response.headers
         sampling = engine.requests[-1]["sampling_params"]
         assert told.items() <= sampling.items(), asked
+
+
+@pytest.mark.parametrize(
+    ("settings", "train", "evaluation"),
+    [([], 0.7, 0.7), (["eval.temperature=0.25"], 0.7, 0.25), (["eval.temperature=0"], 0.7, 0.0)],
+)
+async def test_the_temperature_of_agents_that_ask_for_none(
+    start: Start, engine: ScriptedEngine, settings: list[str], train: float, evaluation: float
+) -> None:
+    proxy = await start("sampling.temperature=0.7", *settings)
+    await proxy.admit(1)
+    for mode, expected in (("train", train), ("eval", evaluation)):
+        session = await proxy.open(mode=mode)
+        for path, body in BODIES.items():
+            assert (await proxy.post(path, body, session["api_key"])).status_code == 200
+            assert engine.requests[-1]["sampling_params"]["temperature"] == expected
 
 
 @pytest.mark.parametrize("path", BODIES)

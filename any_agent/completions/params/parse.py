@@ -27,8 +27,9 @@ def parse_chat(
     """Check a `/chat/completions` body.
 
     In train sessions the run's ``sampling`` replaces the agent's, and tokens are the least of
-    both; eval sessions keep the agent's own, the run's token limit aside. Raises InvalidRequest
-    or UnsupportedParameter, naming the parameter.
+    both; eval sessions keep the agent's own, the run's token limit aside, and have the run's
+    temperature where the agent asks for none. Raises InvalidRequest or UnsupportedParameter,
+    naming the parameter.
     """
     body, recorded = sort_out(body, "chat")
     messages = body.get("messages")

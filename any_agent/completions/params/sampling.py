@@ -31,6 +31,7 @@ def sampling_of(
 ) -> tuple[GenerationHyperparameters, dict[str, Any]]:
     """The sampling to use, and what was asked for instead.
 
+    In eval sessions ``run`` has the temperature of whoever asks for none, and the token limit.
     ``tokens`` is the limit where none is asked for. The values are checked already, but those of
     ``stop`` and ``logit_bias``.
     """
@@ -39,8 +40,9 @@ def sampling_of(
     # The larger of two does not count, whatever the run says.
     overrides = asked if asked and min(asked.values()) > limit else {}
     wanted = {k: _value(body, k) for k in _OVERRIDDEN if body.get(k) is not None}
-    gconfig = run if mode is SessionMode.TRAIN else GenerationHyperparameters()
+    gconfig = GenerationHyperparameters(temperature=run.temperature)
     if mode is SessionMode.TRAIN:
+        gconfig = run
         overrides |= {k: body[k] for k, value in wanted.items() if getattr(run, k) != value}
         wanted = {}
     stop_ids = {*run.stop_token_ids, *(body.get("stop_token_ids") or ())}
