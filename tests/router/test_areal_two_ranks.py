@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from any_agent.chat import ChatFormat
+from any_agent.client import RLClient
 from any_agent.keys import rank_of_session
+from any_agent.workflow import AgentService, GroupedRolloutWorkflow, OpenAIProxyWorkflow, context
+from any_agent.workflow.context import WorkflowContext
 from tests.proxy_ext.areal_client import ArealClient, Episode
 from tests.router.test_two_ranks import Pair, running_pair
+from tests.workflow.agents import HELLO, MyAgent
 
 ADMIN = "operator-secret"
 
@@ -40,6 +44,27 @@ async def test_episodes_go_where_slots_were_granted(pair: Pair) -> None:
         for k, episode in enumerate(episodes):
             rows = await client.export(episode.session_id)
             assert [row["reward"] for row in rows.values()] == [float(k)]
+
+
+async def test_a_tasks_slots_are_granted_where_its_sessions_live(pair: Pair) -> None:
+    """So the runs of one item share one engine's cache, and its group one baseline's rank."""
+    service = AgentService(pair.url, ADMIN)
+    workflow = GroupedRolloutWorkflow(OpenAIProxyWorkflow.of(MyAgent(), service), 4)
+    homes = set()
+    for task in range(6):
+        with context.use(WorkflowContext(task_id=task)):
+            result = await workflow.arun_episode(None, {"messages": HELLO})  # type: ignore[arg-type]
+        assert result is not None
+        assert len(result) == 4
+        async with RLClient(pair.url, admin_key=ADMIN) as client:
+            found = [line.session_id async for line in client.sessions()]
+        found = [id for id in found if id.startswith(f"{task}-")]
+        ranks = {rank_of_session(id) for id in found}
+        assert len(found) == 4
+        assert len(ranks) == 1
+        homes |= ranks
+    assert homes == {0, 1}
+    await context.close_clients()
 
 
 async def test_a_key_stays_where_it_was_issued(pair: Pair) -> None:

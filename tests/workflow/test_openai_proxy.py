@@ -160,7 +160,7 @@ async def test_what_an_agent_raises_costs_its_own_episode_alone(proxy: Proxy) ->
 
     workflow = GroupedRolloutWorkflow(workflow_of(MyAgent(reward=second_fails), proxy), 3)
     with context.use(WorkflowContext(task_id="t")):
-        members = await workflow.arun_members(None, ITEM)
+        members = await workflow.arun_members(None, ITEM)  # type: ignore[arg-type]
     assert sum(isinstance(m, ZeroDivisionError) for m in members) == 1
     states = [await state_of(proxy, f"t-0-{k}") for k in range(3)]
     assert sorted(state for state, _ in states) == ["aborted", "trained", "trained"]

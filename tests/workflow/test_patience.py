@@ -1,0 +1,116 @@
+"""The client that agents are given: what it waits for, and what it hands on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from any_agent.workflow.patience import PatientTransport
+
+KEY = {"Authorization": "Bearer sk-v1.0.abc.def"}
+Answer = httpx.Response | Exception
+
+
+class Scripted(httpx.AsyncBaseTransport):
+    """Answers one after the other; the last one for good."""
+
+    def __init__(self, *answers: Callable[[], Answer]) -> None:
+        self.answers = list(answers)
+        self.seen: list[httpx.Request] = []
+        self.bodies: list[bytes] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.seen.append(httpx.Request(request.method, request.url, headers=request.headers))
+        self.bodies.append(await request.aread())
+        make = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        answer = make()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def full(after: str = "0") -> httpx.Response:
+    return httpx.Response(429, headers={"Retry-After": after})
+
+
+def fine() -> httpx.Response:
+    return httpx.Response(200, json={"id": "x"})
+
+
+async def post(
+    script: Scripted, headers: dict[str, str] = KEY, patience: float = 20.0
+) -> httpx.Response:
+    transport = PatientTransport(script, patience=patience)
+    async with httpx.AsyncClient(transport=transport) as client:
+        return await client.post("http://service/v1/x", json={"a": 1}, headers=headers)
+
+
+async def test_a_service_that_is_full_or_paused_is_waited_for() -> None:
+    script = Scripted(full, lambda: httpx.Response(503), fine)
+    assert (await post(script)).status_code == 200
+    assert script.bodies == [b'{"a":1}'] * 3
+    counts = [request.headers.get("x-stainless-retry-count", "0") for request in script.seen]
+    assert counts == ["0", "1", "2"], "so the service knows them for the same call"
+
+
+async def test_a_reply_that_was_lost_is_asked_for_again() -> None:
+    lost = httpx.Response(502, headers={"x-should-retry": "true"})
+    script = Scripted(lambda: httpx.ReadError("gone"), lambda: lost, fine)
+    headers = {**KEY, "x-stainless-retry-count": "1"}
+    assert (await post(script, headers)).status_code == 200
+    assert [r.headers["x-stainless-retry-count"] for r in script.seen] == ["1", "2", "3"]
+
+
+async def test_anthropics_way_to_say_the_key() -> None:
+    script = Scripted(full, fine)
+    assert (await post(script, {"x-api-key": "sk-v1.0.a.b"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(400),
+        httpx.Response(410),
+        httpx.Response(502),
+        httpx.Response(507, headers={"Retry-After": "0"}),
+        httpx.Response(429, headers={"x-should-retry": "false"}),
+    ],
+)
+async def test_what_no_waiting_mends_is_the_answer(answer: httpx.Response) -> None:
+    script = Scripted(lambda: answer)
+    assert (await post(script)).status_code == answer.status_code
+    assert len(script.seen) == 1
+
+
+async def test_other_peoples_servers_are_left_alone() -> None:
+    for headers in ({}, {"Authorization": "Bearer sk-proj-1"}):
+        script = Scripted(full, fine)
+        assert (await post(script, headers)).status_code == 429
+    with pytest.raises(httpx.ConnectError):
+        await post(Scripted(lambda: httpx.ConnectError("no")), {})
+
+
+async def test_its_patience_ends() -> None:
+    began = time.monotonic()
+    assert (await post(Scripted(lambda: full("30")), patience=5)).status_code == 429
+    with pytest.raises(httpx.ConnectError):
+        await post(Scripted(lambda: httpx.ConnectError("no")), patience=0.15)
+    assert time.monotonic() - began < 4, "a wait that is too long is not begun"
+
+
+async def test_the_agents_own_limit_holds() -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        await post(Scripted(lambda: httpx.ReadTimeout("slow"), fine))
+
+
+async def test_who_is_cancelled_stops_waiting() -> None:
+    task = asyncio.create_task(post(Scripted(lambda: full("10"))))
+    done, _ = await asyncio.wait([task], timeout=0.05)
+    assert not done
+    task.cancel()
+    await asyncio.wait([task], timeout=1)
+    assert task.cancelled()
