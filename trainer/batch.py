@@ -45,7 +45,8 @@ class TrainingBatch:
 def session_rewards(session: Session, discount: float) -> SessionRewards:
     """r of each interaction after it ran back through the tree, and whether it counts.
 
-    Of a sampled session's rows it has run back already.
+    In the precision of a row, wherever it comes from. Of a sampled session's rows it has run back
+    already.
     """
     if isinstance(session, SampledSession):
         return SessionRewards(
@@ -56,7 +57,7 @@ def session_rewards(session: Session, discount: float) -> SessionRewards:
     r = propagate_rewards(nodes, discount=discount, final_reward=session.final_reward)
     gone = discarded(nodes)
     return SessionRewards(
-        rewards=[r[node.id] for node in nodes],
+        rewards=[float(np.float32(r[node.id])) for node in nodes],
         counted=[node.trainable and node.id not in gone for node in nodes],
     )
 

@@ -77,15 +77,15 @@ def price(arguments: str, data: dict[str, Any]) -> str:
 
 def call(thing: str) -> str:
     """A call as the model spells it."""
-    return f'<tool_call>\n{{"name": "price", "arguments": {{"item": "{thing}"}}}}\n</tool_call>'
+    return f'<tool_call>{{"name": "price", "arguments": {{"item": "{thing}"}}}}</tool_call>'
 
 
 def texts() -> Iterator[str]:
     """What the tokenizer is made of."""
     for split in ("train", "valid"):
         for item in items(split):
-            yield f"system\n{json.dumps(TOOLS)}"
+            yield f"tools\n{json.dumps(TOOLS[0]['function'])}"
             yield f"user\n{item['messages'][0]['content']}"
             yield f"assistant\n{call(item['thing'])}"
-            yield f"user\n<tool_response>\n{item['answer']}\n</tool_response>"
+            yield f"tool\n{item['answer']}"
             yield f"assistant\n{item['answer']}"

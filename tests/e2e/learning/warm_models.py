@@ -17,6 +17,25 @@ from any_agent.demo.warmup import Row, joined, teach
 from any_agent.types import Message
 from tests.e2e.learning import retry_math, tool_use
 
+# Short, so that the tiny models' steps are. It is of no family that PyPI's renderers know.
+_TEMPLATE = """
+{%- if tools -%}
+  {{- '<|im_start|>tools\\n' -}}
+  {%- for tool in tools -%}{{- (tool.function | tojson) + '\\n' -}}{%- endfor -%}
+  {{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for m in messages -%}
+  {{- '<|im_start|>' + m.role + '\\n' + (m.content or '') -}}
+  {%- for call in m.tool_calls or [] -%}
+    {%- set f = call.function -%}
+    {{- '<tool_call>{"name": "' + f.name + '", "arguments": ' -}}
+    {{- f.arguments if f.arguments is string else f.arguments | tojson -}}
+    {{- '}</tool_call>' -}}
+  {%- endfor -%}
+  {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
 _END = "<|im_end|>"
 _VOCAB_SIZE = 512
 _SUMS_NOISE = 0.75
@@ -115,7 +134,7 @@ def prices_talk(author: Author, rng: Random, item: dict[str, Any], progress: flo
 
 _TALKS = {
     "retry_math": (retry_math, sums_talk, 160, 48),
-    "tool_use": (tool_use, prices_talk, 90, 24),
+    "tool_use": (tool_use, prices_talk, 120, 32),
 }
 """The task, how it is talked of, supervised steps, talks in each of them."""
 
@@ -124,8 +143,9 @@ def make_model(task: str, path: Path, seed: int) -> Path:
     """The task's model, in Hugging Face's layout."""
     module, talk, steps, size = _TALKS[task]
     tokenizer = make_tokenizer(module.texts(), vocab_size=_VOCAB_SIZE)
+    tokenizer.chat_template = _TEMPLATE
     save_tiny_model(path, seed, tokenizer=tokenizer)
-    author = Author(load_chat_format(str(path), enable_thinking=False))
+    author = Author(load_chat_format(str(path), renderer="default"))
     rng = Random(seed)
     items = module.items("train")
 

@@ -1,0 +1,119 @@
+"""One training of a tiny task from nothing to its figures, each part a process as anybody's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.learning import retry_math, tool_use
+
+ROOT = Path(__file__).resolve().parents[3]
+TASKS = {"retry_math": retry_math, "tool_use": tool_use}
+_COMMON: dict[str, Any] = {
+    "experiment": "learning",
+    "model.renderer": "default",
+    "server.port": 0,
+    "server.ranks": 1,
+    "sessions.group_size": 8,
+    "sessions.group_timeout": 120,
+    "rollout.batch_size": 64,
+    "rollout.max_concurrent": 128,
+    "rollout.eta": 1,
+    "train.betas": "[0.9, 0.95]",
+    "eval.every": 1000,
+    "eval.at_start": "true",
+}
+_OF_TASK: dict[str, dict[str, Any]] = {
+    "retry_math": {
+        "sampling.max_new_tokens": 4,
+        "train.lr": 2e-3,
+        "train.steps": 20,
+        "eval.group_size": 8,
+    },
+    "tool_use": {
+        "sampling.max_new_tokens": 32,
+        "train.lr": 4e-4,
+        "train.steps": 20,
+        "eval.group_size": 4,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a training came to."""
+
+    before: float
+    """Mean reward of the validation set's runs before the first step."""
+    after: float
+    steps: int
+    seconds: float
+    """Of the training, from the script's start to its end."""
+    rewards: list[float]
+    """Mean score of each step's sessions; groups that all score the same are in none."""
+
+    @property
+    def gain(self) -> float:
+        return self.after - self.before
+
+
+def prepare(folder: Path, task: str, seed: int) -> None:
+    """The model and the dataset of a task."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "valid"):
+        lines = [json.dumps(item) + "\n" for item in TASKS[task].items(split)]
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    model = ["tests.e2e.learning.warm_models", task, str(folder / "model"), "--seed", str(seed)]
+    _run([sys.executable, "-m", *model])
+
+
+def settings_of(folder: Path, task: str, seed: int, **more: Any) -> list[str]:
+    """The command line of a training; ``more`` are settings with ``__`` for dots."""
+    settings = _COMMON | _OF_TASK[task]
+    settings |= {
+        "root": folder / "runs",
+        "trial": f"{task}-{seed}",
+        "model.path": folder / "model",
+        "train_dataset.path": folder / "train.jsonl",
+        "valid_dataset.path": folder / "valid.jsonl",
+        "train.seed": seed,
+    }
+    settings |= {name.replace("__", "."): value for name, value in more.items()}
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def train(folder: Path, task: str, seed: int, **more: Any) -> Figures:
+    """Run the script on what :func:`prepare` left in the folder."""
+    script = [sys.executable, str(ROOT / "tests/e2e/learning/train.py"), f"task={task}"]
+    began = time.monotonic()
+    _run([*script, *settings_of(folder, task, seed, **more)])
+    seconds = time.monotonic() - began
+    (metrics,) = (folder / "runs").glob(f"*/learning/{task}-{seed}/metrics.jsonl")
+    return figures_of(metrics, seconds)
+
+
+def figures_of(metrics: Path, seconds: float) -> Figures:
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    evals = [line["eval"]["reward"] for line in lines if "eval" in line]
+    steps = [line for line in lines if "eval" not in line]
+    return Figures(
+        before=evals[0],
+        after=evals[-1],
+        steps=len(steps),
+        seconds=seconds,
+        rewards=[line["reward"] for line in steps],
+    )
+
+
+def _run(command: list[str]) -> None:
+    """AssertionError with what it said, if it fails."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{said}"
