@@ -75,4 +75,5 @@ def trained(
     assert done.returncode == 0, said
     (metrics,) = cwd.rglob("metrics.jsonl")
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return Trained(said, metrics.parent, [line for line in lines if "step" in line and "eval" not in line])
+    steps = [line for line in lines if "step" in line and "eval" not in line]
+    return Trained(said, metrics.parent, steps)

@@ -1,4 +1,4 @@
-"""CAMEL-AI's agents on the direct client, and AReaL's CamelRLVRWorkflow trained as it is written."""
+"""CAMEL-AI's agents on the direct client, and AReaL's workflow of them as it is written."""
 
 from __future__ import annotations
 
