@@ -1,0 +1,104 @@
+"""Reward functions in processes: what they return, and what they do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from any_agent import AsyncRewardWrapper, workers
+from any_agent.errors import ConfigError
+from any_agent.reward import RewardFailed
+from tests import reward_functions as functions
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _processes() -> Iterator[None]:
+    """Starting them takes seconds, so the tests share them."""
+    yield
+    workers.shared_pool("rewards", 2).close()
+
+
+async def test_it_runs_elsewhere_and_returns_what_the_function_returns() -> None:
+    reward_fn = AsyncRewardWrapper(functions.by_name, max_workers=2)
+    assert await reward_fn(result="4", answer="4") == 1.0
+    assert await reward_fn("4", answer="5") == 0.0
+    elsewhere = AsyncRewardWrapper(functions.pid, max_workers=2)
+    pids = set(await asyncio.gather(*(elsewhere() for _ in range(8))))
+    assert os.getpid() not in pids
+    assert 1 <= len(pids) <= 2
+
+
+async def test_a_call_that_takes_too_long_costs_itself_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await AsyncRewardWrapper(functions.pid, max_workers=2)()
+    late = AsyncRewardWrapper(functions.hangs, timeout_seconds=0.5, max_workers=2)
+    good = AsyncRewardWrapper(functions.by_name, max_workers=2)
+    began = time.monotonic()
+    rewards = await asyncio.gather(late(), *(good("4", "4") for _ in range(5)))
+    assert rewards == [0.0, 1, 1, 1, 1, 1]
+    assert late.timeouts == 1
+    assert "hangs took more than 0.5 s" in caplog.text
+    assert time.monotonic() - began < 30, "it was not tried again"
+    strict = AsyncRewardWrapper(
+        functions.hangs, timeout_seconds=0.2, max_workers=2, timeout_reward=None
+    )
+    with pytest.raises(RewardFailed, match="more than"):
+        await strict()
+
+
+async def test_a_crash_neither_ends_the_pool_nor_other_calls(tmp_path: Path) -> None:
+    once = AsyncRewardWrapper(functions.dies_at_first, max_workers=2)
+    assert await once(str(tmp_path / "died")) == 0.5
+    dead = AsyncRewardWrapper(functions.dies, max_workers=2, max_retries=1)
+    good = AsyncRewardWrapper(functions.by_name, max_workers=2)
+    results = await asyncio.gather(dead(), good("4", "4"), good("4", "5"), return_exceptions=True)
+    assert isinstance(results[0], RewardFailed)
+    assert "dies took its process down" in results[0].message
+    assert results[1:] == [1.0, 0.0]
+    assert await good("4", "4") == 1.0
+
+
+async def test_what_it_raises_is_told_with_its_trace() -> None:
+    with pytest.raises(RewardFailed) as raised:
+        await AsyncRewardWrapper(functions.raises, max_workers=2)()
+    assert "raises failed: ZeroDivisionError: nothing to divide by" in raised.value.message
+    assert "reward_functions.py" in raised.value.message
+    with pytest.raises(RewardFailed, match="SystemExit"):
+        await AsyncRewardWrapper(functions.leaves, max_workers=2, max_retries=0)()
+
+
+async def test_a_coroutine_function_stays_here() -> None:
+    async def asks(answer: str) -> float:
+        await asyncio.sleep(0)
+        return float(answer == "4") + os.getpid()
+
+    assert await AsyncRewardWrapper(asks)("4") == os.getpid() + 1
+
+    async def sleeps() -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    assert await AsyncRewardWrapper(sleeps, timeout_seconds=0.02)() == 0.0
+
+
+def test_what_cannot_be_sent_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"lambda.*top level of a module"):
+        AsyncRewardWrapper(lambda: 1.0)
+
+
+async def test_being_cancelled_ends_the_call() -> None:
+    late = AsyncRewardWrapper(functions.hangs, timeout_seconds=600, max_workers=2)
+    tasks = [asyncio.create_task(late()) for _ in range(4)]
+    await asyncio.wait(tasks, timeout=0.2)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=5)
+    assert all(task.cancelled() for task in tasks)
+    # The workers are free again.
+    assert await AsyncRewardWrapper(functions.by_name, max_workers=2)("4", "4") == 1.0
