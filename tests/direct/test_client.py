@@ -10,7 +10,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from any_agent import EngineOpenAI
+from any_agent import EngineOpenAI, workflow_context
 from any_agent.chat import ChatFormat, chat_format_of
 from any_agent.errors import ConfigError
 from any_agent.types import GenerationHyperparameters
@@ -129,3 +129,20 @@ async def test_the_environment_changes_nothing(make: Make, monkeypatch: pytest.M
     client = make()
     await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)
     assert len(client.interactions) == 1
+
+
+async def test_in_a_workflow_it_samples_as_the_run_does(make: Make, engine: ScriptedEngine) -> None:
+    run = GenerationHyperparameters(temperature=0.5, max_new_tokens=7)
+    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "temperature": 0.2}
+    with workflow_context.use(workflow_context.WorkflowContext(sampling=run)):
+        client = make()
+        own = make(sampling=run.new(temperature=0.8))
+    with workflow_context.use(workflow_context.WorkflowContext(sampling=run, is_eval=True)):
+        evaluated = make()
+        trained = make(mode="train")
+    # What a client is was said when it was made.
+    for one in (client, own, evaluated, trained):
+        await one.chat.completions.create(**asked)
+    sampled = [request["sampling_params"] for request in engine.requests]
+    assert [s["temperature"] for s in sampled] == [0.5, 0.8, 0.2, 0.5]
+    assert [s["max_new_tokens"] for s in sampled] == [7, 7, 7, 7]

@@ -1,0 +1,80 @@
+"""The example of docs/workflows.md runs as it stands, and its errors are the code's."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from any_agent import stats_tracker
+from any_agent.engine.embedded.engine import EmbeddedEngine
+from any_agent.engine.embedded.server import EngineServer, listen
+from any_agent.errors import InvalidTrajectory
+from any_agent.workflow import checked_tensors
+from any_agent.workflow.check import PER_ROW, PER_TOKEN, REQUIRED
+from tests.workflow.tensors_lab import tensors
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "workflows.md").read_text()
+
+
+async def test_the_example(tiny_model_dir: Path) -> None:
+    code = re.findall(r"```python\n(.*?)```", TEXT, re.S)[0]
+    names: dict[str, Any] = {"__name__": "arithmetic"}
+    exec(compile(code, "docs/workflows.md", "exec"), names)
+    stats_tracker.export_all()
+    async with EmbeddedEngine.load(str(tiny_model_dir)) as engine:
+        runner, port = await listen(EngineServer(engine, incremental=True), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{port}"
+        groups = await asyncio.to_thread(names["main"], url, str(tiny_model_dir))
+        await runner.cleanup()
+    assert len(groups) == 4
+    for group in groups:
+        assert len(group["rewards"]) == 4
+        assert group["loss_mask"].any(dim=1).all()
+        assert set(group["versions"][group["loss_mask"] == 1].tolist()) == {0}
+    rewards = torch.cat([group["rewards"] for group in groups])
+    assert stats_tracker.export_all() == {
+        "rollout/reward": rewards.mean().item(),
+        "rollout/reward__count": 16,
+        "rollout/accepted": 1.0,
+        "rollout/accepted__count": 16,
+    }
+
+
+def test_it_names_every_field() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\[.*?\]) \| (\w+) \| (required)?", TEXT, re.M)
+    fields = {**dict.fromkeys(PER_TOKEN, "[B, T]"), **dict.fromkeys(PER_ROW, "[B]")}
+    assert {name: shape for name, shape, *_ in rows} == fields
+    types = {name: kind.__name__.rstrip("_") for name, kind in {**PER_TOKEN, **PER_ROW}.items()}
+    assert {name: kind for name, _, kind, _ in rows} == types
+    assert [name for name, *_, required in rows if required] == list(REQUIRED)
+
+
+ERRORS = re.findall(r"^InvalidTrajectory: (.*)$", TEXT, re.M)
+long_row = list(range(1, 21))
+nan_at_17 = tensors(long_row)["logprobs"]
+nan_at_17[0, 17] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("says", "wrong"),
+    list(
+        zip(
+            ERRORS,
+            [
+                tensors(long_row, input_ids=torch.tensor([long_row])),
+                tensors(long_row, logprobs=nan_at_17),
+                tensors(long_row, rewards=torch.tensor([[1.0]])),
+            ],
+            strict=True,
+        )
+    ),
+)
+def test_its_errors_are_these(says: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidTrajectory) as caught:
+        checked_tensors(wrong)
+    assert str(caught.value) == says
