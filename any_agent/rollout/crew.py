@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from any_agent import stats_tracker
@@ -46,6 +46,8 @@ class Crew:
         # A group may be larger than what may run at once.
         self._places = {kind: asyncio.Semaphore(config.max_concurrent) for kind in (False, True)}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._runs: dict[asyncio.Task[None], Job] = {}
+        """Tasks whose session counts as one that runs."""
         self._retry: asyncio.TimerHandle | None = None
         self._pending: deque[Job] = deque()
         self._evals: deque[Job] = deque()
@@ -70,6 +72,24 @@ class Crew:
 
     def take(self, job: Job) -> None:
         (self._evals if job.is_eval else self._pending).append(job)
+        self.admit()
+
+    async def drop(self, jobs: Sequence[Job]) -> None:
+        """Nobody wants what was submitted any more: cancel what runs of it, and wait for that."""
+        for job in jobs:
+            job.dropped = True
+            queue = self._evals if job.is_eval else self._pending
+            if job in queue:
+                queue.remove(job)
+        tasks = [task for task, job in self._runs.items() if job.dropped]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_STOPS_WITHIN)
+        for job in jobs:
+            if job.left and not job.is_eval:
+                # Its other runs had ended, and were waiting for these.
+                self.ledger.settle(len(job.results))
         self.admit()
 
     def open(self, stream: Stream) -> None:
@@ -133,7 +153,7 @@ class Crew:
         if job.stream is not None:
             job.stream.under_way += 1
         for k in range(job.size):
-            self._start(self._run(job, k))
+            self._runs[self._start(self._run(job, k))] = job
 
     def _pull(self, stream: Stream) -> None:
         """Take as many items as there is room for, in a thread; they begin then."""
@@ -155,13 +175,17 @@ class Crew:
             self._board.news.notify_all()
         self.admit()
 
-    def _start(self, job: Coroutine[Any, Any, None]) -> None:
+    def _start(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(job)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        cut_off = self._runs.pop(task, None)
+        if cut_off is not None:
+            self.ledger.end(is_eval=cut_off.is_eval, kept=False)
         if not task.cancelled() and (error := task.exception()) is not None:
             # A fault of ours: better an end than a wait without one.
             self._board.fail(error)
@@ -172,6 +196,9 @@ class Crew:
         async with self._places[job.is_eval]:
             number = self._failures.begin()
             outcome = await self._episodes.run(job, k)
+        task = asyncio.current_task()
+        assert task is not None
+        self._runs.pop(task)
         self._count(outcome, job, f"task {job.task_id}, run {k}", number)
         if outcome.reason is None:
             job.results[k] = outcome.result

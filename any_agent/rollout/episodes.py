@@ -60,7 +60,7 @@ class Episodes:
             late = TimeoutError(f"it took more than {self._timeout:g} s")
             return Outcome(reason="timeout", error=late.with_traceback(error.__traceback__))
         except asyncio.CancelledError as error:
-            if self.stopping:
+            if self.stopping or job.dropped:
                 raise
             # The workflow cancelled itself; that must not end more than this run.
             return Outcome(reason="failed", error=error)

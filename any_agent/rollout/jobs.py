@@ -110,6 +110,8 @@ class Job:
     """Why the others have none."""
     tensors: TensorDict | None = None
     """All results as one, where that was asked for."""
+    dropped: bool = False
+    """Nobody wants it any more."""
 
     @property
     def group_id(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -245,6 +245,21 @@ class WorkflowExecutor:
         if got is None and raise_timeout:
             raise TimeoutError(self._shortfall(f"task {task_id} did not end in {timeout:g} s"))
         return self._collect(got)[0] if got else None
+
+    def drop(self, task_ids: Iterable[int]) -> None:
+        """Forget what was submitted under these ids: what runs of it is cancelled, and awaited.
+
+        Ids that nothing is known of any more are passed over.
+        """
+        board = self._board
+        with board.news:
+            jobs = [board.jobs.pop(id) for id in task_ids if id in board.jobs]
+        self._thread.call(self._crew.drop(jobs))
+        with board.news:
+            ended = [job for job in jobs if board.done.pop(job.position, None) is not None]
+        sessions = sum(len(job.results) for job in ended if not job.is_eval)
+        if sessions:
+            self._thread.soon(self._crew.settle, sessions)
 
     def rollout_batch(
         self,
