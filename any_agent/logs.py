@@ -13,8 +13,10 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import quote
@@ -140,9 +142,8 @@ def set_up_logging(
 
     ``part`` is the process's name in JSON lines; ``secrets`` are cut out wherever they appear.
     """
-    redactor = Redactor(secrets)
     handler = _Handler()
-    handler.setFormatter(_Json(redactor, part) if log_format == "json" else _Text(redactor))
+    handler.setFormatter(_formatter(log_format, part, secrets))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in ("httpx", "httpcore", "urllib3", "transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -151,6 +152,48 @@ def set_up_logging(
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread
+
+
+@contextmanager
+def logging_to(
+    file: Path,
+    level: str,
+    log_format: LogFormat = "text",
+    *,
+    names: Sequence[str],
+    part: str = "",
+    secrets: Iterable[str] = (),
+) -> Iterator[None]:
+    """Write what these loggers say to a file, in a program that has a logging of its own, or none.
+
+    In one that has none their warnings are on standard error, too.
+    """
+    with open(file, "a", encoding="utf-8") as out:
+        handlers: list[logging.Handler] = [_Handler(out)]
+        if not logging.getLogger().handlers:
+            handlers.append(_Handler())
+            handlers[-1].setLevel(logging.WARNING)
+        formatter = _formatter(log_format, part, secrets)
+        loggers = [logging.getLogger(name) for name in names]
+        levels = [logger.level for logger in loggers]
+        for handler in handlers:
+            handler.setFormatter(formatter)
+        for logger in loggers:
+            logger.setLevel(level.upper())
+            for handler in handlers:
+                logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            for logger, before in zip(loggers, levels, strict=True):
+                logger.setLevel(before)
+                for handler in handlers:
+                    logger.removeHandler(handler)
+
+
+def _formatter(log_format: LogFormat, part: str, secrets: Iterable[str]) -> logging.Formatter:
+    redactor = Redactor(secrets)
+    return _Json(redactor, part) if log_format == "json" else _Text(redactor)
 
 
 def _log_uncaught(

@@ -129,8 +129,9 @@ class DatasetFed:
             with self._lock:
                 self._left_out.difference_update(taken.positions)
             self._positions.consumed(taken.positions)
-        if self._begun:
-            # Before, a step was made again, and nobody waits for its room.
+        if self._begun and (step is None or step < self._config.train.steps):
+            # Before it began, a step was made again, and nobody waits for its room; after the last
+            # one nobody wants what would come of it.
             self._executor.settled([f"{GROUP}{position}" for position in taken.positions])
 
     def state(self) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import _thread
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from any_agent.config import Config
 from any_agent.engine import EnginePool
 from any_agent.errors import ConfigError
 from any_agent.launcher.trial import require_same_trial
+from any_agent.logs import logging_to
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import WorkflowLike
@@ -74,6 +75,7 @@ class GRPOTrainer:
         self._signals.failure = lambda: self._service.error
         self._service = Service(config, say=say, failed=self._service_failed)
         self._loop: TrainingLoop | None = None
+        self._stack = ExitStack()
 
     @property
     def url(self) -> str:
@@ -89,7 +91,9 @@ class GRPOTrainer:
         self._signals.take()
         try:
             self._service.start()
+            self._stack.enter_context(self._logging())
         except BaseException:
+            self._service.stop()
             self._signals.give_back()
             raise
         self._say(f"any-agent server listening at {self.url}")
@@ -105,6 +109,7 @@ class GRPOTrainer:
         try:
             self._service.stop(drain=isinstance(error, Stopped) and error.gently)
         finally:
+            self._stack.close()
             self._signals.give_back()
 
     def train(
@@ -200,6 +205,17 @@ class GRPOTrainer:
             dump=TrajectoryDump.of(c, tokenizer.decode),
             timeout=c.sessions.ttl,
             discount=c.train.discount,
+        )
+
+    def _logging(self) -> AbstractContextManager[None]:
+        c = self.config
+        return logging_to(
+            self.dir.logs / "trainer.log",
+            c.log_level,
+            c.log_format,
+            names=("any_agent", "trainer"),
+            part="trainer",
+            secrets=c.secrets(),
         )
 
     def _trained(self) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in a training script: the first one ends training well, the next one at once."""
+"""Ctrl-C and SIGTERM in a training script: the first one ends training well, the next at once."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What people see of a run: a line for every step that the trainer reports."""
+"""What people see of a run: a line for every step and every evaluation that the trainer reports."""
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 class Progress:
@@ -18,7 +19,7 @@ class Progress:
         """The last step shown."""
 
     def new_lines(self) -> list[str]:
-        """One for each step since the last call; a line half-written is left for the next.
+        """One for each report since the last call; a line half-written is left for the next.
 
         What a trainer that died left of one is no line.
         """
@@ -34,12 +35,12 @@ class Progress:
                 shown.append(self._show(json.loads(line)))
         return shown
 
-    def _show(self, line: dict[str, object]) -> str:
+    def _show(self, line: dict[str, Any]) -> str:
+        if "eval" in line:
+            return _evaluation(line)
         seconds = line["seconds"]
-        assert isinstance(seconds, dict)
-        self.step = int(str(line["step"]))
+        self.step = int(line["step"])
         left_out = line.get("left_out") or {}
-        assert isinstance(left_out, dict)
         why = "".join(f"  left out {count} ({reason})" for reason, count in left_out.items())
         return (
             f"step      {self.step:3d}/{self._steps}  reward {line['reward']:.3f}  "
@@ -47,3 +48,13 @@ class Progress:
             f"wait {seconds['wait']:.2f} s  train {seconds['train']:.2f} s"
             f"{why}"
         )
+
+
+def _evaluation(line: dict[str, Any]) -> str:
+    found = line["eval"]
+    low, high = found["ci95"]
+    failed = f"  {found['failed']} failed" if found["failed"] else ""
+    return (
+        f"eval      step {line['step']}  reward {found['reward']:.3f}  95 % in {low:.3f} to "
+        f"{high:.3f}  {found['episodes']} episodes{failed}  {found['seconds']:.1f} s"
+    )

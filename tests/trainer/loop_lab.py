@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter, deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from any_agent.config import Config, load_config
 from any_agent.errors import Conflict, ServiceUnavailable
@@ -184,3 +185,39 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def moments_of(policy: Policy) -> list[torch.Tensor]:
     return [policy.optimizer.state[p]["exp_avg_sq"] for p in policy.model.parameters()]
+
+
+class Killed(BaseException):
+    """The process ends here; nothing after it runs."""
+
+
+def killed(what: Callable[..., Any], when: int, *, before: bool = False) -> Callable[..., Any]:
+    """The function, and death after (or before) it is called for the n-th time."""
+    calls = 0
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if before and calls == when:
+            raise Killed
+        result = what(*args, **kwargs)
+        if calls == when:
+            raise Killed
+        return result
+
+    return dying
+
+
+def outcome(lab: Lab) -> dict[str, Any]:
+    """Everything that the last checkpoint holds, tensor by tensor, but for versions."""
+    checkpoint = lab.trainer.checkpoint
+    assert checkpoint is not None
+    state = json.loads((checkpoint / "trainer" / "state.json").read_text())
+    del state["state"]["version"]
+    tensors = {
+        f"{path.name}/{name}": tensor
+        for path in sorted(checkpoint.rglob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+    assert len(tensors) > 20
+    return {"name": checkpoint.name, "state": state, "tensors": tensors}

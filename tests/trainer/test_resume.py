@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 from episode_lab import pair
-from loop_lab import Lab, config_of, moments_of, same
-from safetensors.torch import load_file
+from loop_lab import Killed, Lab, config_of, killed, moments_of, outcome, same
 
-from any_agent.config import Config
 from any_agent.errors import Conflict, TrainingError
 from any_agent.workflow import Episode
 from trainer.batch import TrainingBatch
@@ -23,27 +20,6 @@ from trainer.manifests import Manifest, Manifests
 
 STEPS = 5
 RUN = (f"train.steps={STEPS}", "train.checkpoint_every=2", "rollout.eta=9")
-
-
-class Killed(BaseException):
-    """The process ends here; nothing after it runs."""
-
-
-def killed(what: Callable[..., Any], when: int, *, before: bool = False) -> Callable[..., Any]:
-    """The function, and death after (or before) it is called for the n-th time."""
-    calls = 0
-
-    def dying(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if before and calls == when:
-            raise Killed
-        result = what(*args, **kwargs)
-        if calls == when:
-            raise Killed
-        return result
-
-    return dying
 
 
 def place(lab: Lab, boundary: str) -> tuple[Any, str, bool]:
@@ -86,21 +62,6 @@ def left_for(lab: Lab) -> list[Episode]:
     return [e for e in episodes() if not {t.session_id for t in e} & taken]
 
 
-def outcome(config: Config, lab: Lab) -> dict[str, Any]:
-    """Everything that the last checkpoint holds, tensor by tensor, but for versions."""
-    checkpoint = lab.trainer.checkpoint
-    assert checkpoint is not None
-    state = json.loads((checkpoint / "trainer" / "state.json").read_text())
-    del state["state"]["version"]
-    tensors = {
-        f"{path.name}/{name}": tensor
-        for path in sorted(checkpoint.rglob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
-    assert len(tensors) > 20
-    return {"name": checkpoint.name, "state": state, "tensors": tensors}
-
-
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one["name"] == other["name"] == f"step-{STEPS:08d}"
     assert one["state"] == other["state"]
@@ -121,7 +82,7 @@ def uninterrupted(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
     config = config_of(base, *RUN)
     lab = Lab(config, episodes())
     assert lab.trainer.train()
-    return outcome(config, lab)
+    return outcome(lab)
 
 
 @pytest.mark.parametrize("when", [1, 2, 3])
@@ -146,7 +107,7 @@ def test_killed_at_each_boundary(
     die_at(first, boundary, when)
     again = Lab(config, left_for(first), before=first)
     assert again.trainer.train()
-    assert_same(uninterrupted, outcome(config, again))
+    assert_same(uninterrupted, outcome(again))
     # Every session is acknowledged in the end, and metrics know each step once.
     acked = [id for lab in (first, again) for trained, _ in lab.executor.acks for id in trained]
     assert set(acked) == {t.session_id for e in episodes() for t in e}
@@ -165,7 +126,7 @@ def test_killed_at_every_start(settings: list[str], uninterrupted: dict[str, Any
     die_at(lab, "before ack", 1)
     lab = Lab(config, left_for(lab), before=lab)
     assert lab.trainer.train()
-    assert_same(uninterrupted, outcome(config, lab))
+    assert_same(uninterrupted, outcome(lab))
 
 
 def test_what_the_ranks_serve_already_is_not_published_again(settings: list[str]) -> None:
