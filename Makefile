@@ -57,7 +57,7 @@ bench: $(DEV) ## run every benchmark, one after another
 	  echo "== $$file"; $(RUN) $$file $(ARGS); \
 	done
 
-learn: $(DEV) ## check over ten seeds that the demo learns, and that its control does not
+learn: $(DEV) ## check over many seeds that models learn: the demo's, its control not, and on datasets
 	@$(RUN) tests/e2e/learn.py $(ARGS)
 
 chaos: $(DEV) ## kill every kind of process under load, then run every proof and law at length

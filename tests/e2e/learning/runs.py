@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -33,13 +34,13 @@ _OF_TASK: dict[str, dict[str, Any]] = {
     "retry_math": {
         "sampling.max_new_tokens": 4,
         "train.lr": 2e-3,
-        "train.steps": 20,
+        "train.steps": 10,
         "eval.group_size": 8,
     },
     "tool_use": {
         "sampling.max_new_tokens": 32,
         "train.lr": 4e-4,
-        "train.steps": 20,
+        "train.steps": 14,
         "eval.group_size": 4,
     },
 }
@@ -99,16 +100,25 @@ def train(folder: Path, task: str, seed: int, **more: Any) -> Figures:
 
 
 def figures_of(metrics: Path, seconds: float) -> Figures:
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    evals = [line["eval"]["reward"] for line in lines if "eval" in line]
-    steps = [line for line in lines if "eval" not in line]
+    """Without evaluations ``before`` and ``after`` are nan."""
+    evals = [line["eval"]["reward"] for line in _lines(metrics) if "eval" in line]
+    rewards = rewards_of(metrics)
     return Figures(
-        before=evals[0],
-        after=evals[-1],
-        steps=len(steps),
+        before=evals[0] if evals else math.nan,
+        after=evals[-1] if evals else math.nan,
+        steps=len(rewards),
         seconds=seconds,
-        rewards=[line["reward"] for line in steps],
+        rewards=rewards,
     )
+
+
+def rewards_of(metrics: Path) -> list[float]:
+    """Of each step."""
+    return [line["reward"] for line in _lines(metrics) if "eval" not in line]
+
+
+def _lines(metrics: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
 
 def _run(command: list[str]) -> None:

@@ -1,0 +1,42 @@
+"""Whether the tiny tasks are learned, over some seeds each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.e2e.learning.runs import TASKS, Figures, prepare, train
+
+GAIN = 0.25
+SECONDS = 180.0
+SHARE = 0.8
+HEAD = "task          seed  before   after    gain  steps  seconds"
+
+
+def learned(figures: Figures) -> bool:
+    return figures.gain >= GAIN and figures.seconds < SECONDS
+
+
+def learn_tasks(folder: Path, seeds: int) -> bool:
+    """Train every task from each of the seeds; prints a table, and whether it is good."""
+    print(HEAD, flush=True)
+    good = True
+    for task in TASKS:
+        well = sum(_learns(folder / f"{task}-{seed}", task, seed) for seed in range(seeds))
+        print(f"learned   {task}: {well} of {seeds} gain {GAIN} or more in {SECONDS:g} s")
+        good &= well >= SHARE * seeds
+    return good
+
+
+def _learns(folder: Path, task: str, seed: int) -> bool:
+    try:
+        prepare(folder, task, seed)
+        figures = train(folder, task, seed)
+    except AssertionError as error:
+        print(f"{task:<12}{seed:>6}  {error}", flush=True)
+        return False
+    print(
+        f"{task:<12}{seed:>6}{figures.before:>8.3f}{figures.after:>8.3f}{figures.gain:>+8.3f}"
+        f"{figures.steps:>7}{figures.seconds:>9.1f}",
+        flush=True,
+    )
+    return learned(figures)
