@@ -37,7 +37,7 @@ class Progress:
 
     def _show(self, line: dict[str, Any]) -> str:
         if "eval" in line:
-            return _evaluation(line)
+            return shown_evaluation(line)
         seconds = line["seconds"]
         self.step = int(line["step"])
         left_out = line.get("left_out") or {}
@@ -50,11 +50,16 @@ class Progress:
         )
 
 
-def _evaluation(line: dict[str, Any]) -> str:
+def shown_evaluation(line: dict[str, Any]) -> str:
+    """An evaluation's line of `metrics.jsonl`, for people."""
     found = line["eval"]
-    low, high = found["ci95"]
-    failed = f"  {found['failed']} failed" if found["failed"] else ""
-    return (
-        f"eval      step {line['step']}  reward {found['reward']:.3f}  95 % in {low:.3f} to "
-        f"{high:.3f}  {found['episodes']} episodes{failed}  {found['seconds']:.1f} s"
-    )
+    parts = [f"eval      step {line['step']:3d}"]
+    parts.append("no reward" if found["reward"] is None else f"reward {found['reward']:.3f}")
+    if found["ci95"] is not None:
+        low, high = found["ci95"]
+        parts.append(f"95 % in {low:.3f} to {high:.3f}")
+    if found["episodes"] > found["items"]:
+        parts.append(f"best {found['best']:.3f}")
+    parts.append(f"{found['items']} items")
+    parts += [f"left out {count} ({reason})" for reason, count in found["failed"].items()]
+    return "  ".join([*parts, f"{found['seconds']:.1f} s"])
