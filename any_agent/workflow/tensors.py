@@ -83,23 +83,30 @@ def checked_tensors(result: Mapping[str, Any]) -> TensorDict:
     }
 
 
-def rows_of(result: EpisodeResult, *, discount: float = 1.0) -> list[tuple[Row, float | None]]:
+def rows_of(
+    result: EpisodeResult, *, discount: float = 1.0, newest: int | None = None
+) -> list[tuple[Row, float | None]]:
     """An episode as the trainer's rows, without padding, each with its temperature, if known.
 
     Rewards of tensors and interactions are taken as they are (r); through trajectories they run
-    back here, with ``discount``. Raises InvalidTrajectory.
+    back here, with ``discount``. ``newest`` is the weight version that nothing can be newer than.
+    Raises InvalidTrajectory.
     """
     kind = kind_of(result)
     if kind == "trajectories":
-        return [r for t in cast(list[Trajectory], result) for r in _recorded(t, discount)]
-    if kind == "interactions":
-        values = cast(Mapping[str, InteractionWithTokenLogpReward], result).values()
-        return [(_checked_row(i), i.temperature) for i in values]
-    arrays = checked_arrays(cast(Mapping[str, Any], result))
-    for name in TRAINED_ON:
-        if name not in arrays:
-            raise wrong(name, "is missing: without it an episode cannot be trained on")
-    return _unpadded(arrays)
+        rows = [r for t in cast(list[Trajectory], result) for r in _recorded(t, discount)]
+    elif kind == "interactions":
+        interactions = cast(Mapping[str, InteractionWithTokenLogpReward], result).values()
+        rows = [(_checked_row(i.row, i.interaction_id), i.temperature) for i in interactions]
+    else:
+        arrays = checked_arrays(cast(Mapping[str, Any], result))
+        for name in TRAINED_ON:
+            if name not in arrays:
+                raise wrong(name, "is missing: without it an episode cannot be trained on")
+        rows = _unpadded(arrays)
+    if newest is not None:
+        _check_versions(rows, newest)
+    return rows
 
 
 def padded(rows: Sequence[Row]) -> TensorDict:
@@ -160,19 +167,28 @@ def _recorded(t: Trajectory, discount: float) -> list[tuple[Row, float | None]]:
     rewards = propagate_rewards(t.interactions, discount=discount, final_reward=t.final_reward)
     tree = InteractionTree.from_interactions(t.interactions)
     rows = individual_rows(tree, rewards)
-    return [(row, tree[id].gconfig.temperature) for id, row in rows.items()]
+    return [(_checked_row(row, id), tree[id].gconfig.temperature) for id, row in rows.items()]
 
 
-def _checked_row(interaction: InteractionWithTokenLogpReward) -> Row:
-    row = interaction.row
-    batch = {name: values[None] for name, values in row.items()}
+def _checked_row(row: Row, interaction_id: str) -> Row:
     try:
-        checked_arrays(batch)
+        checked_arrays({name: values[None] for name, values in row.items()})
     except InvalidTrajectory as error:
         raise InvalidTrajectory(
-            f"interaction {interaction.interaction_id}: {error.message}", param=error.param
+            f"interaction {interaction_id}: {error.message}", param=error.param
         ) from None
     return row
+
+
+def _check_versions(rows: list[tuple[Row, float | None]], newest: int) -> None:
+    for row, _ in rows:
+        sampled = row["versions"][row["loss_mask"] == 1]
+        if sampled.size and sampled.max() > newest:
+            raise wrong(
+                "versions",
+                f"has {sampled.max()} where loss_mask is 1, and the newest weights are {newest}: "
+                "take the output's versions from the response (output_versions)",
+            )
 
 
 def _unpadded(arrays: Arrays) -> list[tuple[Row, float | None]]:

@@ -5,10 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 
+from any_agent.config import TrainConfig
 from any_agent.errors import AnyAgentError, InvalidTrajectory
 from any_agent.record import InteractionTree, InteractionWithTokenLogpReward, propagate_rewards
-from any_agent.types import Trajectory
+from any_agent.types import SampledSession, Trajectory
 from any_agent.workflow import (
     checked_tensors,
     concat_padded_tensors,
@@ -18,6 +22,8 @@ from any_agent.workflow import (
     tensors_of,
 )
 from tests.workflow.tensors_lab import interaction, tensors
+from trainer.batch import training_batch, versions_in
+from trainer.packing import micro_batches, trained_tokens
 
 
 def conversation() -> list[Any]:
@@ -169,6 +175,23 @@ def test_a_wrong_interaction_is_named() -> None:
         rows_of(result)
 
 
+def test_a_wrong_trajectory_names_its_interaction() -> None:
+    episode = [Trajectory("s", "g", conversation(), final_reward=float("nan"))]
+    with pytest.raises(InvalidTrajectory, match="interaction a: rewards has nan"):
+        rows_of(episode)
+
+
+def test_nothing_is_of_newer_weights_than_there_are() -> None:
+    given = tensors([1, 2, 3, 4], [1, 2, 3])
+    assert len(rows_of(given, newest=3)) == 2
+    given["versions"][1, 2] = 9
+    with pytest.raises(InvalidTrajectory, match=r"has 9 .* newest weights are 3: .*the response"):
+        rows_of(given, newest=3)
+    # What is not trained on may say what it likes.
+    given["loss_mask"][1] = 0
+    assert len(rows_of(given, newest=3)) == 2
+
+
 def test_interactions_become_one_padded_batch() -> None:
     batch = tensors_of(exported("individual"))
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 0, 0], [1, 2, 3, 4, 5, 6]]
@@ -203,6 +226,50 @@ def test_batches_of_other_fields_do_not_go_together() -> None:
     with pytest.raises(InvalidTrajectory, match="mine is in some of the batches only"):
         concat_padded_tensors([tensors([1, 2, 3]), tensors([1, 2, 3], mine=torch.ones(1))])
     assert concat_padded_tensors([]) == {}
+
+
+SHAPES = st.sampled_from([(), (1,), (2,), (1, 3), (2, 3), (3, 2), (1, 3, 1), (0, 3), (2, 0)])
+TYPES = st.sampled_from([torch.int32, torch.int64, torch.float32, torch.bool, torch.float64])
+VALUES = st.sampled_from([0, 1, -1, 2, 2**31 - 1, float("nan"), float("-inf"), -0.5])
+JUNK = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.lists(st.integers(), max_size=2))
+
+
+@st.composite
+def hostile(draw: st.DrawFn) -> dict[Any, Any]:
+    """What a workflow may return by mistake: right fields, of which some are something else."""
+    given: dict[Any, Any] = tensors([1, 2, 3], [1, 2])
+    names = st.sampled_from([*given, "temperatures", "mine", 7])
+    for name in draw(st.lists(names, max_size=4)):
+        if draw(st.booleans()):
+            given[name] = draw(JUNK)
+            continue
+        kind = draw(TYPES)
+        value = draw(VALUES)
+        if not kind.is_floating_point:
+            value = int(value) if np.isfinite(value) else 1
+        given[name] = torch.full(draw(SHAPES), value, dtype=torch.float64).to(kind)
+    return given
+
+
+@drawn(hostile())
+@settings(max_examples=100, deadline=None)
+def test_whatever_is_returned_is_refused_by_name_or_can_be_trained_on(result: Any) -> None:
+    try:
+        rows = rows_of(result, newest=2**31 - 1)
+    except InvalidTrajectory as error:
+        assert str(error)
+        return
+    session = SampledSession("s", "g", [row for row, _ in rows], [t for _, t in rows])
+    versions = versions_in([[session]])
+    batch = training_batch(
+        [[session]],
+        TrainConfig(),  # type: ignore[call-arg]
+        step=0,
+        eta=0,
+        step_of_version=dict.fromkeys(versions, 0),
+    )
+    for micro in micro_batches(batch.rows, token_budget=1000):
+        assert len(trained_tokens(micro)) == int(micro["loss_mask"].sum()) > 0
 
 
 def test_the_example_of_areals_documents_passes() -> None:
