@@ -77,6 +77,10 @@ class DatasetFed:
     def capacity(self) -> Capacity | None:
         return self._executor.capacity
 
+    @property
+    def epoch(self) -> float | None:
+        return round(self._positions.epoch, 4)
+
     def begin(self, version: int) -> None:
         self._executor.start()
         self._begun = True

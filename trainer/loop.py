@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from any_agent import stats_tracker
 from any_agent.access import signer_of
 from any_agent.atomic import append_line
 from any_agent.config import Config
@@ -317,7 +318,10 @@ class TrainingLoop:
         if replayed:
             for step, batch in replayed.items():
                 self._settle(*batch, step)
-            log.info("made %d steps again, now at step %d", len(replayed), self.policy.steps)
+            self._say(
+                f"trainer   made the {len(replayed)} steps after it again, now at step "
+                f"{self.policy.steps}"
+            )
             if self.policy.steps % self.config.train.checkpoint_every == 0:
                 self._save()
 
@@ -377,7 +381,7 @@ class TrainingLoop:
         self._consumed.load(state)
         self._source.load(state.get("dataset"))
         self.checkpoint = latest
-        log.info("going on from %s (step %d)", latest, self.policy.steps)
+        self._say(f"trainer   going on from step {self.policy.steps}, of {latest}")
 
     def _save(self) -> None:
         self.checkpoint = save_checkpoint(
@@ -429,6 +433,8 @@ class TrainingLoop:
             **result.stats.means(),
             "seconds": {phase: round(value, 4) for phase, value in seconds.items()},
             "capacity": now.model_dump() if now else None,
+            "epoch": self._source.epoch,
+            "stats": _without_counts(stats_tracker.export_all()),
         }
         append_line(self.dir.metrics, json.dumps(line))
         self.metrics.stepped(line)
@@ -441,6 +447,10 @@ class TrainingLoop:
             line["staleness_mean"],
             line["version"],
         )
+
+
+def _without_counts(stats: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in stats.items() if not name.endswith("__count")}
 
 
 def _sampled(groups: list[Group]) -> list[SampledSession]:

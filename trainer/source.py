@@ -26,6 +26,10 @@ class Source(Protocol):
     def capacity(self) -> Capacity | None:
         """How many run and how many wait, if that is known."""
 
+    @property
+    def epoch(self) -> float | None:
+        """Passes over the dataset that are done with; None without one."""
+
     def begin(self, version: int) -> None:
         """Let sessions begin; the engines serve this weight version."""
 
@@ -71,6 +75,10 @@ class ProxyFed:
     @property
     def capacity(self) -> Capacity | None:
         return self._executor.capacity
+
+    @property
+    def epoch(self) -> float | None:
+        return None
 
     def begin(self, version: int) -> None:
         self._executor.begin()

@@ -1,0 +1,162 @@
+"""A script that trains on a dataset, ended in every way, comes to what one comes to that is not.
+
+The real service, engines and all, started by the script's own process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from any_agent.rundir import RunDir
+
+STEPS = 6
+LIMIT = 300.0
+HOME = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.timeout(900)
+
+
+class Script:
+    """One run of it; ``said`` is what it printed so far."""
+
+    def __init__(self, root: Path, model: Path, *more: str) -> None:
+        self.run = RunDir.of(root, "u", "e", "t")
+        settings = {
+            "root": root,
+            "user": "u",
+            "experiment": "e",
+            "trial": "t",
+            "model.path": model,
+            "server.port": 0,
+            "server.ranks": 1,
+            "engine.max_running_requests": 1,
+            "rollout.deterministic": "true",
+            "rollout.eta": 0,
+            "rollout.batch_size": 4,
+            "rollout.max_concurrent": 4,
+            "sessions.group_size": 2,
+            "train.steps": STEPS,
+            "train.checkpoint_every": 2,
+            "train.lr": 1e-3,
+            "train.seed": 3,
+        }
+        arguments = [f"{key}={value}" for key, value in settings.items()]
+        root.mkdir(exist_ok=True)
+        self._out = root / "said"
+        self._offset = self._out.stat().st_size if self._out.exists() else 0
+        with open(self._out, "ab") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.e2e.dataset_script", *arguments, *more],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=HOME,
+                env=os.environ | {"PYTHONPATH": str(HOME)},
+                start_new_session=True,
+            )
+
+    @property
+    def said(self) -> str:
+        return self._out.read_bytes()[self._offset :].decode()
+
+    def until_step(self, step: int) -> None:
+        self._until(lambda: f"step {step:8d}/" in self.said or self._reported() >= step)
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def ended(self) -> int:
+        """Its exit code; none of its processes is left."""
+        children = self._children()
+        self._until(lambda: self._process.poll() is not None)
+        _, alive = psutil.wait_procs(children, timeout=LIMIT)
+        assert not alive, self.said
+        code = self._process.returncode
+        assert code is not None
+        return code
+
+    def _children(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self._process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def _reported(self) -> int:
+        text = self.run.metrics.read_text() if self.run.metrics.exists() else ""
+        return max((json.loads(line)["step"] for line in text.splitlines()), default=0)
+
+    def _until(self, there: Any) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not there():
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.02)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    tensors: Mapping[str, torch.Tensor]
+    """Weights, optimizer's moments and generators of the last checkpoint."""
+    dataset: Mapping[str, Any]
+    """What of it is done with."""
+    rewards: list[tuple[int, float, int]]
+
+
+def outcome(run: RunDir) -> Outcome:
+    checkpoint = run.checkpoints / (run.checkpoints / "latest").read_text().strip()
+    assert checkpoint.name == f"step-{STEPS:08d}"
+    state = json.loads((checkpoint / "trainer" / "state.json").read_text())["state"]
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return Outcome(
+        tensors={
+            f"{path.relative_to(checkpoint)}:{name}": tensor
+            for path in sorted(checkpoint.rglob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+        },
+        dataset=state["dataset"],
+        rewards=[(line["step"], line["reward"], line["sessions"]) for line in lines],
+    )
+
+
+def test_ended_in_every_way(tmp_path: Path, tiny_model_dir: Path) -> None:
+    whole = Script(tmp_path / "whole", tiny_model_dir)
+    assert whole.ended() == 0, whole.said
+    expected = outcome(whole.run)
+    assert [step for step, _, _ in expected.rewards] == list(range(1, STEPS + 1))
+    assert expected.dataset["low"] == 2 * STEPS
+    for step, number, code in (
+        (1, signal.SIGKILL, -9),
+        (3, signal.SIGINT, 130),
+        (4, signal.SIGKILL, -9),
+        (5, signal.SIGTERM, 143),
+    ):
+        script = Script(tmp_path / "ended", tiny_model_dir)
+        script.until_step(step)
+        script.send(number)
+        assert script.ended() == code, script.said
+        if code > 0:
+            assert "a checkpoint kept" in script.said
+            assert "Traceback" not in script.said
+    last = Script(tmp_path / "ended", tiny_model_dir)
+    assert last.ended() == 0, last.said
+    again = outcome(last.run)
+    assert again.rewards == expected.rewards
+    assert again.dataset == expected.dataset
+    different = [
+        name
+        for name, tensor in expected.tensors.items()
+        if not torch.equal(tensor, again.tensors[name])
+    ]
+    assert different == []

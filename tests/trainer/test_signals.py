@@ -1,0 +1,71 @@
+"""The first signal ends training as it should be ended, the next one at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from any_agent.errors import StartupError
+from trainer.signals import Signals, Stopped
+
+SAID: list[str] = []
+
+
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    SAID.clear()
+    signals = Signals(SAID.append)
+    signals.take()
+    yield signals
+    signals.give_back()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "gently"), [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, True)]
+)
+def test_the_first_and_the_second(
+    signals: Signals, number: signal.Signals, code: int, gently: bool
+) -> None:
+    stopped: list[bool] = []
+    signals.stop = lambda: stopped.append(True)
+    signal.raise_signal(number)
+    assert (stopped, signals.asked) == ([True], number)
+    (line,) = SAID
+    assert "checkpoint" in line and "again" in line
+    with pytest.raises(Stopped) as ended:
+        signal.raise_signal(number)
+    assert (ended.value.code, ended.value.gently) == (code, gently)
+    assert stopped == [True]
+
+
+def test_while_there_is_nothing_to_keep(signals: Signals) -> None:
+    with pytest.raises(Stopped):
+        signal.raise_signal(signal.SIGINT)
+    assert SAID == []
+
+
+def test_a_part_that_is_gone_is_told_by_its_error(signals: Signals) -> None:
+    signals.failure = lambda: StartupError("engine 0 ended 6 times")
+    with pytest.raises(StartupError, match="engine 0"):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_what_was_before_is_given_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    signals = Signals(SAID.append)
+    signals.take()
+    assert signals.taken
+    signals.give_back()
+    assert not signals.taken
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_in_another_thread_nothing_is_taken() -> None:
+    signals = Signals(SAID.append)
+    thread = threading.Thread(target=signals.take)
+    thread.start()
+    thread.join()
+    assert not signals.taken
