@@ -53,6 +53,10 @@ class Crew:
         self._evals: deque[Job] = deque()
         self._stream: Stream | None = None
         self._wanted = 0
+        """Submitted sessions that somebody waits for."""
+        self._lent = 0
+        """Submitted sessions that were handed out last, and count as buffered until more is asked
+        for."""
         self.ledger = Ledger(config)
         self.rejected: Counter[str] = Counter()
 
@@ -96,10 +100,17 @@ class Crew:
         self._stream = stream
         self.admit()
 
-    def want(self, sessions: int) -> None:
-        """Somebody waits for so many submitted sessions; a negative number: no longer."""
-        self._wanted += sessions
+    def waiting(self, wanted: int) -> None:
+        """Somebody waits, for so many submitted sessions; what was lent before is done with."""
+        self._wanted += wanted
+        self.ledger.settle(self._lent)
+        self._lent = 0
         self.admit()
+
+    def waited(self, wanted: int, lent: int) -> None:
+        """He waits no longer, and was given so many submitted sessions."""
+        self._wanted -= wanted
+        self._lent += lent
 
     def settle(self, sessions: int) -> None:
         self.ledger.settle(sessions)
@@ -115,14 +126,14 @@ class Crew:
             self._begin(self._evals.popleft())
         if self._board.paused or (most is None and self._held_back()):
             return
+        # What somebody waits for is not held up by what others were given and may still train on.
+        wanted = self._wanted and self._wanted + self._lent
         stream = self._stream
         batch = stream.batch_sessions if stream is not None else self._config.batch_size
         for begun in itertools.count():
             if begun == most:
                 return
-            if self._pending and self.ledger.takes(
-                self._pending[0].size, batch, wanted=self._wanted
-            ):
+            if self._pending and self.ledger.takes(self._pending[0].size, batch, wanted=wanted):
                 self._begin(self._pending.popleft())
             elif stream is not None and self.ledger.takes(stream.group_size, batch):
                 if not stream.waiting:
@@ -230,6 +241,10 @@ class Crew:
 
     def _close(self, job: Job) -> None:
         """All runs of a job have ended: it is done, or comes to nothing."""
+        if job.dropped:
+            if not job.is_eval:
+                self.ledger.settle(len(job.results))
+            return
         reason = self._judged(job) if job.results else job.lost.most_common(1)[0][0]
         if reason is not None and job.results:
             if not job.is_eval:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from any_agent.errors import InvalidTrajectory
 from any_agent.rollout.jobs import Job
 from any_agent.types import GenerationHyperparameters, SampledSession
 from any_agent.workflow import context
+from any_agent.workflow.grouped import own_copy
 from any_agent.workflow.tensors import rows_of, tensors_of
 
 
@@ -78,14 +78,16 @@ class Episodes:
             sampling=sampling,
         )
         with context.use(here):
-            return await job.workflow.arun_episode(self._engine, _copy(job.data))
+            return await job.workflow.arun_episode(self._engine, own_copy(job.data))
 
     def _read(self, result: Any, job: Job, k: int) -> Outcome:
         if result is None:
             return Outcome(reason="returned_none")
         if job.stream is None or not job.stream.sessions:
             return Outcome(tensors_of(result, discount=self._discount))
-        rows = rows_of(result, discount=self._discount)
+        # An update may be under way, of which the engines tell before this does.
+        newest = None if self._engine is None else self._version() + 1
+        rows = rows_of(result, discount=self._discount, newest=newest)
         task = job.data.get("task_id")
         return Outcome(
             SampledSession(
@@ -96,12 +98,3 @@ class Episodes:
                 task_id=None if task is None else str(task),
             )
         )
-
-
-def _copy(data: dict[str, Any]) -> dict[str, Any]:
-    """A run's own, because runs side by side may change it, and the next epoch reads it again."""
-    try:
-        return copy.deepcopy(data)
-    except Exception:
-        # What cannot be copied is shared.
-        return dict(data)

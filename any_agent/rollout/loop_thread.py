@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ENDS_WITHIN = 10.0
@@ -18,7 +20,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
     def started(self) -> bool:
@@ -45,7 +48,16 @@ class LoopThread:
 
     def stop(self) -> None:
         """End the loop; a thread that does not end in time is left to the end of the process."""
+        self._stopping = True
         self.soon(self.loop.stop)
         self._thread.join(_ENDS_WITHIN)
         if not self._thread.is_alive():
             self.loop.close()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self.loop.run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:
+                # Of some task, which has it as its result; the others go on.
+                log.warning("a task on the thread %s tried to end it: %r", self._thread.name, error)

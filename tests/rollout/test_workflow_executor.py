@@ -1,0 +1,459 @@
+"""The executor as scripts use it: submit and wait, batches, pauses, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from any_agent import stats_tracker
+from any_agent.config import RolloutConfig
+from any_agent.errors import ConfigError, TooManyRequests
+from any_agent.rollout import WorkflowExecutor
+from any_agent.types import GenerationHyperparameters
+from any_agent.workflow import GroupedRolloutWorkflow, context
+from tests.rollout.workflow_lab import REJECT, Doing, Gated, executor, items, numbers, until
+from tests.workflow.tensors_lab import tensors
+
+THIRD = Doing(lambda data: REJECT if data["n"] % 3 == 0 else None)
+
+# -- one by one --------------------------------------------------------------------------------
+
+
+def test_what_was_submitted_is_waited_for() -> None:
+    with executor() as e:
+        ids = [e.submit(item, THIRD) for item in items(6)]
+        assert len(set(ids)) == 6
+        results = e.wait(6, timeout=20)
+    assert [r and numbers(r) for r in results] == [None, [1], [2], None, [4], [5]]
+    assert e.rejected == {"returned_none": 2}
+
+
+def test_a_group_is_one_result() -> None:
+    with executor() as e:
+        e.submit({"n": 7}, Doing(), group_size=4)
+        (result,) = e.wait(1, timeout=20)
+    assert result is not None
+    assert result["input_ids"].shape == (4, 3)
+    assert result["rewards"].shape == (4,)
+
+
+def test_a_grouped_workflow_is_a_group() -> None:
+    workflow = Doing()
+    with executor() as e:
+        e.submit({"n": 7}, GroupedRolloutWorkflow(workflow, 3), group_size=2)
+        (result,) = e.wait(1, timeout=20)
+    assert result is not None
+    assert len(workflow.seen) == len(result["input_ids"]) == 6
+
+
+def test_those_that_are_done_come_first_in_the_order_of_their_submission() -> None:
+    workflow = Gated()
+    with executor() as e:
+        ids = [e.submit(item, workflow) for item in items(4)]
+        workflow.let(2, 1)
+        assert [numbers(r) for r in e.wait(2, timeout=20) if r] == [[1], [2]]
+        workflow.let(3)
+        result = e.wait_for_task(ids[3], timeout=20)
+        assert result is not None
+        assert numbers(result) == [3]
+        with pytest.raises(TimeoutError, match="0 of 1 items are done"):
+            e.wait(1, timeout=0.05)
+        assert e.wait(1, timeout=0.05, raise_timeout=False) == []
+        assert e.wait_for_task(ids[0], timeout=0.05, raise_timeout=False) is None
+        with pytest.raises(TimeoutError, match=f"task {ids[0]} did not end in 0.05 s"):
+            e.wait_for_task(ids[0], timeout=0.05)
+        workflow.let(0)
+        assert e.wait_for_task(ids[0], timeout=20) is not None
+
+
+def test_ids_of_ones_own() -> None:
+    with executor() as e:
+        assert e.submit({"n": 1}, Doing(), task_id=1) == 1
+        assert e.submit({"n": 2}, Doing()) == 0
+        assert e.submit({"n": 3}, Doing()) == 2, "1 is taken"
+        with pytest.raises(ValueError, match="task_id 1 is in use"):
+            e.submit({"n": 4}, Doing(), task_id=1)
+        assert e.wait_for_task(1, timeout=20) is not None
+        for unknown in (1, 99):
+            with pytest.raises(ValueError, match="was not submitted, or waited for already"):
+                e.wait_for_task(unknown)
+
+
+def test_waiting_for_what_was_not_submitted() -> None:
+    with executor() as e:
+        e.submit({"n": 1}, Doing())
+        with pytest.raises(ValueError, match="2 items are waited for, 1 were submitted"):
+            e.wait(2)
+        with pytest.raises(ValueError, match="count is 0"):
+            e.wait(0)
+
+
+def test_more_than_training_looks_ahead_may_be_waited_for() -> None:
+    """Capacity is 4 sessions; a wait for more would otherwise never end."""
+    workflow = Doing()
+    with executor(eta=0) as e:
+        for item in items(30):
+            e.submit(item, workflow, group_size=2)
+        time.sleep(0.1)
+        assert len(workflow.seen) == 4, "nobody waits: no more than one batch"
+        assert len(e.wait(30, timeout=20)) == 30
+        e.submit({"n": 0}, workflow, group_size=2)
+        assert len(e.wait(1, timeout=20)) == 1
+
+
+def test_what_nobody_waits_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("any_agent.rollout.submissions._MOST_SUBMITTED", 3)
+    with executor() as e:
+        for item in items(3):
+            e.submit(item, Doing())
+        with pytest.raises(TooManyRequests, match="3 items were submitted and not waited for"):
+            e.submit({"n": 3}, Doing())
+        e.wait(1, timeout=20)
+        e.submit({"n": 3}, Doing())
+
+
+def test_what_is_accepted() -> None:
+    with executor() as e:
+        for item in items(4):
+            e.submit(item, Doing(), should_accept_fn=lambda t: numbers(t)[0] % 2 == 1, group_size=2)
+        results = e.wait(4, timeout=20)
+    assert [r and numbers(r) for r in results] == [None, [1, 1], None, [3, 3]]
+    assert e.rejected == {"not_accepted": 4}
+
+
+# -- a batch under fixed weights ---------------------------------------------------------------
+
+
+def test_all_of_a_batch_in_its_order() -> None:
+    async def think(data: dict[str, Any]) -> Any:
+        await asyncio.sleep(0.001)
+        return REJECT if data["n"] == 5 else None
+
+    workflow = Doing(think)
+    with executor(batch_size=2, max_concurrent=4, eta=0) as e:
+        results = e.rollout_batch(items(20), workflow, group_size=2)
+        assert [numbers(r)[0] for r in results] == [n for n in range(20) if n != 5]
+        assert all(len(numbers(r)) == 2 for r in results)
+        assert workflow.most == 4
+        assert e.rollout_batch([], workflow) == []
+        assert len(e.rollout_batch(items(3), workflow)) == 3
+
+
+# -- batches ahead of the trainer --------------------------------------------------------------
+
+
+class Loader:
+    """As one of torch whose `collate_fn` returns its items."""
+
+    def __init__(self, count: int, batch_size: int) -> None:
+        self._count = count
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        all_of_them = items(self._count)
+        for k in range(0, self._count, self.batch_size):
+            yield all_of_them[k : k + self.batch_size]
+
+
+def test_batches_go_round_the_loader() -> None:
+    loader = Loader(6, 4)
+    workflow = Doing(lambda data: REJECT if data["n"] == 2 else None)
+    with executor() as e:
+        taken = [
+            n
+            for _ in range(4)
+            for result in e.prepare_batch(loader, workflow, group_size=2, timeout=20)
+            for n in set(numbers(result))
+        ]
+    assert taken == [0, 1, 3, 4, 5] * 3 + [0]
+
+
+def test_a_batch_without_a_loaders_size_counts_sessions() -> None:
+    with executor(batch_size=6) as e:
+        batch = e.prepare_batch(items(10), Doing(), group_size=2, timeout=20)
+        assert [numbers(r) for r in batch] == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_the_next_batch_is_made_meanwhile() -> None:
+    workflow = Doing()
+    data = items(100)
+    with executor(batch_size=4, eta=1) as e:
+        e.prepare_batch(data, workflow, timeout=20)
+        until(lambda: len(workflow.seen) == 8)
+        time.sleep(0.05)
+        assert len(workflow.seen) == 8, "one step ahead, and not more"
+        assert e.capacity.running + e.capacity.buffered == 8
+        e.prepare_batch(data, workflow, timeout=20)
+        until(lambda: len(workflow.seen) == 12)
+
+
+def test_one_loader_and_workflow_per_executor() -> None:
+    data, workflow = items(10), Doing()
+    with executor() as e:
+        e.prepare_batch(data, workflow, timeout=20)
+        for other in ((items(10), workflow, 1), (data, Doing(), 1), (data, workflow, 2)):
+            with pytest.raises(ConfigError, match="goes on with the dataloader, workflow and"):
+                e.prepare_batch(*other[:2], group_size=other[2])
+        assert e.prepare_batch(data, workflow, timeout=20)
+
+
+def test_a_group_that_fits_into_no_batch() -> None:
+    with executor() as e:
+        with pytest.raises(ConfigError, match=r"group_size 5 is more than rollout.batch_size 4"):
+            e.prepare_batch(items(10), Doing(), group_size=5)
+        with pytest.raises(ConfigError, match="group_size is 0"):
+            e.submit({"n": 0}, Doing(), group_size=0)
+
+
+@pytest.mark.parametrize(
+    ("loader", "error", "said"),
+    [
+        ([], ValueError, "the dataloader gave nothing"),
+        (["text"], TypeError, "gave a str: it must give dictionaries"),
+        (iter(items(2)), ValueError, "is it empty, or an iterator at its end"),
+    ],
+)
+def test_what_is_no_loader(loader: Any, error: type[Exception], said: str) -> None:
+    with executor() as e, pytest.raises(error, match=said):
+        e.prepare_batch(loader, Doing(), timeout=20)
+        e.prepare_batch(loader, Doing(), timeout=20)
+
+
+def test_a_slow_loader_stops_no_episode() -> None:
+    """It is read in a thread of its own."""
+    free = threading.Event()
+
+    def slow() -> Iterator[dict[str, Any]]:
+        yield from items(1)
+        assert free.wait(20)
+        yield from items(8)
+
+    workflow = Doing()
+    with executor() as e:
+        with pytest.raises(TimeoutError, match=r"0 of 4 sessions came"):
+            e.prepare_batch(slow_loader := Once(slow()), workflow, timeout=0.1)
+        e.submit({"n": 50}, workflow)
+        assert e.wait(1, timeout=20)[0] is not None
+        free.set()
+        assert len(e.prepare_batch(slow_loader, workflow, timeout=20)) == 4
+
+
+class Once:
+    def __init__(self, given: Iterator[Any]) -> None:
+        self._given = given
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._given
+
+
+# -- for the trainer ---------------------------------------------------------------------------
+
+
+def test_groups_of_sessions() -> None:
+    dropped: list[tuple[int, str]] = []
+
+    def twos(data: dict[str, Any]) -> Any:
+        return tensors([1, 2, 3], [1, 2, 4, 5], reward=0.5) if data["n"] else REJECT
+
+    with executor() as e:
+        stream = iter([(10 + n, item | {"task_id": f"t{n}"}) for n, item in enumerate(items(7))])
+        batches = []
+        while batch := e.sessions_batch(
+            stream,
+            Doing(twos),
+            group_size=2,
+            reject=lambda group: "dull" if group[0].task_id == "t3" else None,
+            on_rejected=lambda position, why: dropped.append((position, why)),
+            timeout=20,
+        ):
+            batches.append([[s.session_id for s in group] for group in batch])
+            (first, *_), *_ = batch
+            e.settled([group[0].group_id for group in batch])
+    assert batches == [
+        [["data-11-0", "data-11-1"], ["data-12-0", "data-12-1"]],
+        [["data-14-0", "data-14-1"], ["data-15-0", "data-15-1"]],
+        [["data-16-0", "data-16-1"]],
+    ]
+    assert dropped == [(10, "returned_none"), (13, "dull")]
+    assert e.rejected == {"returned_none": 2, "dull": 2}
+    assert first.task_id == "t6"
+    assert [row["input_ids"].tolist() for row in first.rows] == [[1, 2, 3], [1, 2, 4, 5]]
+    assert first.temperatures == [None, None]
+    assert e.capacity.buffered == 0
+
+
+def test_a_batch_is_buffered_until_it_is_settled() -> None:
+    workflow = Doing()
+    stream = iter(list(enumerate(items(100))))
+    with executor(eta=0) as e:
+        (one, *others) = e.sessions_batch(stream, workflow, timeout=20)
+        time.sleep(0.05)
+        assert len(workflow.seen) == 4
+        with pytest.raises(TimeoutError, match="0 of 4 sessions came"):
+            e.sessions_batch(stream, workflow, timeout=0.1)
+        e.settled([one[0].group_id, "data-999", "something else"])
+        until(lambda: len(workflow.seen) == 5)
+        e.settled([group[0].group_id for group in (one, *others)])
+        until(lambda: len(workflow.seen) == 8)
+        assert len(e.sessions_batch(stream, workflow, timeout=20)) == 4
+
+
+# -- what a workflow knows ---------------------------------------------------------------------
+
+
+def test_the_context_of_an_episode() -> None:
+    sampling = GenerationHyperparameters(temperature=0.7)
+    greedy = sampling.new(temperature=0.0)
+    workflow = Doing()
+    options = {"sampling": sampling, "eval_sampling": greedy}
+    with executor(options=options) as e:
+        e.release(5)
+        task = e.submit({"n": 1}, workflow)
+        e.wait(1, timeout=20)
+        evaluation = e.submit({"n": 1}, workflow, is_eval=True)
+        e.wait(1, timeout=20)
+    assert workflow.seen == [
+        context.WorkflowContext(task, False, 5, 0.7, sampling),
+        context.WorkflowContext(evaluation, True, 5, 0.0, greedy),
+    ]
+
+
+def test_each_run_has_data_of_its_own() -> None:
+    def spoil(data: dict[str, Any]) -> None:
+        assert data.pop("words") == ["a"]
+        data["deep"]["list"].append(1)
+        assert data["deep"]["list"] == [1]
+
+    workflow = Doing(spoil)
+    item = {"n": 1, "words": ["a"], "deep": {"list": []}}
+    with executor() as e:
+        e.rollout_batch([item, item], workflow, group_size=2)
+    assert not e.rejected
+    assert item == {"n": 1, "words": ["a"], "deep": {"list": []}}
+
+
+def test_what_cannot_be_copied_is_shared() -> None:
+    lock = threading.Lock()
+    workflow = Doing()
+    with executor() as e:
+        e.rollout_batch([{"n": 1, "lock": lock}], workflow)
+    assert workflow.data[0]["lock"] is lock
+
+
+def test_figures_of_episodes() -> None:
+    stats_tracker.export_all()
+    with executor() as e:
+        e.rollout_batch(items(6), THIRD)
+        e.wait_for_task(e.submit({"n": 0}, THIRD, is_eval=True), timeout=20)
+    figures = stats_tracker.export_all()
+    assert figures["rollout/accepted__count"] == 4
+    assert figures["rollout/rejected__count"] == 2
+    assert figures["eval-rollout/rejected__count"] == 1
+
+
+def test_a_workflow_is_made_once_for_all_items() -> None:
+    Made.count = 0
+    name = f"{__name__}.Made"
+    with executor() as e:
+        for _ in range(3):
+            e.rollout_batch(items(3), name, {"n": 1})
+        assert Made.count == 1
+        e.rollout_batch(items(3), name, {"n": 2})
+        e.rollout_batch(items(3), Made, {"n": 1})
+        assert Made.count == 3
+
+
+class Made(Doing):
+    count = 0
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        Made.count += 1
+
+
+# -- pauses, ends ------------------------------------------------------------------------------
+
+
+def test_while_paused_only_evaluations_begin() -> None:
+    workflow = Gated()
+    with executor() as e:
+        before = e.submit({"n": 1}, workflow)
+        until(lambda: workflow.waiting == [1])
+        e.pause()
+        after = e.submit({"n": 2}, workflow)
+        evaluation = e.submit({"n": 3}, workflow, is_eval=True)
+        workflow.let(1, 3)
+        assert e.wait_for_task(before, timeout=20) is not None
+        assert e.wait_for_task(evaluation, timeout=20) is not None
+        with pytest.raises(TimeoutError, match="the executor is paused"):
+            e.wait_for_task(after, timeout=0.05)
+        with pytest.raises(RuntimeError, match=r"paused, .* call resume\(\) first"):
+            e.wait_for_task(after)
+        e.resume()
+        workflow.let(2)
+        assert e.wait_for_task(after, timeout=20) is not None
+
+
+def test_evaluations_have_places_of_their_own() -> None:
+    train, evaluation = Gated(), Gated()
+    with executor(max_concurrent=2, eta=5) as e:
+        for item in items(4):
+            e.submit(item, train)
+        ids = [e.submit(item, evaluation, is_eval=True) for item in items(3)]
+        until(lambda: len(train.waiting) == 2 and len(evaluation.waiting) == 2)
+        evaluation.let(0, 1, 2)
+        for number in ids:
+            assert e.wait_for_task(number, timeout=20) is not None
+        assert len(train.waiting) == 2
+        assert e.capacity.buffered == 0, "what is never trained on holds up nothing"
+
+
+def test_the_end_cancels_what_runs_and_waits_for_it() -> None:
+    workflow = Gated()
+    with executor() as e:
+        for item in items(3):
+            e.submit(item, workflow, group_size=2)
+        until(lambda: len(workflow.waiting) == 6)
+    assert sorted(workflow.cancelled) == [0, 0, 1, 1, 2, 2]
+    assert e.rejected == {}, "what was cancelled has not failed"
+
+
+def test_an_interrupt_ends_the_wait() -> None:
+    workflow = Gated()
+    with executor() as e:
+        e.submit({"n": 1}, workflow)
+        threading.Timer(0.1, e.interrupt).start()
+        with pytest.raises(InterruptedError):
+            e.wait(1)
+        with pytest.raises(InterruptedError):
+            e.submit({"n": 2}, workflow)
+        with pytest.raises(InterruptedError):
+            e.prepare_batch(items(3), workflow)
+
+
+def test_an_executor_that_was_not_started() -> None:
+    e = WorkflowExecutor(None, RolloutConfig())  # type: ignore[call-arg]
+    with pytest.raises(RuntimeError, match=r"call start\(\), or use `with`"):
+        e.submit({"n": 1}, Doing())
+    e.stop()
+
+
+def test_several_callers_at_once() -> None:
+    with executor(batch_size=2, eta=0, max_concurrent=3) as e:
+        results: list[list[int]] = []
+
+        def work(first: int) -> None:
+            data = [{"n": first + n} for n in range(20)]
+            results.append([numbers(r)[0] for r in e.rollout_batch(data, Doing())])
+
+        threads = [threading.Thread(target=work, args=(100 * k,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert sorted(results) == [[100 * k + n for n in range(20)] for k in range(4)]
