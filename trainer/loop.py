@@ -319,8 +319,8 @@ class TrainingLoop:
             for step, batch in replayed.items():
                 self._settle(*batch, step)
             self._say(
-                f"trainer   made the {len(replayed)} steps after it again, now at step "
-                f"{self.policy.steps}"
+                f"trainer   made steps {min(replayed)} to {max(replayed)} again, as they were: they "
+                "came after the checkpoint"
             )
             if self.policy.steps % self.config.train.checkpoint_every == 0:
                 self._save()

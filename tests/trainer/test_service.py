@@ -1,0 +1,133 @@
+"""The service in the trainer's process: it starts, is watched, and ends, all in one thread."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from any_agent.config import Config, load_config
+from any_agent.errors import ConfigError, StartupError
+from any_agent.launcher.stopping import Terminated
+from trainer import service as module
+from trainer.service import Service
+
+LIMIT = 20.0
+
+
+class FakeNode:
+    """Notes what is done to it, and in which thread; ``broken`` says what it raises when."""
+
+    broken: dict[str, BaseException]
+
+    def __init__(self, config: Config, options: Any, over: threading.Event) -> None:
+        self.config = config
+        self.options = options
+        self.dir = SimpleNamespace(metrics=config.root / "metrics.jsonl")
+        self.url = "http://here"
+        self.threads: set[str] = set()
+        self.ended: list[Any] = []
+        self.checked = threading.Event()
+
+    def __enter__(self) -> FakeNode:
+        self._note("enter")
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._note("exit")
+        self.ended.append(kind)
+
+    def check(self) -> bool:
+        self._note("check")
+        self.checked.set()
+        return False
+
+    def _note(self, what: str) -> None:
+        self.threads.add(threading.current_thread().name)
+        if what in self.broken:
+            raise self.broken[what]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load_config(None, [f"root={tmp_path}", f"model.path={tmp_path / 'none'}"], environ={})
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeNode]:
+    monkeypatch.setattr(module, "_Node", FakeNode)
+    FakeNode.broken = {}
+    return FakeNode
+
+
+def node_of(service: Service) -> FakeNode:
+    node = service._node
+    assert isinstance(node, FakeNode)
+    return node
+
+
+@pytest.mark.parametrize(("drain", "how"), [(False, None), (True, Terminated)])
+def test_its_life(config: Config, fake: type[FakeNode], drain: bool, how: Any) -> None:
+    said: list[str] = []
+    service = Service(config, say=said.append)
+    service.start()
+    assert service.url == "http://here"
+    node = node_of(service)
+    assert node.checked.wait(LIMIT)
+    line = '{"step": 1, "reward": 1, "version": 1, "staleness_mean": 0, '
+    node.dir.metrics.write_text(line + '"seconds": {"wait": 0, "train": 0}}\n')
+    service.stop(drain=drain)
+    # The last steps are shown, too, and what was entered in a thread was left in the same.
+    assert [text.split()[0] for text in said] == ["step"]
+    assert node.threads == {"service"}
+    assert node.ended == [how]
+    assert service.error is None
+
+
+def test_what_ends_it_is_told(config: Config, fake: type[FakeNode]) -> None:
+    error = StartupError("engine 0 ended 6 times")
+    FakeNode.broken = {"check": error}
+    told: list[BaseException] = []
+    heard = threading.Event()
+
+    def failed(error: BaseException) -> None:
+        told.append(error)
+        heard.set()
+
+    service = Service(config, say=print, failed=failed)
+    service.start()
+    assert heard.wait(LIMIT)
+    assert told == [error]
+    service.stop()
+    assert service.error is error
+    assert node_of(service).ended == [StartupError]
+
+
+def test_a_start_that_fails_raises(config: Config) -> None:
+    service = Service(config, say=print, failed=lambda error: pytest.fail(str(error)))
+    with pytest.raises(ConfigError, match="is no model folder"):
+        service.start()
+    service.stop()
+
+
+def test_stopping_what_was_never_started(config: Config) -> None:
+    Service(config, say=print).stop()
+
+
+def test_a_start_that_is_given_up_leaves_nothing(
+    config: Config, fake: type[FakeNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C does while parts are starting."""
+    service = Service(config, say=print)
+
+    def interrupted() -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(service._ready, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        service.start()
+    assert not service._thread.is_alive()
+    assert node_of(service).ended == [None]
