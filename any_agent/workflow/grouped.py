@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from typing import Any, cast
 
@@ -31,10 +32,12 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
     ) -> list[EpisodeResult | BaseException | None]:
         """Each run's own result, None, or what it failed with; all have ended on return.
 
-        Each has its own copy of the item's dictionary. Cancelling this cancels all of them, and
+        Each has its own copy of the item. Cancelling this cancels all of them, and
         waits for them.
         """
-        runs = [asyncio.create_task(self._run(engine, dict(data))) for _ in range(self.group_size)]
+        runs = [
+            asyncio.create_task(self._run(engine, own_copy(data))) for _ in range(self.group_size)
+        ]
         try:
             await asyncio.wait(runs)
         finally:
@@ -68,6 +71,15 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         for failure in failures:
             log.warning("a run of a group failed, the others go on: %r", failure)
         return merged(results)
+
+
+def own_copy(data: dict[str, Any]) -> dict[str, Any]:
+    """A run's own item: runs side by side may change it, and the next epoch reads it again."""
+    try:
+        return copy.deepcopy(data)
+    except Exception:
+        # What cannot be copied is shared.
+        return dict(data)
 
 
 def merged(results: list[EpisodeResult]) -> EpisodeResult:
