@@ -318,10 +318,10 @@ class TrainingLoop:
         if replayed:
             for step, batch in replayed.items():
                 self._settle(*batch, step)
-            self._say(
-                f"trainer   made steps {min(replayed)} to {max(replayed)} again, as they were: they "
-                "came after the checkpoint"
-            )
+            which = f"step {max(replayed)}"
+            if len(replayed) > 1:
+                which = f"steps {min(replayed)} to {max(replayed)}"
+            self._say(f"trainer   made {which} again, from what the manifests say was taken")
             if self.policy.steps % self.config.train.checkpoint_every == 0:
                 self._save()
 

@@ -130,18 +130,23 @@ def outcome(run: RunDir) -> Outcome:
     )
 
 
-def test_ended_in_every_way(tmp_path: Path, tiny_model_dir: Path) -> None:
+KILLED = (signal.SIGKILL, -9)
+INTERRUPTED = (signal.SIGINT, 130)
+TERMINATED = (signal.SIGTERM, 143)
+SHORT = ((2, *KILLED), (4, *TERMINATED))
+LONG = ((1, *KILLED), (3, *INTERRUPTED), (4, *KILLED), (5, *TERMINATED))
+"""After which step, how, and the exit code."""
+
+
+def test_ended_in_every_way(
+    tmp_path: Path, tiny_model_dir: Path, request: pytest.FixtureRequest
+) -> None:
     whole = Script(tmp_path / "whole", tiny_model_dir)
     assert whole.ended() == 0, whole.said
     expected = outcome(whole.run)
     assert [step for step, _, _ in expected.rewards] == list(range(1, STEPS + 1))
     assert expected.dataset["low"] == 2 * STEPS
-    for step, number, code in (
-        (1, signal.SIGKILL, -9),
-        (3, signal.SIGINT, 130),
-        (4, signal.SIGKILL, -9),
-        (5, signal.SIGTERM, 143),
-    ):
+    for step, number, code in LONG if request.config.getoption("--long") else SHORT:
         script = Script(tmp_path / "ended", tiny_model_dir)
         script.until_step(step)
         script.send(number)
