@@ -147,7 +147,7 @@ def make_model(task: str, path: Path, seed: int) -> Path:
     save_tiny_model(path, seed, tokenizer=tokenizer)
     author = Author(load_chat_format(str(path), renderer="default"))
     rng = Random(seed)
-    items = module.items("train")
+    items = [*module.items("train"), *module.items("valid")]
 
     def batch(progress: float) -> list[Row]:
         return [talk(author, rng, item, progress).row for item in rng.choices(items, k=size)]
