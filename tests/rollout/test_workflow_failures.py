@@ -1,0 +1,250 @@
+"""Episodes that fail, in every way: each costs itself alone, and too many in a row end the run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from any_agent.errors import EngineUnavailable, InvalidRequest, ServiceUnavailable, TrainingError
+from any_agent.rollout.failures import Failures, is_passing
+from tests.rollout.workflow_lab import Doing, executor, items, numbers
+from tests.workflow.tensors_lab import tensors
+
+# -- one of many -------------------------------------------------------------------------------
+
+
+async def forever(data: dict[str, Any]) -> None:
+    await asyncio.Event().wait()
+
+
+async def cancels_itself(data: dict[str, Any]) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(1)
+
+
+async def exits_in_a_task(data: dict[str, Any]) -> None:
+    async def end() -> None:
+        sys.exit(3)
+
+    await asyncio.create_task(end())
+
+
+BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "raises": (lambda _: ValueError("it is broken"), "failed"),
+    "its own time-out": (lambda _: TimeoutError("a tool took too long"), "failed"),
+    "exits": (lambda _: SystemExit(1), "failed"),
+    "exits in a task": (exits_in_a_task, "failed"),
+    "interrupts": (lambda _: KeyboardInterrupt(), "failed"),
+    "cancels itself": (cancels_itself, "failed"),
+    "hangs": (forever, "timeout"),
+    "returns text": (lambda _: "reward", "invalid"),
+    "returns nothing": (lambda _: {}, "invalid"),
+    "a wrong shape": (lambda _: tensors([1, 2, 3], rewards=torch.ones(2)), "invalid"),
+    "a wrong dtype": (lambda _: tensors([1, 2, 3], loss_mask=torch.ones(1, 3)), "invalid"),
+    "a NaN reward": (lambda _: tensors([1, 2, 3], reward=float("nan")), "invalid"),
+    "lists": (lambda _: {"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}, "invalid"),
+    "no mask": (lambda _: {"input_ids": np.ones((1, 2), np.int32)}, "invalid"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_one_bad_episode_costs_itself_alone(bad: str) -> None:
+    do, reason = BAD[bad]
+    workflow = Doing(lambda data: do(data) if data["n"] == 1 else None)
+    with executor(options={"timeout": 0.3}) as e:
+        results = e.rollout_batch(items(4), workflow)
+        assert [numbers(r) for r in results] == [[0], [2], [3]]
+        assert e.rejected == {reason: 1}
+        # And so it is for a trainer.
+        stream = iter(list(enumerate(items(5))))
+        batch = e.sessions_batch(stream, workflow, timeout=20)
+    assert [group[0].group_id for group in batch] == ["data-0", "data-2", "data-3", "data-4"]
+
+
+def test_a_member_that_fails_leaves_its_siblings_alone() -> None:
+    calls: list[int] = []
+
+    async def second_fails(data: dict[str, Any]) -> None:
+        calls.append(len(calls))
+        mine = calls[-1]
+        await asyncio.sleep(0.01 * (5 - mine))
+        if mine == 1:
+            raise ValueError("the second")
+
+    with executor() as e:
+        e.submit({"n": 7}, Doing(second_fails), group_size=4)
+        (result,) = e.wait(1, timeout=20)
+    assert result is not None
+    assert numbers(result) == [7, 7, 7]
+    assert e.rejected == {"failed": 1}
+
+
+def test_batches_that_cannot_become_one() -> None:
+    """Each is right by itself; the group is not."""
+    more: Iterator[dict[str, Any]] = iter([{}, {"mine": torch.ones(1)}] * 50)
+    workflow = Doing(lambda data: tensors([1, 2, data["n"]]) | next(more))
+    with executor() as e:
+        assert e.rollout_batch(items(3), workflow, group_size=2) == []
+    assert e.rejected == {"unusable": 6}
+
+
+def test_where_it_failed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(data: dict[str, Any]) -> None:
+        raise KeyError("answer")
+
+    with executor(max_failures=1000) as e, caplog.at_level(logging.WARNING):
+        e.rollout_batch(items(30), Doing(broken))
+    told = [record for record in caplog.records if record.exc_info]
+    assert len(told) == 1
+    assert "task 0, run 0 failed and is left out" in told[0].getMessage()
+    assert "broken" in caplog.text and "KeyError: 'answer'" in caplog.text
+
+
+# -- all of them -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["wait", "rollout_batch", "prepare_batch", "sessions_batch"])
+def test_an_agent_that_always_fails_ends_the_run(how: str) -> None:
+    workflow = Doing(lambda _: ValueError("no such tool"))
+    stream = iter([(n, {"n": n}) for n in range(10_000)])
+    data = items(50)
+    with (
+        executor(max_failures=8, max_concurrent=4) as e,
+        pytest.raises(TrainingError, match=r"8 episodes in a row failed.*ValueError: no such tool"),
+    ):
+        if how == "wait":
+            for item in data:
+                e.submit(item, workflow)
+            e.wait(50, timeout=20)
+        elif how == "rollout_batch":
+            e.rollout_batch(data, workflow)
+        elif how == "prepare_batch":
+            e.prepare_batch(data, workflow, timeout=20)
+        else:
+            e.sessions_batch(stream, workflow, timeout=20)
+    assert 8 <= len(workflow.seen) <= 8 + 2 * 4, "those under way at the first failure are free"
+
+
+def test_functions_that_always_fail_end_the_run_too() -> None:
+    def broken(_: Any) -> bool:
+        raise AttributeError("no such field")
+
+    with (
+        executor(max_failures=8) as e,
+        pytest.raises(TrainingError, match=r"in a row failed.*AttributeError: no such field"),
+    ):
+        e.prepare_batch(items(50), Doing(), should_accept_fn=broken, timeout=20)
+
+
+def test_a_success_now_and_then_is_enough() -> None:
+    workflow = Doing(lambda data: None if data["n"] % 8 == 0 else ValueError("often"))
+    with executor(max_failures=8, max_concurrent=1) as e:
+        assert len(e.rollout_batch(items(80), workflow)) == 10
+    assert e.rejected == {"failed": 70}
+
+
+def test_what_a_workflow_rejects_has_not_failed() -> None:
+    with executor(max_failures=2) as e:
+        assert e.rollout_batch(items(20), Doing(lambda _: "reject")) == []
+    assert e.rejected == {"returned_none": 20}
+
+
+def test_evaluations_that_fail_end_nothing() -> None:
+    workflow = Doing(lambda _: ValueError("a bad agent"))
+    with executor(max_failures=2) as e:
+        ids = [e.submit(item, workflow, is_eval=True) for item in items(20)]
+        assert [e.wait_for_task(number, timeout=20) for number in ids] == [None] * 20
+        assert len(e.rollout_batch(items(4), Doing())) == 4
+
+
+def test_one_event_that_hits_all_that_runs_ends_nothing() -> None:
+    """64 episodes are under way when a proxy dies: they fail, and the next ones do not."""
+    dead = asyncio.Event()
+    begun = 0
+
+    async def while_it_dies(data: dict[str, Any]) -> None:
+        nonlocal begun
+        begun += 1
+        if begun == 64:
+            dead.set()
+        if begun <= 64:
+            await dead.wait()
+            raise ValueError("the connection was lost")
+
+    with executor(max_failures=4, max_concurrent=64, batch_size=64) as e:
+        assert len(e.rollout_batch(items(100), Doing(while_it_dies))) == 36
+    assert e.rejected == {"failed": 64}
+
+
+def test_a_service_that_is_away_is_tried_gently() -> None:
+    """Each try costs an item of the dataset: not one after the other as fast as they fail."""
+    begun: list[float] = []
+
+    async def away(data: dict[str, Any]) -> None:
+        begun.append(asyncio.get_running_loop().time())
+        if len(begun) <= 4:
+            raise ServiceUnavailable("the service does not answer")
+
+    with executor(max_failures=20, max_concurrent=1) as e:
+        assert len(e.rollout_batch(items(10), Doing(away))) == 6
+    pauses = [after - before for before, after in pairwise(begun)]
+    for pause, least in zip(pauses, (0.1, 0.2, 0.4, 0.8), strict=False):
+        assert pause >= 0.95 * least
+    assert len(begun) == 10
+
+
+# -- the count ---------------------------------------------------------------------------------
+
+
+def test_the_count_of_failures_in_a_row() -> None:
+    failures = Failures(3)
+    under_way = [failures.begin() for _ in range(10)]
+    for number in under_way:
+        assert failures.failed(number, ValueError("x"), "it") is None
+    assert failures.in_a_row == 1
+    assert failures.failed(failures.begin(), ValueError("x"), "it") is None
+    failures.succeeded()
+    for _ in range(2):
+        assert failures.failed(failures.begin(), ValueError("x"), "it") is None
+    end = failures.failed(failures.begin(), ValueError("the\nlast"), "task 7, run 0")
+    assert end is not None
+    assert "3 episodes in a row failed, the last one, task 7, run 0: ValueError: the last" in str(
+        end
+    )
+
+
+class APIConnectionError(Exception):
+    """As OpenAI's and Anthropic's."""
+
+
+class WithStatus(Exception):
+    def __init__(self, status: int) -> None:
+        self.status_code = status
+
+
+@pytest.mark.parametrize(
+    ("error", "passing"),
+    [
+        (EngineUnavailable("away"), True),
+        (ConnectionResetError(), True),
+        (httpx.ConnectTimeout("late"), True),
+        (APIConnectionError(), True),
+        (WithStatus(503), True),
+        (WithStatus(400), False),
+        (InvalidRequest("too long"), False),
+        (ValueError(), False),
+    ],
+)
+def test_what_may_pass(error: Exception, passing: bool) -> None:
+    assert is_passing(error) is passing
