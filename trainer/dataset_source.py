@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from any_agent.config import Config
-from any_agent.data import Positions
-from any_agent.errors import ConfigError
+from any_agent.data import Positions, as_dataset
 from any_agent.protocol import Capacity
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.types import SampledSession
-from any_agent.workflow import WorkflowLike
+from any_agent.workflow import RolloutWorkflow
 from trainer.batch import Group, without_signal
 from trainer.manifests import Manifest
 
@@ -30,15 +28,6 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Episodes:
-    """What is run on each item."""
-
-    workflow: WorkflowLike
-    kwargs: Mapping[str, Any] | None
-    accept: Callable[[Any], bool] | None = None
-
-
 class DatasetFed:
     """Sessions that a workflow samples, item by item, in an order that survives stops.
 
@@ -50,17 +39,20 @@ class DatasetFed:
         self,
         config: Config,
         dataset: Dataset,
-        episodes: Episodes,
+        workflow: RolloutWorkflow,
+        accept: Callable[[Any], bool] | None,
         executor: WorkflowExecutor,
     ) -> None:
-        """``executor`` runs the episodes; it is started and stopped here."""
+        """``accept`` looks at an item's trajectories, as one batch of tensors. ``executor`` runs
+        them; it is started and stopped here."""
         self._config = config
-        self._dataset = dataset
-        self._episodes = episodes
-        self._executor = executor
-        self._begun = False
+        self._dataset = as_dataset(dataset, "train_dataset")
+        self._workflow = workflow
+        self._accept = accept
+        self.executor = executor
+        self.begun = False
         self._positions = Positions(
-            len(dataset),
+            len(self._dataset),
             seed=config.train.seed,
             shuffle=config.train_dataset.shuffle,
             epochs=config.train.epochs,
@@ -71,32 +63,31 @@ class DatasetFed:
 
     @property
     def rejected(self) -> Mapping[str, int]:
-        return self._executor.rejected
+        return self.executor.rejected
 
     @property
     def capacity(self) -> Capacity | None:
-        return self._executor.capacity
+        return self.executor.capacity
 
     @property
     def epoch(self) -> float | None:
         return round(self._positions.epoch, 4)
 
     def begin(self, version: int) -> None:
-        self._executor.start()
-        self._begun = True
-        self._executor.release(version)
+        self.executor.start()
+        self.begun = True
+        self.executor.release(version)
 
     def stop(self) -> None:
-        self._executor.stop()
+        self.executor.stop()
 
     def next_batch(self, timeout: float) -> list[Group]:
         return list(
-            self._executor.sessions_batch(
+            self.executor.sessions_batch(
                 self._items(),
-                self._episodes.workflow,
-                self._episodes.kwargs,
+                self._workflow,
                 group_size=self._config.sessions.group_size,
-                should_accept_fn=self._episodes.accept,
+                should_accept_fn=self._accept,
                 reject=self._reject,
                 on_rejected=lambda position, _: self._leave_out([position]),
                 timeout=timeout,
@@ -104,22 +95,22 @@ class DatasetFed:
         )
 
     def interrupt(self) -> None:
-        self._executor.interrupt()
+        self.executor.interrupt()
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
         """Calls of workflows to the engines wait meanwhile."""
-        if not self._begun:
+        if not self.begun:
             yield
             return
-        self._executor.hold()
+        self.executor.hold()
         try:
             yield
         except BaseException:
             # Each engine says itself which weights it has.
-            self._executor.release(None)
+            self.executor.release(None)
             raise
-        self._executor.release(version)
+        self.executor.release(version)
 
     def positions_of(self, groups: Sequence[Group]) -> list[int]:
         with self._lock:
@@ -133,10 +124,10 @@ class DatasetFed:
             with self._lock:
                 self._left_out.difference_update(taken.positions)
             self._positions.consumed(taken.positions)
-        if self._begun and (step is None or step < self._config.train.steps):
+        if self.begun and (step is None or step < self._config.train.steps):
             # Before it began, a step was made again, and nobody waits for its room; after the last
             # one nobody wants what would come of it.
-            self._executor.settled([f"{GROUP}{position}" for position in taken.positions])
+            self.executor.settled([f"{GROUP}{position}" for position in taken.positions])
 
     def state(self) -> dict[str, Any] | None:
         return self._positions.state()
@@ -149,13 +140,7 @@ class DatasetFed:
 
     def _items(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for position, index in self._positions:
-            item = self._dataset[index]
-            if not isinstance(item, Mapping):
-                raise ConfigError(
-                    f"item {index} of the dataset is a {type(item).__name__}: it must be a "
-                    "dictionary, whose fields the workflow reads"
-                )
-            yield position, dict(item)
+            yield position, self._dataset[index]
 
     def _reject(self, group: list[SampledSession]) -> str | None:
         sessions = self._config.sessions

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import _thread
 import os
+import signal
+import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
-from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from any_agent.access import run_dir_of, signer_of
 from any_agent.config import Config
-from any_agent.engine import EnginePool
+from any_agent.data import as_dataset
 from any_agent.errors import ConfigError
 from any_agent.launcher.trial import require_same_trial
 from any_agent.logs import logging_to
+from any_agent.rollout import RolloutExecutor
 from any_agent.rollout.workflow_executor import WorkflowExecutor
-from any_agent.types import GenerationHyperparameters
-from any_agent.workflow import WorkflowLike
-from any_agent.workflow.agent_service import AgentService
-from any_agent.workflow.dump import TrajectoryDump
-from trainer.dataset_source import Dataset, DatasetFed, Episodes
+from any_agent.workflow import WorkflowLike, resolve_workflow
+from trainer.dataset_source import Dataset, DatasetFed
+from trainer.evaluation import Evaluation
 from trainer.loop import TrainingLoop
 from trainer.presence import Presence
+from trainer.rollouts import agent_service, workflow_executor
 from trainer.service import Service
 from trainer.signals import Signals, Stopped
-from trainer.source import ProxyFed
-from trainer.weights import tokenizer_of
+from trainer.source import ProxyFed, Source
 
 
 def _print(line: str) -> None:
@@ -75,6 +74,7 @@ class GRPOTrainer:
         self._signals.failure = lambda: self._service.error
         self._service = Service(config, say=say, failed=self._service_failed)
         self._loop: TrainingLoop | None = None
+        self._evaluation: Evaluation | None = None
         self._stack = ExitStack()
 
     @property
@@ -128,13 +128,22 @@ class GRPOTrainer:
         external agents are trained on. ``dynamic_filter_fn`` looks at an item's trajectories, as
         one batch of tensors, and says whether they are to be trained on.
 
+        Where ``eval.every`` says so, ``eval_workflow`` (else ``workflow``) runs on all items of the
+        validation dataset, with ``eval_workflow_kwargs``, before training goes on.
+
         Raises ConfigError for what cannot be run, TrainingError when nothing but failures comes of
         it, StartupError when a part of the service ends for good, and Stopped, a SystemExit, when
         Ctrl-C or SIGTERM ended it, after the step under way and with a checkpoint.
         """
-        loop = self._make_loop(workflow, workflow_kwargs, dynamic_filter_fn)
+        loop = self._make_loop(
+            workflow,
+            workflow_kwargs,
+            dynamic_filter_fn,
+            eval_workflow,
+            eval_workflow_kwargs,
+        )
         self._loop = loop
-        self._signals.stop = loop.stop
+        self._signals.stop = self._stop
         with ExitStack() as stack:
             stack.callback(self._trained)
             stack.enter_context(
@@ -159,6 +168,8 @@ class GRPOTrainer:
         workflow: WorkflowLike | None,
         kwargs: Mapping[str, Any] | None,
         accept: Callable[[Any], bool] | None,
+        eval_workflow: WorkflowLike | None,
+        eval_kwargs: Mapping[str, Any] | None,
     ) -> TrainingLoop:
         dataset = self.train_dataset
         if (workflow is None) != (dataset is None):
@@ -170,42 +181,78 @@ class GRPOTrainer:
                 "GRPOTrainer(config, train_dataset=...).train(workflow=...). With neither, agents "
                 "outside are trained on"
             )
-        if workflow is None or dataset is None:
-            return TrainingLoop(self.config, make_source=ProxyFed, say=self._say)
-        source = DatasetFed(
-            self.config, dataset, Episodes(workflow, kwargs, accept), self._make_executor()
+        # Now, before the model is loaded: what cannot be run is told at once.
+        runs, eval_runs = self._resolve(workflow, kwargs, eval_workflow, eval_kwargs)
+        source: DatasetFed | None = None
+        if runs is not None and dataset is not None:
+            source = DatasetFed(self.config, dataset, runs, accept, self._make_executor())
+        self._evaluation = self._make_evaluation(eval_runs, source)
+        make_source: Callable[[RolloutExecutor], Source] = ProxyFed
+        if source is not None:
+            make_source = partial(_given, source)
+        return TrainingLoop(
+            self.config,
+            make_source=make_source,
+            say=self._say,
+            evaluate=self._evaluation or (lambda step, last: None),
         )
-        return TrainingLoop(self.config, make_source=lambda _: source, say=self._say)
+
+    def _resolve(
+        self,
+        workflow: WorkflowLike | None,
+        kwargs: Mapping[str, Any] | None,
+        eval_workflow: WorkflowLike | None,
+        eval_kwargs: Mapping[str, Any] | None,
+    ) -> tuple[RolloutWorkflow | None, RolloutWorkflow | None]:
+        """What is trained on and what is evaluated; one object where both are the same."""
+        agents = agent_service(self.config, self.dir, self._service)
+        runs = None
+        if workflow is not None:
+            runs = resolve_workflow(workflow, kwargs, agents=agents)
+        named = workflow if eval_workflow is None else eval_workflow
+        if named is None or (named == workflow and eval_kwargs in (None, kwargs)):
+            return runs, runs
+        return runs, resolve_workflow(named, eval_kwargs, agents=agents)
+
+    def _make_evaluation(
+        self, workflow: RolloutWorkflow | None, source: DatasetFed | None
+    ) -> Evaluation | None:
+        c = self.config.eval
+        wanted = c.every > 0 or c.at_start
+        if self.valid_dataset is None or workflow is None:
+            if wanted:
+                lacks = "valid_dataset" if self.valid_dataset is None else "eval_workflow"
+                raise ConfigError(
+                    f"eval.every or eval.at_start is set, but there is no {lacks}: an evaluation "
+                    "needs GRPOTrainer(config, valid_dataset=...).train(eval_workflow=...)"
+                )
+            return None
+        if not wanted:
+            self._say("eval      never: set eval.every to a number of steps")
+            return None
+
+        def opened() -> AbstractContextManager[WorkflowExecutor]:
+            if source is not None and source.begun:
+                return nullcontext(source.executor)
+            return self._make_executor()
+
+        def reported(line: dict[str, Any]) -> None:
+            assert self._loop is not None
+            self._loop.metrics.evaluated(line)
+
+        return Evaluation(
+            c,
+            as_dataset(self.valid_dataset, "valid_dataset"),
+            workflow,
+            None,
+            opened,
+            metrics=self.dir.metrics,
+            reported=reported,
+            say=self._say,
+        )
 
     def _make_executor(self) -> WorkflowExecutor:
-        c = self.config
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_of(c.model.path))
-        pool = EnginePool(
-            self._service.engine_urls,
-            decode=tokenizer.decode,
-            update_mode=c.engine.update_mode,
-            update_wait=c.engine.update_wait,
-            request_timeout=c.engine.request_timeout,
-        )
-        agents = AgentService(
-            self._service.local_url,
-            signer_of(self.dir).run_key,
-            mode=c.rollout.agent.mode,
-            export_style=c.rollout.agent.export_style,
-            discount=c.train.discount,
-            max_workers=c.rollout.agent.max_workers,
-            timeout=c.rollout.agent.timeout,
-        )
-        return WorkflowExecutor(
-            pool,
-            c.rollout,
-            agents=agents,
-            sampling=_sampling(c, c.sampling.temperature),
-            eval_sampling=_sampling(c, c.eval.temperature),
-            dump=TrajectoryDump.of(c, tokenizer.decode),
-            timeout=c.sessions.ttl,
-            discount=c.train.discount,
-        )
+        return workflow_executor(self.config, self._service)
 
     def _logging(self) -> AbstractContextManager[None]:
         c = self.config
@@ -218,28 +265,29 @@ class GRPOTrainer:
             secrets=c.secrets(),
         )
 
+    def _stop(self) -> None:
+        if self._loop is not None:
+            self._loop.stop()
+        if self._evaluation is not None:
+            self._evaluation.interrupt()
+
     def _trained(self) -> None:
         self._signals.stop = None
-        self._loop = None
+        self._loop = self._evaluation = None
 
     def _service_failed(self, error: BaseException) -> None:
         """In the service's thread: training must not wait for what will not come."""
         if self._loop is not None:
             self._loop.fail(error)
+        if self._evaluation is not None:
+            self._evaluation.interrupt()
         if self._signals.taken:
             # A wait that knows nothing of it ends, too: the handler raises the error.
-            _thread.interrupt_main()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-def _sampling(config: Config, temperature: float | None) -> GenerationHyperparameters:
-    """What workflows that say nothing else sample with."""
-    c = config.sampling
-    return GenerationHyperparameters(
-        max_new_tokens=c.max_new_tokens,
-        temperature=c.temperature if temperature is None else temperature,
-        top_p=c.top_p,
-        top_k=c.top_k,
-    )
+def _given(source: Source, _: RolloutExecutor) -> Source:
+    return source
 
 
 PPOTrainer = GRPOTrainer

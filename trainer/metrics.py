@@ -69,6 +69,23 @@ WEIGHT = Metric(
 ENTROPY = Metric(
     "any_agent_train_entropy_nats", "gauge", "Mean entropy of the policy at trained tokens."
 )
+EVAL_STEP = Metric("any_agent_eval_step", "gauge", "The step that was evaluated last.")
+EVAL_REWARD = Metric(
+    "any_agent_eval_reward_mean", "gauge", "Mean reward over the items of the latest evaluation."
+)
+EVAL_CI95 = Metric(
+    "any_agent_eval_reward_ci95",
+    "gauge",
+    "Where that mean lies with 95 % confidence; bound: low or high.",
+    ("bound",),
+)
+EVAL_EPISODES = Metric(
+    "any_agent_eval_episodes_total",
+    "counter",
+    "Runs of evaluations by outcome: scored, or why there is no score.",
+    ("outcome",),
+)
+EVAL_SECONDS = Metric("any_agent_eval_seconds_total", "counter", "Seconds spent on evaluations.")
 
 METRICS = tuple(value for value in globals().values() if isinstance(value, Metric))
 PHASES = ("wait", "train", "publish")
@@ -102,6 +119,9 @@ class TrainerMetrics:
         self._trained = 0
         self._rejected: Counter[str] = Counter()
         self._latest: Mapping[str, Any] = {}
+        self._evaluated: Mapping[str, Any] = {}
+        self._episodes: Counter[str] = Counter()
+        self._eval_seconds = 0.0
 
     def now(self, *, step: int, version: int) -> None:
         """Where training stands, also right after a resume."""
@@ -120,6 +140,13 @@ class TrainerMetrics:
         self._trained += len(list(trained))
         self._rejected.update(rejected.values())
 
+    def evaluated(self, line: Mapping[str, Any]) -> None:
+        """An evaluation is over; its line of metrics.jsonl."""
+        found = line["eval"]
+        self._episodes.update({"scored": found["episodes"], **found["failed"]})
+        self._eval_seconds += found["seconds"]
+        self._evaluated = line
+
     def exposition(self) -> Exposition:
         return Exposition("trainer", self._read)
 
@@ -137,6 +164,18 @@ class TrainerMetrics:
         if latest:
             yield from ((metric, latest[name]) for name, metric in _LATEST.items())
             yield CLIPPED, {(side,): latest[f"clipped_{side}"] for side in ("low", "high")}
+        yield from self._read_evaluation()
+
+    def _read_evaluation(self) -> Iterable[Reading]:
+        yield EVAL_EPISODES, {(outcome,): n for outcome, n in dict(self._episodes).items()}
+        yield EVAL_SECONDS, self._eval_seconds
+        if self._evaluated:
+            found = self._evaluated["eval"]
+            yield EVAL_STEP, self._evaluated["step"]
+            if found["reward"] is not None:
+                yield EVAL_REWARD, found["reward"]
+            if found["ci95"] is not None:
+                yield EVAL_CI95, dict(zip((("low",), ("high",)), found["ci95"], strict=True))
 
 
 def last_reported(path: Path) -> int:
