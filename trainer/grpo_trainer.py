@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from any_agent.launcher.trial import require_same_trial
 from any_agent.logs import logging_to
 from any_agent.rollout import RolloutExecutor
 from any_agent.rollout.workflow_executor import WorkflowExecutor
-from any_agent.workflow import WorkflowLike, resolve_workflow
+from any_agent.workflow import RolloutWorkflow, WorkflowLike, resolve_workflow
 from trainer.dataset_source import Dataset, DatasetFed
 from trainer.evaluation import Evaluation
 from trainer.loop import TrainingLoop
@@ -210,7 +211,8 @@ class GRPOTrainer:
         if workflow is not None:
             runs = resolve_workflow(workflow, kwargs, agents=agents)
         named = workflow if eval_workflow is None else eval_workflow
-        if named is None or (named == workflow and eval_kwargs in (None, kwargs)):
+        same = eval_kwargs is None or eval_kwargs is kwargs
+        if named is None or (named == workflow and same):
             return runs, runs
         return runs, resolve_workflow(named, eval_kwargs, agents=agents)
 

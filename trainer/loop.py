@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from any_agent import stats_tracker
 from any_agent.access import signer_of
 from any_agent.atomic import append_line
 from any_agent.config import Config
-from any_agent.errors import ConfigError, TrainingError
+from any_agent.errors import TrainingError
 from any_agent.protocol import Rejection
 from any_agent.rollout import Ranks, RolloutExecutor
 from any_agent.rundir import RunDir
@@ -44,13 +40,14 @@ from trainer.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from trainer.loss import LossConfig, preset
 from trainer.manifests import Manifest, Manifests
 from trainer.memory import Memory
 from trainer.metrics import TrainerMetrics, last_reported
 from trainer.packing import count_trained, micro_batches
-from trainer.policy import Policy, PolicyConfig, StepResult
+from trainer.policy import Policy, StepResult
 from trainer.publisher import PATIENCE, Publisher
+from trainer.report import step_line
+from trainer.settings import loss_config, policy_config, seed_all, set_optimizer
 from trainer.source import ProxyFed, Source
 from trainer.telling import News, RunWord, tell, tell_if_there
 from trainer.weights import tokenizer_of
@@ -66,9 +63,9 @@ class TrainingLoop:
     """Trains the policy of one run, whose service is there.
 
     ``make_source`` is given the executor that talks to the ranks; by default external agents are
-    trained on. ``say`` is told what a person wants to know. ``evaluate`` is called at the start and
-    after every step, with the number of steps behind the weights that are served, and whether no
-    more will follow.
+    trained on. ``say`` is told what a person wants to know. ``evaluate`` is called at the start,
+    after every step, and when all is done, with the number of steps behind the weights that are
+    served, and whether no more will follow.
     """
 
     def __init__(
@@ -104,7 +101,7 @@ class TrainingLoop:
         self.metrics = TrainerMetrics(lambda: self._source.rejected)
         self._publisher = Publisher(config, self.dir, self._executor, self._source.updating)
         self._manifests = Manifests(self.dir.manifests)
-        self._loss = _loss_config(config)
+        self._loss = loss_config(config.train)
         self.policy: Policy
         self._tokenizer: Path
         self.loaded = False
@@ -155,12 +152,17 @@ class TrainingLoop:
             if self._saved_step != self.policy.steps and (self.policy.steps or not self._stopping):
                 self._save()
             if self._done:
-                self._tell("finished")
-                self._executor.flush()
+                self._finish()
             return self._done
         finally:
             self._source.stop()
             self._executor.stop()
+
+    def _finish(self) -> None:
+        self._tell("finished")
+        self._executor.flush()
+        with suppress(InterruptedError):
+            self._evaluate(self.policy.steps, True)
 
     @property
     def _done(self) -> bool:
@@ -174,7 +176,6 @@ class TrainingLoop:
         if not groups:
             self._exhausted = True
             self._say(f"data      all items are done with, at step {self.policy.steps}")
-            self._evaluate(self.policy.steps, True)
             return
         waited = time.perf_counter()
         taken = self._manifest(groups)
@@ -209,7 +210,8 @@ class TrainingLoop:
         if self.policy.steps % self.config.train.checkpoint_every == 0:
             self._save()
             tell_if_there(self._executor, self._news)
-        self._evaluate(self.policy.steps, self._done)
+        if not self._done:
+            self._evaluate(self.policy.steps, False)
 
     def _manifest(self, groups: list[Group]) -> Manifest:
         """What the next step is to take, as far as it is known before the batch is made."""
@@ -357,16 +359,9 @@ class TrainingLoop:
     def _load(self) -> None:
         """The policy: from the latest checkpoint, else from the configured model."""
         c = self.config.train
-        _seed(c.seed)
+        seed_all(c.seed)
         self._reported = last_reported(self.dir.metrics)
-        settings = PolicyConfig(
-            lr=c.lr,
-            betas=c.betas,
-            weight_decay=c.weight_decay,
-            grad_clip=c.grad_clip,
-            device=_device(c.device),
-            threads=c.threads if _device(c.device) == "cpu" else None,
-        )
+        settings = policy_config(c)
         latest = latest_checkpoint(self.dir.checkpoints)
         if latest is None:
             self.policy = Policy.load(self.config.model.path, settings)
@@ -374,9 +369,7 @@ class TrainingLoop:
             return
         self.policy, state = load_checkpoint(latest, settings)
         self._tokenizer = latest
-        for group in self.policy.optimizer.param_groups:
-            # The optimizer's state goes on; its settings are those of this start.
-            group.update(lr=c.lr, betas=c.betas, weight_decay=c.weight_decay)
+        set_optimizer(self.policy, c)
         self._saved_step = self.policy.steps
         self._consumed.load(state)
         self._source.load(state.get("dataset"))
@@ -416,26 +409,9 @@ class TrainingLoop:
         )
 
     def _report(self, batch: TrainingBatch, result: StepResult, **seconds: float) -> None:
-        now = self._source.capacity
-        line = {
-            "time": time.time(),
-            "step": self.policy.steps,
-            # A step that is made again is not published by itself.
-            "version": self._publisher.versions.highest,
-            "reward": sum(batch.scores) / max(1, len(batch.scores)),
-            "sessions": len(batch.trained),
-            "left_out": dict(Counter(batch.rejected.values())),
-            "rejected": dict(self._source.rejected),
-            "interactions": len(batch.rows),
-            "staleness_mean": sum(batch.ages) / max(1, len(batch.ages)),
-            "staleness_max": max(batch.ages, default=0),
-            "grad_norm": result.grad_norm,
-            **result.stats.means(),
-            "seconds": {phase: round(value, 4) for phase, value in seconds.items()},
-            "capacity": now.model_dump() if now else None,
-            "epoch": self._source.epoch,
-            "stats": _without_counts(stats_tracker.export_all()),
-        }
+        # A step that is made again is not published by itself.
+        version = self._publisher.versions.highest
+        line = step_line(self.policy.steps, version, batch, result, self._source, seconds)
         append_line(self.dir.metrics, json.dumps(line))
         self.metrics.stepped(line)
         log.info(
@@ -449,31 +425,5 @@ class TrainingLoop:
         )
 
 
-def _without_counts(stats: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in stats.items() if not name.endswith("__count")}
-
-
 def _sampled(groups: list[Group]) -> list[SampledSession]:
     return [one for group in groups for one in group if isinstance(one, SampledSession)]
-
-
-def _loss_config(config: Config) -> LossConfig:
-    """The preset's loss with the run's constants."""
-    c = config.train
-    chosen = replace(preset(c.preset).loss, eps_low=c.eps_low, eps_high=c.eps_high, is_cap=c.is_cap)
-    log.debug("loss: %s", asdict(chosen))
-    return chosen
-
-
-def _device(wanted: str) -> str:
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("train.device=cuda, but there is no CUDA device; use cpu or auto")
-    return wanted
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)

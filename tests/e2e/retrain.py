@@ -21,10 +21,10 @@ from any_agent.types import Trajectory
 from tests.e2e.audit import Record
 from trainer.batch import training_batch
 from trainer.checkpoint import list_checkpoints, load_checkpoint
-from trainer.loop import _loss_config
 from trainer.manifests import Manifest, Manifests
 from trainer.packing import count_trained, micro_batches
 from trainer.policy import Policy, PolicyConfig
+from trainer.settings import loss_config
 
 
 def retrain(config: Config, run: RunDir, records: Mapping[str, Record]) -> tuple[int, list[str]]:
@@ -53,7 +53,7 @@ def _make(policy: Policy, config: Config, taken: Manifest, records: Mapping[str,
     policy.step(
         micro_batches(batch.rows, config.train.micro_batch_tokens),
         count_trained(batch.rows),
-        _loss_config(config),
+        loss_config(config.train),
         entropy=True,
     )
 

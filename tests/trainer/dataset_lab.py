@@ -11,7 +11,7 @@ from loop_lab import Lab
 from any_agent.config import Config
 from any_agent.rollout import WorkflowExecutor
 from any_agent.workflow import RolloutWorkflow, context
-from trainer.dataset_source import DatasetFed, Episodes
+from trainer.dataset_source import DatasetFed
 
 
 class Alternating(RolloutWorkflow):
@@ -57,7 +57,8 @@ class DataLab(Lab):
         self.source = DatasetFed(
             config,
             [{"n": n} for n in range(items)],
-            Episodes(self.workflow, None),
+            self.workflow,
+            None,
             WorkflowExecutor(None, config.rollout),
         )
         self.trainer._source = self.source

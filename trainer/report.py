@@ -1,0 +1,47 @@
+"""What is told of a step: its line of `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from any_agent import stats_tracker
+from trainer.batch import TrainingBatch
+from trainer.policy import StepResult
+from trainer.source import Source
+
+
+def step_line(
+    step: int,
+    version: int,
+    batch: TrainingBatch,
+    result: StepResult,
+    source: Source,
+    seconds: Mapping[str, float],
+) -> dict[str, Any]:
+    """As plain data; what workflows recorded since the last one is in it, and forgotten then."""
+    now = source.capacity
+    return {
+        "time": time.time(),
+        "step": step,
+        "version": version,
+        "reward": sum(batch.scores) / max(1, len(batch.scores)),
+        "sessions": len(batch.trained),
+        "left_out": dict(Counter(batch.rejected.values())),
+        "rejected": dict(source.rejected),
+        "interactions": len(batch.rows),
+        "staleness_mean": sum(batch.ages) / max(1, len(batch.ages)),
+        "staleness_max": max(batch.ages, default=0),
+        "grad_norm": result.grad_norm,
+        **result.stats.means(),
+        "seconds": {phase: round(value, 4) for phase, value in seconds.items()},
+        "capacity": now.model_dump() if now else None,
+        "epoch": source.epoch,
+        "stats": {
+            name: value
+            for name, value in stats_tracker.export_all().items()
+            if not name.endswith("__count")
+        },
+    }

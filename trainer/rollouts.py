@@ -1,0 +1,60 @@
+"""What runs a trainer's workflows: the executor, on the engines of its service."""
+
+from __future__ import annotations
+
+from any_agent import load_hf_tokenizer
+from any_agent.access import signer_of
+from any_agent.config import Config
+from any_agent.engine import EnginePool
+from any_agent.rollout import WorkflowExecutor
+from any_agent.rundir import RunDir
+from any_agent.types import GenerationHyperparameters
+from any_agent.workflow.agent_service import AgentService
+from any_agent.workflow.dump import TrajectoryDump
+from trainer.service import Service
+from trainer.weights import tokenizer_of
+
+
+def agent_service(c: Config, run_dir: RunDir, service: Service) -> AgentService:
+    """Where agents' calls go, with the run's own key."""
+    return AgentService(
+        service.local_url,
+        signer_of(run_dir).run_key,
+        mode=c.rollout.agent.mode,
+        export_style=c.rollout.agent.export_style,
+        discount=c.train.discount,
+        max_workers=c.rollout.agent.max_workers,
+        timeout=c.rollout.agent.timeout,
+    )
+
+
+def workflow_executor(c: Config, service: Service) -> WorkflowExecutor:
+    """Of workflows that are resolved. It is not started yet; ``service`` is."""
+    tokenizer = load_hf_tokenizer(str(tokenizer_of(c.model.path)))
+    pool = EnginePool(
+        service.engine_urls,
+        decode=tokenizer.decode,
+        update_mode=c.engine.update_mode,
+        update_wait=c.engine.update_wait,
+        request_timeout=c.engine.request_timeout,
+    )
+    return WorkflowExecutor(
+        pool,
+        c.rollout,
+        sampling=_sampling(c, c.sampling.temperature),
+        eval_sampling=_sampling(c, c.eval.temperature),
+        dump=TrajectoryDump.of(c, tokenizer.decode),
+        timeout=c.sessions.ttl,
+        discount=c.train.discount,
+    )
+
+
+def _sampling(config: Config, temperature: float | None) -> GenerationHyperparameters:
+    """What workflows that say nothing else sample with."""
+    c = config.sampling
+    return GenerationHyperparameters(
+        max_new_tokens=c.max_new_tokens,
+        temperature=c.temperature if temperature is None else temperature,
+        top_p=c.top_p,
+        top_k=c.top_k,
+    )
