@@ -108,3 +108,25 @@ def test_ctrl_c_ends_every_process(served: Served) -> None:
     _, alive = psutil.wait_procs(children, timeout=1)
     assert not alive
     assert "Traceback" not in served.output.read_text()
+
+
+def test_a_dataset(config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_agent.py").write_text(block("agent"))
+    (tmp_path / "train.py").write_text(block("train"))
+    item = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "answer": "42"}
+    (tmp_path / "sums.jsonl").write_text(json.dumps(item) + "\n")
+    settings = [
+        *("train_dataset.path=sums.jsonl", "trial=dataset", f"root={tmp_path}/runs"),
+        # A model that can do nothing yet: attempts that all fail teach nothing in groups of more.
+        *("server.ranks=1", "sessions.group_size=1", "train.steps=1", "server.port=0"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "train.py", "--config", str(config_file), *settings],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^step +1/1 ", done.stdout, re.M), done.stdout
