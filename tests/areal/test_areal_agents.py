@@ -26,6 +26,7 @@ def test_the_guides_script_trains_an_agent(tiny_model_dir: Path, tmp_path: Path)
     assert [step["step"] for step in run.steps] == [1, 2]
     assert [step["sessions"] for step in run.steps] == [4, 4]
     assert [step["reward"] for step in run.steps] == [0.5, 0.5]
+    assert run.steps[0]["stats"]["rollout/reward"] == 0.5
 
 
 async def test_the_synchronous_agent_runs_in_processes(

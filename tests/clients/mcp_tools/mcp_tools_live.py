@@ -24,7 +24,7 @@ def test_the_example_trains(tiny_model_dir: Path, tmp_path: Path) -> None:
     script, option, config = shlex.split(command)
     with calculator(tiny_model_dir) as engine:
         given = settings(tiny_model_dir, engine.url, None, tmp_path)
-        arguments = [option, str(ROOT / config), *given]
+        arguments = [option, str(ROOT / config), *given, "rollout.max_concurrent=4"]
         run = trained(python, ROOT / script, arguments, cwd=tmp_path)
     assert [step["step"] for step in run.steps] == [1, 2]
     assert [step["reward"] for step in run.steps] == [0.5, 0.5]
