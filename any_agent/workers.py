@@ -10,6 +10,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from any_agent.errors import ConfigError
@@ -17,6 +18,12 @@ from any_agent.worker_process import Failure, begin, call
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
+
+
+_NOT_STARTED = (
+    "each worker imports the script that was started, so keep what the script does under "
+    'if __name__ == "__main__":'
+)
 
 
 class WorkerFailed(Exception):
@@ -49,6 +56,8 @@ class WorkerPool:
         self.max_workers = max_workers
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
+        self._futures: dict[Future[Any], ProcessPool] = {}
+        """Calls under way, or waiting for a worker."""
 
     async def run(
         self,
@@ -66,9 +75,10 @@ class WorkerPool:
         """
         packed = pack(function, args, kwargs)
         pool = self._started()
-        future = pool.schedule(call, args=[packed, dict(environ or {})], timeout=timeout)
         from pebble import ProcessExpired
 
+        future = pool.schedule(call, args=[packed, dict(environ or {})], timeout=timeout)
+        self._futures[future] = pool
         try:
             result: bytes | Failure = await asyncio.wrap_future(future)
         except TimeoutError:
@@ -82,7 +92,9 @@ class WorkerPool:
         except Exception as error:
             # Whatever ails this pool, the next call begins with another one.
             await asyncio.to_thread(self._drop, pool)
-            raise WorkerFailed(f"no worker could run it: {error}") from error
+            raise WorkerFailed(f"no worker could run it ({error}): {_NOT_STARTED}") from error
+        finally:
+            self._futures.pop(future, None)
         if isinstance(result, Failure):
             raise WorkerFailed(f"{result.kind}: {result.message}", result)
         return pickle.loads(result)
@@ -113,6 +125,10 @@ class WorkerPool:
                 self._pool = None
         pool.stop()  # type: ignore[no-untyped-call]
         pool.join()
+        for future, of in tuple(self._futures.items()):
+            # A pool that is stopped may leave some for ever as they are.
+            if of is pool:
+                future.cancel()
 
 
 _shared: dict[tuple[str, int], WorkerPool] = {}

@@ -68,3 +68,11 @@ def dies_at_first(marker: str) -> float:
 
 def words(*_: Any, **data: Any) -> str:
     return "very good"
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def lambdas() -> Any:
+    return lambda: 1.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from any_agent.ambient import WorkflowContext, get, set, use
-from any_agent.workflow.patience import patient_client
+from any_agent.workflow.patience import SharedClient, patient_client
 
 if TYPE_CHECKING:
     import aiohttp
@@ -43,7 +43,7 @@ def stat_scope() -> str:
 @dataclass(slots=True)
 class _Clients:
     aiohttp: aiohttp.ClientSession | None = None
-    httpx: httpx.AsyncClient | None = None
+    httpx: SharedClient | None = None
 
 
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, _Clients] = WeakKeyDictionary()
@@ -82,4 +82,4 @@ async def close_clients() -> None:
     if mine.aiohttp is not None:
         await mine.aiohttp.close()
     if mine.httpx is not None:
-        await mine.httpx.aclose()
+        await mine.httpx.end()

@@ -40,14 +40,14 @@ class MultiTurnWorkflow(RolloutWorkflow):
     The episode's reward is the last answer's, times ``turn_discount`` for each answer before it,
     and belongs to all of them: they are one row of tokens, in which every turn's prompt begins
     with exactly the ids of the turn before and its answer. Where the chat template cannot go on
-    exactly, a further row begins (``branches`` counts them). ``reward_fn`` and ``tokenizer`` are
-    as :class:`RLVRWorkflow` takes them; ``feedback`` is what the model is told.
+    exactly, a further row begins (``branches`` counts them). ``reward_fn``, ``gconfig`` and
+    ``tokenizer`` are as :class:`RLVRWorkflow` takes them; ``feedback`` is what the model is told.
     """
 
     def __init__(
         self,
         reward_fn: Callable[..., Any] | str,
-        gconfig: GenerationHyperparameters,
+        gconfig: GenerationHyperparameters | None,
         tokenizer: Any,
         max_turns: int,
         turn_discount: float,

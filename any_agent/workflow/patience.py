@@ -78,13 +78,35 @@ class PatientTransport(httpx.AsyncBaseTransport):
         await self._inner.__aexit__(kind, error, trace)
 
 
-def patient_client(*, patience: float = 300.0) -> httpx.AsyncClient:
+class SharedClient(httpx.AsyncClient):
+    """A client that its users cannot close: some do what they learned, and close what they use."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
+
+    async def end(self) -> None:
+        """What its owner closes it with."""
+        await super().aclose()
+
+
+def patient_client(*, patience: float = 300.0) -> SharedClient:
     """A client for any number of agents' calls at once, of the event loop it is used in first."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=30)
     inner = httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
     # OpenAI's own: a long answer takes its time; connecting does not.
     timeout = httpx.Timeout(600.0, connect=10.0)
-    return httpx.AsyncClient(
+    return SharedClient(
         transport=PatientTransport(inner, patience=patience), timeout=timeout, trust_env=False
     )
 

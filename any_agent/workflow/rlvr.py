@@ -30,8 +30,9 @@ class RLVRWorkflow(RolloutWorkflow):
 
     ``reward_fn(prompt, completions, prompt_ids, completion_ids, **data)`` is a function at the top
     level of a module, or its dotted name; it runs in a process of a pool (AsyncRewardWrapper). Its
-    ``completions`` is the answer's text without the token that ends it. ``tokenizer`` is a
-    tokenizer of transformers or the path of one. ``data_extract_prompt_fn(data)`` gives the
+    ``completions`` is the answer's text without the token that ends it. ``gconfig`` None: answers
+    are sampled as the run samples. ``tokenizer`` is a tokenizer of transformers or the path of one.
+    ``data_extract_prompt_fn(data)`` gives the
     messages where they are not the item's ``messages``; ``get_input_ids_fn(prompt, tokenizer,
     enable_thinking)`` the prompt's token ids where the chat template is not wanted.
     """
@@ -39,7 +40,7 @@ class RLVRWorkflow(RolloutWorkflow):
     def __init__(
         self,
         reward_fn: Callable[..., Any] | str,
-        gconfig: GenerationHyperparameters,
+        gconfig: GenerationHyperparameters | None,
         tokenizer: Any,
         enable_thinking: bool | None = False,
         get_input_ids_fn: Callable[..., list[int]] | str | None = None,

@@ -21,33 +21,44 @@ if TYPE_CHECKING:
 class TurnSampler:
     """Samples answers to token ids as a run or an evaluation wants them.
 
-    ``tokenizer`` is as :func:`~any_agent.chat.chat_format_for` takes it. ConfigError for a
-    ``gconfig`` whose answers could not be trained on, unless it is an evaluation that samples.
+    ``tokenizer`` is as :func:`~any_agent.chat.chat_format_for` takes it. Without ``gconfig``
+    answers are sampled as the run samples.
     """
 
     def __init__(
-        self, tokenizer: Any, gconfig: GenerationHyperparameters, *, enable_thinking: bool | None
+        self,
+        tokenizer: Any,
+        gconfig: GenerationHyperparameters | None,
+        *,
+        enable_thinking: bool | None,
     ) -> None:
         self.chat: ChatFormat = chat_format_for(tokenizer, enable_thinking=enable_thinking)
-        stops = dict.fromkeys([*gconfig.stop_token_ids, *self.chat.stop_token_ids])
-        self._gconfig = gconfig.new(stop_token_ids=tuple(stops))
+        self._gconfig = gconfig
         self._lengths: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     @property
     def gconfig(self) -> GenerationHyperparameters:
-        """What this episode is sampled with."""
+        """What this episode is sampled with.
+
+        ConfigError for what could not be trained on, unless it is an evaluation that samples.
+        """
         context = workflow_context.get()
+        gconfig = self._gconfig or context.sampling
+        if gconfig is None:
+            raise ConfigError("outside of a run nobody says how to sample: give gconfig")
+        stops = dict.fromkeys([*gconfig.stop_token_ids, *self.chat.stop_token_ids])
+        gconfig = gconfig.new(stop_token_ids=tuple(stops))
         if context.is_eval:
             if context.temperature is None:
-                return self._gconfig
-            return self._gconfig.new(temperature=context.temperature)
-        if why := bent(self._gconfig):
+                return gconfig
+            return gconfig.new(temperature=context.temperature)
+        if why := bent(gconfig):
             raise ConfigError(
                 f"what gconfig samples cannot be trained on ({why}): set a temperature above 0, "
                 "and leave the other fields that bend the distribution alone; evaluations may "
                 "sample as they like"
             )
-        return self._gconfig
+        return gconfig
 
     async def sample(self, engine: RolloutEngine, ids: list[int], rid: str) -> ModelResponse:
         """The answer to a prompt, as long as the context has room.
@@ -78,7 +89,7 @@ class TurnSampler:
     def said(self, response: ModelResponse) -> str:
         """An answer's text, without the token that ends it."""
         ids = response.output_ids
-        ended = ids and ids[-1] in self._gconfig.stop_token_ids
+        ended = ids and ids[-1] in self.chat.stop_token_ids
         return self.chat.decode(ids[:-1] if ended else ids)
 
 

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import httpx
 import pytest
+from openai import AsyncOpenAI
 
+from any_agent.workflow import context
 from any_agent.workflow.patience import PatientTransport
 
 KEY = {"Authorization": "Bearer sk-v1.0.abc.def"}
@@ -114,3 +116,15 @@ async def test_who_is_cancelled_stops_waiting() -> None:
     task.cancel()
     await asyncio.wait([task], timeout=1)
     assert task.cancelled()
+
+
+async def test_an_agent_cannot_close_what_others_use() -> None:
+    client = await context.get_httpx_client()
+    async with AsyncOpenAI(api_key="x", base_url="http://service", http_client=client):
+        pass
+    await client.aclose()
+    async with client:
+        assert not client.is_closed
+    assert not client.is_closed
+    await context.close_clients()
+    assert client.is_closed

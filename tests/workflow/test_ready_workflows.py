@@ -207,6 +207,22 @@ async def test_what_cannot_be_trained_on_is_sampled_in_evaluations_only(
         first, second = [await workflow.arun_episode(pool, ITEM) for _ in range(2)]
     assert first["input_ids"].tolist() == second["input_ids"].tolist()
     assert "eval-rollout/reward" in stats_tracker.export_all()
+    with context.use(WorkflowContext(is_eval=True, temperature=0.7)):
+        (row,) = rows_of(await workflow.arun_episode(pool, ITEM))
+    assert row[1] == pytest.approx(0.7), "an evaluation may have a temperature of its own"
+
+
+async def test_the_runs_sampling_is_used_where_none_is_given(
+    pool: EnginePool, chat: ChatFormat
+) -> None:
+    workflow = RLVRWorkflow(functions.digits, None, chat)
+    with pytest.raises(ConfigError, match="give gconfig"):
+        await workflow.arun_episode(pool, ITEM)
+    sampling = SAMPLING.new(max_new_tokens=3)
+    with context.use(WorkflowContext(sampling=sampling)):
+        ((row, temperature),) = rows_of(await workflow.arun_episode(pool, ITEM))
+    assert temperature == pytest.approx(sampling.temperature)
+    assert 1 <= row["loss_mask"].sum() <= 3
 
 
 async def test_bad_items_and_rewards(pool: EnginePool, chat: ChatFormat) -> None:

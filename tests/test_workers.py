@@ -1,0 +1,68 @@
+"""Processes that run functions: what their owner sees of their deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from any_agent.errors import ConfigError
+from any_agent.workers import WorkerCrashed, WorkerFailed, WorkerPool, unpicklable
+from tests import reward_functions as functions
+
+
+async def test_closing_ends_calls_and_a_later_one_starts_anew() -> None:
+    pool = WorkerPool(1)
+    calls = [asyncio.create_task(pool.run(functions.hangs, timeout=600)) for _ in range(2)]
+    await asyncio.wait(calls, timeout=0.5)
+    await asyncio.to_thread(pool.close)
+    done, _ = await asyncio.wait(calls, timeout=10)
+    assert len(done) == 2
+    for call in calls:
+        with pytest.raises(WorkerCrashed):
+            call.result()
+    assert await pool.run(functions.by_name, "4", answer="4", timeout=60) == 1.0
+    await asyncio.to_thread(pool.close)
+
+
+async def test_a_call_has_its_own_environment() -> None:
+    pool = WorkerPool(1)
+    told = await pool.run(functions.variable, "OF_A_CALL", timeout=60, environ={"OF_A_CALL": "x"})
+    assert told == "x"
+    assert await pool.run(functions.variable, "OF_A_CALL", timeout=60) is None
+    await asyncio.to_thread(pool.close)
+
+
+def test_a_script_without_its_guard_is_told_so(tmp_path: Path) -> None:
+    """Its workers would run it anew, and fail."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import asyncio, multiprocessing, sys\n"
+        "from any_agent.workers import WorkerFailed, WorkerPool\n"
+        "if multiprocessing.parent_process(): sys.exit('this run is going on already')\n"
+        "try: asyncio.run(WorkerPool(1).run(len, 'x', timeout=60))\n"
+        "except WorkerFailed as error: print(error)\n"
+    )
+    out = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert 'keep what the script does under if __name__ == "__main__":' in out.stdout
+
+
+async def test_a_result_that_cannot_be_sent() -> None:
+    pool = WorkerPool(1)
+    with pytest.raises(WorkerFailed, match="lambda"):
+        await pool.run(functions.lambdas, timeout=60)
+    await asyncio.to_thread(pool.close)
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    lock = threading.Lock()
+    assert unpicklable({"a": [1, {"b": lock}]}, "data") == f"data['a'][1]['b'] ({lock!r})"
+    assert unpicklable([1, "x"]) is None
+    with pytest.raises(ConfigError, match="one worker at least"):
+        WorkerPool(0)
