@@ -1,0 +1,184 @@
+"""What a script calls: it starts and ends what it must, and says at once what cannot be."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import trainer
+from any_agent.config import Config, load_config
+from any_agent.errors import ConfigError, StartupError
+from any_agent.workflow import RolloutWorkflow
+from trainer import GRPOTrainer, grpo_trainer
+from trainer.signals import Stopped
+
+LIMIT = 20.0
+
+
+class FakeService:
+    """Started and stopped as told."""
+
+    def __init__(
+        self, config: Config, *, say: Any, failed: Callable[[BaseException], None]
+    ) -> None:
+        self.url = self.local_url = "http://127.0.0.1:1"
+        self.engine_urls = ("http://127.0.0.1:2",)
+        self.error: BaseException | None = None
+        self.calls: list[str] = []
+        self._failed = failed
+        (Path(config.root) / config.user / config.experiment / config.trial / "logs").mkdir(
+            parents=True, exist_ok=True
+        )
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def stop(self, *, drain: bool = False) -> None:
+        self.calls.append("drain" if drain else "stop")
+
+    def fail(self, error: BaseException) -> None:
+        """As it does in its own thread."""
+        self.error = error
+        threading.Thread(target=self._failed, args=(error,)).start()
+
+
+class FakeLoop:
+    """Trains until it is told to stop; ``then`` is what happens as soon as it trains."""
+
+    then: Callable[[], None]
+    made: FakeLoop
+
+    def __init__(self, config: Config, **settings: Any) -> None:
+        self.metrics = SimpleNamespace()
+        self.loaded = True
+        self.ended = threading.Event()
+        self.source = settings["make_source"]
+        FakeLoop.made = self
+
+    def train(self) -> bool:
+        FakeLoop.then()
+        assert self.ended.wait(LIMIT)
+        return False
+
+    def stop(self) -> None:
+        self.ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Too busy to notice."""
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model_dir: Path) -> Config:
+    return load_config(None, [f"root={tmp_path}", f"model.path={tiny_model_dir}"], environ={})
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    class Present:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(grpo_trainer, "Service", FakeService)
+    monkeypatch.setattr(grpo_trainer, "TrainingLoop", FakeLoop)
+    monkeypatch.setattr(grpo_trainer, "Presence", Present)
+    FakeLoop.then = lambda: None
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    yield
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+class Nothing(RolloutWorkflow):
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> None:
+        return None
+
+
+def service_of(trainer: GRPOTrainer) -> Any:
+    return trainer._service
+
+
+def test_both_names() -> None:
+    assert trainer.PPOTrainer is trainer.GRPOTrainer
+
+
+def test_what_is_no_config() -> None:
+    with pytest.raises(ConfigError, match="config is a str"):
+        GRPOTrainer("my.yaml")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arguments", "said"),
+    [
+        (None, {"workflow": Nothing}, "a workflow was given, but no train_dataset"),
+        ([{"n": 1}], {}, "a train_dataset was given, but no workflow"),
+        ([], {"workflow": Nothing}, "train_dataset is empty"),
+        ([{"n": 1}], {"workflow": "no_such_module.Agent"}, "no module 'no_such_module'"),
+        ([{"n": 1}], {"workflow": "json.JSONDecoder"}, "no run method"),
+        ([{"n": 1}], {"workflow": Nothing, "workflow_kwargs": {"x": 1}}, "workflow_kwargs"),
+        ([{"n": 1}], {"workflow": Nothing, "eval_workflow": "json.nothing"}, "has no 'nothing'"),
+    ],
+)
+def test_what_cannot_be_run(
+    config: Config, fakes: None, dataset: Any, arguments: dict[str, Any], said: str
+) -> None:
+    """It is told before the model is loaded, and the service ends."""
+    with (
+        pytest.raises(ConfigError, match=said),
+        GRPOTrainer(config, train_dataset=dataset) as trainer,
+    ):
+        trainer.train(**arguments)
+    assert service_of(trainer).calls == ["start", "stop"]
+
+
+def test_an_evaluation_without_data(config: Config, fakes: None) -> None:
+    wanted = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 5})})
+    with (
+        pytest.raises(ConfigError, match="there is no valid_dataset"),
+        GRPOTrainer(wanted, train_dataset=[{"n": 1}]) as trainer,
+    ):
+        trainer.train(workflow=Nothing)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "end"), [(signal.SIGINT, 130, "stop"), (signal.SIGTERM, 143, "drain")]
+)
+def test_told_to_stop(config: Config, fakes: None, number: int, code: int, end: str) -> None:
+    FakeLoop.then = lambda: signal.raise_signal(number)
+    said: list[str] = []
+    trainer = GRPOTrainer(config, train_dataset=[{"n": 1}], say=said.append)
+    with pytest.raises(Stopped) as stopped, trainer:
+        trainer.train(workflow=Nothing)
+    assert stopped.value.code == code
+    assert service_of(trainer).calls == ["start", end]
+    assert [line.split()[0] for line in said] == ["any-agent", "trainer"]
+
+
+def test_a_service_that_is_gone_ends_training_whatever_it_is_at(
+    config: Config, fakes: None
+) -> None:
+    trainer = GRPOTrainer(config, train_dataset=[{"n": 1}])
+    FakeLoop.then = lambda: service_of(trainer).fail(StartupError("engine 0 ended 6 times"))
+    with pytest.raises(StartupError, match="engine 0"), trainer:
+        trainer.train(workflow=Nothing)
+    assert service_of(trainer).calls == ["start", "stop"]
+
+
+def test_another_model_is_not_trained_under_the_same_name(
+    config: Config, fakes: None, tmp_path: Path
+) -> None:
+    folder = GRPOTrainer(config).dir.path
+    (folder / "format").write_text("2\n")
+    (folder / "config.yaml").write_text(f"root: {tmp_path}\nmodel:\n  path: /another\n")
+    with (
+        pytest.raises(ConfigError, match="was started from /another"),
+        GRPOTrainer(config) as trainer,
+    ):
+        trainer.train()
