@@ -1,0 +1,213 @@
+"""What an evaluation finds, when it is made, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent import stats_tracker, workflow_context
+from any_agent.config import EvalConfig
+from any_agent.data import as_dataset
+from any_agent.launcher.progress import Progress
+from any_agent.rollout import WorkflowExecutor
+from any_agent.types import GenerationHyperparameters
+from any_agent.workflow import RolloutWorkflow
+from tests.rollout.workflow_lab import REJECT, Doing, Gated, executor, items, until
+from tests.workflow.tensors_lab import tensors
+from trainer.evaluation import Evaluation, Figures, score
+from trainer.metrics import TrainerMetrics
+
+
+class Lab:
+    """One evaluation, and what it tells."""
+
+    def __init__(self, folder: Path, executor: WorkflowExecutor | None = None) -> None:
+        self.metrics = folder / "metrics.jsonl"
+        self.executor = executor
+        self.reported: list[dict[str, Any]] = []
+        self.said: list[str] = []
+
+    def evaluation(self, workflow: RolloutWorkflow, count: int = 4, **settings: Any) -> Evaluation:
+        assert self.executor is not None
+        config = EvalConfig(**({"every": 2} | settings))
+        return Evaluation(
+            config,
+            as_dataset(items(count), "valid_dataset"),
+            workflow,
+            None,
+            lambda: nullcontext(self.executor),  # type: ignore[arg-type,return-value]
+            metrics=self.metrics,
+            reported=self.reported.append,
+            say=self.said.append,
+        )
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+
+
+def by_item(reward: dict[int, Any]) -> Doing:
+    """Rewards by item; an exception is raised, REJECT rejects."""
+
+    def do(data: dict[str, Any]) -> Any:
+        found = reward[data["n"]]
+        return tensors([1, 2, data["n"]], reward=found) if isinstance(found, float) else found
+
+    return Doing(do)
+
+
+@pytest.mark.parametrize(
+    ("settings", "due"),
+    [
+        ({"every": 0}, []),
+        ({"every": 0, "at_start": True}, [0]),
+        ({"every": 2}, [2, 4, 5]),
+        ({"every": 3, "at_start": True}, [0, 3, 5]),
+        ({"every": 100}, [5]),
+    ],
+)
+def test_when_it_is_due(tmp_path: Path, settings: dict[str, Any], due: list[int]) -> None:
+    with executor() as e:
+        lab = Lab(tmp_path, e)
+        evaluation = lab.evaluation(Doing(), 1, **settings)
+        evaluation(0, False)
+        for step in range(1, 6):
+            evaluation(step, step == 5)
+    assert [line["step"] for line in lab.reported] == due
+
+
+def test_means_and_what_has_none(tmp_path: Path) -> None:
+    workflow = by_item({0: 1.0, 1: 0.0, 2: ZeroDivisionError("no"), 3: REJECT, 4: 1.0})
+    with executor() as e:
+        lab = Lab(tmp_path, e)
+        lab.evaluation(workflow, 5, group_size=2)(4, False)
+        assert e.rejected == {} and e.capacity.admitted == 0, "nothing of it is trained on"
+    (line,) = lab.lines
+    assert (line["step"], line["version"]) == (4, 0)
+    found = line["eval"]
+    assert found["reward"] == pytest.approx(2 / 3)
+    assert (found["items"], found["episodes"]) == (3, 6)
+    assert found["failed"] == {"failed": 2, "returned_none": 2}
+    half = 1.96 * (1 / 3) ** 0.5 / 3**0.5
+    assert found["ci95"] == pytest.approx([2 / 3 - half, 2 / 3 + half])
+    assert lab.reported[0]["eval"]["episodes"] == 6
+    assert "reward 0.667  95 % in 0.013 to 1.320" in lab.said[0]
+    assert "left out 2 (failed)  left out 2 (returned_none)" in lab.said[0]
+
+
+def test_runs_of_one_item_are_no_independent_draws() -> None:
+    figures = Figures([[1.0, 0.0], [1.0, 1.0], [], [0.5]], Counter(failed=2))
+    assert figures.reward == pytest.approx((0.5 + 1 + 0.5) / 3)
+    assert figures.best == pytest.approx((1 + 1 + 0.5) / 3)
+    assert Figures([[1.0], []]).ci95 is None
+    assert (Figures().reward, Figures().best) == (None, None)
+
+
+def test_the_score_of_a_run_is_that_of_training() -> None:
+    two = tensors([1, 2, 3], [1, 2, 4, 5])
+    two["rewards"][0], two["rewards"][1] = 1.0, 0.5
+    assert score(two) == 0.75
+    # A row of which nothing was sampled has no part in it.
+    two["loss_mask"][1] = 0
+    assert score(two) == 1.0
+
+
+def test_workflows_know_that_it_is_one(tmp_path: Path) -> None:
+    workflow = Doing()
+    seen = []
+
+    def do(data: dict[str, Any]) -> None:
+        seen.append((workflow_context.get().task_id, workflow_context.stat_scope()))
+        stats_tracker.get(workflow_context.stat_scope()).scalar(length=data["n"])
+
+    workflow = Doing(do)
+    sampling = GenerationHyperparameters(temperature=0.25)
+    stats_tracker.get("eval-rollout").scalar(length=1000)
+    with executor(options={"eval_sampling": sampling}) as e:
+        lab = Lab(tmp_path, e)
+        lab.evaluation(workflow, 3)(2, False)
+    assert sorted(seen) == [(n, "eval-rollout") for n in range(3)]
+    assert {context.temperature for context in workflow.seen} == {0.25}
+    stats = lab.lines[0]["eval"]["stats"]
+    assert stats["eval-rollout/length"] == 1.0, "figures from before are none of its own"
+    assert not [name for name in stats if name.endswith("__count")]
+
+
+def test_what_takes_too_long_is_left_out(tmp_path: Path) -> None:
+    workflow = Gated()
+    with executor(max_concurrent=2) as e:
+        lab = Lab(tmp_path, e)
+        threading.Timer(0.05, workflow.let, [0]).start()
+        lab.evaluation(workflow, 4, timeout=1.5)(2, False)
+        assert workflow.cancelled == [1, 2]
+        again = lab.evaluation(by_item(dict.fromkeys(range(4), 1.0)), 4)
+        again(4, False)
+    assert lab.lines[0]["eval"]["failed"] == {"timeout": 3}
+    assert lab.lines[0]["eval"]["reward"] == 1.0
+    assert lab.lines[1]["eval"]["episodes"] == 4
+
+
+def test_nothing_but_failures(tmp_path: Path) -> None:
+    with executor() as e:
+        lab = Lab(tmp_path, e)
+        lab.evaluation(by_item(dict.fromkeys(range(2), KeyError("answer"))), 2)(2, False)
+    found = lab.lines[0]["eval"]
+    assert (found["reward"], found["ci95"], found["failed"]) == (None, None, {"failed": 2})
+    assert "no reward" in lab.said[0]
+
+
+def test_it_is_not_made_twice_for_one_step(tmp_path: Path) -> None:
+    with executor() as e:
+        lab = Lab(tmp_path, e)
+        first = lab.evaluation(Doing())
+        first(2, False)
+        first(2, True)
+        lab.metrics.write_text(
+            lab.metrics.read_text() + '{"step": 4, "reward": 1.0}\n{"step": 4, "eval": {"rew'
+        )
+        second = lab.evaluation(Doing())
+        second(2, False)
+        assert len(lab.reported) == 1
+        second(4, False)
+        assert len(lab.reported) == 2
+
+
+def test_an_interrupt_ends_it(tmp_path: Path) -> None:
+    workflow = Gated()
+    with executor() as e:
+        lab = Lab(tmp_path, e)
+        evaluation = lab.evaluation(workflow)
+
+        def interrupt() -> None:
+            until(lambda: workflow.waiting)
+            evaluation.interrupt()
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(InterruptedError):
+            evaluation(2, False)
+        thread.join()
+        with pytest.raises(InterruptedError):
+            evaluation(4, False)
+    assert not lab.metrics.exists() and lab.said == []
+
+
+def test_it_is_in_the_metrics_and_seen_by_people(tmp_path: Path) -> None:
+    metrics = TrainerMetrics(dict)
+    with executor() as e:
+        lab = Lab(tmp_path, e)
+        progress = Progress(lab.metrics, 10)
+        lab.evaluation(by_item({0: 1.0, 1: 0.0, 2: RuntimeError("x")}), 3)(2, False)
+    assert progress.new_lines() == lab.said
+    metrics.evaluated(lab.reported[0])
+    text = metrics.exposition().render().decode()
+    assert "any_agent_eval_step 2" in text
+    assert "any_agent_eval_reward_mean 0.5" in text
+    assert 'any_agent_eval_episodes_total{outcome="failed"} 1' in text
+    assert 'any_agent_eval_reward_ci95{bound="low"} -0.4' in text
