@@ -37,6 +37,8 @@ from tests.e2e.learning.runs import ROOT, prepare, rewards_of, settings_of, trai
 
 TASK = "tool_use"
 STEPS = 20
+LEARNING_RATE = 4e-4
+"""Slower than need be, so that there is a curve to see."""
 LAST = 5
 """Steps over which the end of a curve is averaged."""
 _AGENTS = 128
@@ -135,7 +137,8 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)
     curves: dict[str, list[list[float]]] = {"dataset-fed": [], "proxy-fed": []}
-    more = {"train__steps": STEPS, "eval__every": 0, "eval__at_start": "false"}
+    more: dict[str, Any] = {"train__steps": STEPS, "train__lr": LEARNING_RATE}
+    more |= {"eval__every": 0, "eval__at_start": "false"}
     with tempfile.TemporaryDirectory(prefix="any-agent-curves-") as root:
         for seed in range(arguments.seeds):
             folder, again = Path(root, f"{seed}"), Path(root, f"{seed}-again")

@@ -35,13 +35,13 @@ _OF_TASK: dict[str, dict[str, Any]] = {
         "sampling.max_new_tokens": 4,
         "train.lr": 2e-3,
         "train.steps": 10,
-        "eval.group_size": 8,
+        "eval.group_size": 4,
     },
     "tool_use": {
         "sampling.max_new_tokens": 32,
-        "train.lr": 4e-4,
-        "train.steps": 14,
-        "eval.group_size": 4,
+        "train.lr": 1e-3,
+        "train.steps": 8,
+        "eval.group_size": 2,
     },
 }
 
