@@ -43,6 +43,13 @@ def test_three_turns_continue_exactly_and_share_the_reward(live: Live, step: Any
     assert said["rows"] == 1
 
 
+def test_thoughts_do_not_break_a_conversation(live: Live, step: Any) -> None:
+    live.says("<think>\nHm.\n</think>\n\n5.")
+    live.says("<think>\nOh.\n</think>\n\n6.")
+    said = step("thoughts")
+    assert said == {"said": ["5.", "6."], "thought": ["Hm.", "Oh."], "kinds": ["root", "exact"]}
+
+
 def test_a_tools_round_trip(live: Live, step: Any) -> None:
     live.says(CALL)
     live.says("It is 5.")

@@ -84,6 +84,18 @@ async def three_turns() -> dict[str, Any]:
     return {"said": said, "kinds": kinds, "rewards": rewards, "rows": rows}
 
 
+async def thoughts() -> dict[str, Any]:
+    async with client() as ours:
+        adder = agent(ours)
+        said = [(await adder.astep(text)).msg for text in (ASK, "And 1?")]
+        kinds = [str(interaction.continuation) for interaction in ours.interactions]
+    return {
+        "said": [message.content for message in said],
+        "thought": [message.reasoning_content for message in said],
+        "kinds": kinds,
+    }
+
+
 async def tools() -> dict[str, Any]:
     async with client() as ours:
         answer = await agent(ours, tools=True).astep(ASK)
