@@ -129,7 +129,7 @@ class DatasetFed:
             # one nobody wants what would come of it.
             self.executor.settled([f"{GROUP}{position}" for position in taken.positions])
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> Mapping[str, Any]:
         return self._positions.state()
 
     def load(self, state: Mapping[str, Any] | None) -> None:

@@ -188,7 +188,7 @@ class TrainingLoop:
         )
         if batch.rows:
             # What a step is about to consume is on disk before it changes anything.
-            self._manifests.write(taken, _sampled(groups))
+            self._manifests.write(taken, _sampled(groups, self.config.sampling.temperature))
         result = self._optimize(batch, taken)
         trained = time.perf_counter()
         if result is not None:
@@ -425,5 +425,11 @@ class TrainingLoop:
         )
 
 
-def _sampled(groups: list[Group]) -> list[SampledSession]:
-    return [one for group in groups for one in group if isinstance(one, SampledSession)]
+def _sampled(groups: list[Group], temperature: float) -> list[SampledSession]:
+    """Those that ranks know nothing of; ``temperature`` is what rows had that do not say."""
+    return [
+        replace(one, temperatures=[temperature if t is None else t for t in one.temperatures])
+        for group in groups
+        for one in group
+        if isinstance(one, SampledSession)
+    ]

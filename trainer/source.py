@@ -55,7 +55,7 @@ class Source(Protocol):
     def settle(self, taken: Manifest, step: int | None) -> None:
         """A step, or none, took this."""
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> Mapping[str, Any] | None:
         """What a checkpoint keeps of it, as JSON."""
 
     def load(self, state: Mapping[str, Any] | None) -> None:
@@ -67,6 +67,7 @@ class ProxyFed:
 
     def __init__(self, executor: RolloutExecutor) -> None:
         self._executor = executor
+        self._dataset: Mapping[str, Any] | None = None
 
     @property
     def rejected(self) -> Mapping[str, int]:
@@ -101,8 +102,10 @@ class ProxyFed:
     def settle(self, taken: Manifest, step: int | None) -> None:
         """The ranks are told by the loop."""
 
-    def state(self) -> dict[str, Any] | None:
-        return None
+    def state(self) -> Mapping[str, Any] | None:
+        """What the ranks hold is in their journals. A dataset that the trial was trained on before
+        is gone on with some time, perhaps."""
+        return self._dataset
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """What the ranks hold is in their journals."""
+        self._dataset = state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class DataLab(Lab):
         workflow: RolloutWorkflow | None = None,
         *,
         items: int = 10,
-        before: DataLab | None = None,
+        before: Lab | None = None,
     ) -> None:
         super().__init__(config, [], before=before)
         self.workflow = workflow or Alternating()
@@ -65,6 +66,6 @@ class DataLab(Lab):
         self.trainer._publisher._updating = self.source.updating
 
     @property
-    def left(self) -> dict[str, Any] | None:
+    def left(self) -> Mapping[str, Any]:
         """What is done with."""
         return self.source.state()

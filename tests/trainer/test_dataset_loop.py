@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from dataset_lab import Alternating, DataLab
-from loop_lab import Killed, config_of, killed, outcome
+from episode_lab import pair
+from loop_lab import Killed, Lab, config_of, killed, outcome
 
 from any_agent.errors import ConfigError, TrainingError
 from trainer.manifests import Manifests
@@ -140,7 +141,7 @@ def test_what_comes_to_nothing_is_done_with_and_told(settings: list[str]) -> Non
     assert lab.metrics[-1]["rejected"] == {"failed": 2, "zero_variance": 4}
     # The checkpoint at the end knows all of it: six items were trained on, three were left out.
     assert positions(lab) == []
-    assert lab.left is not None and (lab.left["low"], lab.left["beyond"]) == (9, [])
+    assert (lab.left["low"], lab.left["beyond"]) == (9, [])
     assert [workflow.runs[n] for n in range(9)] == [2] * 9
 
 
@@ -175,6 +176,33 @@ def test_the_data_ends_before_the_steps_do(settings: list[str]) -> None:
     again = DataLab(config, items=5, before=lab)
     assert again.trainer.train()
     assert isinstance(again.workflow, Alternating) and not again.workflow.runs
+
+
+def test_other_settings_do_not_change_steps_that_are_made_again(
+    settings: list[str], uninterrupted: dict[str, Any]
+) -> None:
+    first = DataLab(config_of(settings))
+    publish = first.trainer._publisher.publish
+    first.trainer._publisher.publish = killed(publish, 1)  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        first.trainer.train()
+    others = ["sampling.temperature=0.5", "train.discount=0.5", "train.steps=1", "rollout.eta=3"]
+    hot = DataLab(config_of(settings, *others), before=first)
+    assert hot.trainer.train()
+    again = DataLab(config_of(settings), before=hot)
+    assert again.trainer.train()
+    result = outcome(again)["tensors"]
+    assert all(t.equal(result[name]) for name, t in uninterrupted["tensors"].items())
+
+
+def test_agents_outside_take_a_turn_in_between(settings: list[str]) -> None:
+    """The dataset is gone on with where it was left."""
+    assert DataLab(config_of(settings, "train.steps=2")).trainer.train()
+    outside = Lab(config_of(settings, "train.steps=3", "rollout.eta=9"), [pair("p")], version=2)
+    assert outside.trainer.train()
+    again = DataLab(config_of(settings, "train.steps=4"), before=outside)
+    assert again.trainer.train()
+    assert isinstance(again.workflow, Alternating) and sorted(again.workflow.runs) == [4, 5]
 
 
 def test_another_dataset_is_refused(settings: list[str]) -> None:
