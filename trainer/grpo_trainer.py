@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -30,6 +31,8 @@ from trainer.rollouts import agent_service, workflow_executor
 from trainer.service import Service
 from trainer.signals import Signals, Stopped
 from trainer.source import ProxyFed, Source
+
+log = logging.getLogger(__name__)
 
 
 def _print(line: str) -> None:
@@ -250,7 +253,8 @@ class GRPOTrainer:
             opened,
             metrics=self.dir.metrics,
             reported=reported,
-            say=self._say,
+            # People are shown its line of metrics.jsonl, as those of the steps.
+            say=log.info,
         )
 
     def _make_executor(self) -> WorkflowExecutor:

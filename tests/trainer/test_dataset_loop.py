@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from episode_lab import pair
 from loop_lab import Killed, Lab, config_of, killed, outcome
 
 from any_agent.errors import ConfigError, TrainingError
+from trainer import loop
 from trainer.manifests import Manifests
 
 STEPS = 5
@@ -57,6 +60,9 @@ def test_a_run(settings: list[str]) -> None:
     assert lab.left == {"length": 12, "seed": 1, "shuffle": False, "low": 10, "beyond": []}
     assert isinstance(lab.workflow, Alternating)
     assert [lab.workflow.runs[n] for n in range(10)] == [2] * 10
+    # What workflows record is in each step's line, here the executor's own count.
+    assert all(line["stats"]["rollout/accepted"] == 1 for line in lab.metrics)
+    assert [line["epoch"] for line in lab.metrics] == [round(n / 12, 4) for n in (2, 4, 6, 8, 10)]
     # The ranks have nothing to do with it, but hear of the run and of its weights.
     assert lab.executor.acks == []
     assert lab.service.published == [(step, step) for step in range(1, STEPS + 1)]
@@ -203,6 +209,30 @@ def test_agents_outside_take_a_turn_in_between(settings: list[str]) -> None:
     again = DataLab(config_of(settings, "train.steps=4"), before=outside)
     assert again.trainer.train()
     assert isinstance(again.workflow, Alternating) and sorted(again.workflow.runs) == [4, 5]
+
+
+def test_a_long_wait_is_told_with_what_is_there(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_TELL_EVERY", 0.05)
+    said: list[str] = []
+
+    def told() -> list[str]:
+        return [line for line in said if "zero_variance" in line]
+
+    class Waiting(Alternating):
+        """Until that was told."""
+
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
+            while data["n"] == 3 and not told():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            return await super().arun_episode(engine, data)
+
+    lab = DataLab(config_of(settings, "train.steps=2"), Waiting(dull=(0,)))
+    lab.trainer._say = said.append
+    assert lab.trainer.train()
+    waiting = r"waiting   for trajectories: \d of 4 sessions came; left out so far: 2 zero_variance"
+    assert re.fullmatch(waiting, told()[0])
 
 
 def test_another_dataset_is_refused(settings: list[str]) -> None:
