@@ -7,7 +7,7 @@ A session is a leased :class:`Trajectory`, whose tree is still to be scored, or 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -122,6 +122,21 @@ def _tokens_of(session: Session) -> list[bytes]:
     tree = InteractionTree.from_interactions(session.interactions)
     rows = (interaction_row(tree, node.id, 0.0) for node in session.interactions)
     return sorted(row["input_ids"].tobytes() for row in rows)
+
+
+def tokens_of(batch: TrainingBatch) -> list[int]:
+    """Trained tokens of each row."""
+    return [int(row["loss_mask"].sum()) for row in batch.rows]
+
+
+def sampled_in(groups: Sequence[Group], temperature: float) -> list[SampledSession]:
+    """Those that ranks know nothing of; ``temperature`` is what rows had that do not say."""
+    return [
+        replace(one, temperatures=[temperature if t is None else t for t in one.temperatures])
+        for group in groups
+        for one in group
+        if isinstance(one, SampledSession)
+    ]
 
 
 def versions_in(groups: Sequence[Group]) -> set[int]:

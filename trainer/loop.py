@@ -24,12 +24,13 @@ from any_agent.errors import TrainingError
 from any_agent.protocol import Rejection
 from any_agent.rollout import Ranks, RolloutExecutor
 from any_agent.rundir import RunDir
-from any_agent.types import SampledSession
 from any_agent.workflow import ProxyWorkflow
 from trainer.batch import (
     Group,
     TrainingBatch,
     in_stable_order,
+    sampled_in,
+    tokens_of,
     training_batch,
     versions_in,
     without_signal,
@@ -184,11 +185,11 @@ class TrainingLoop:
             taken,
             trained=batch.trained,
             rejected=batch.rejected,
-            tokens=[int(row["loss_mask"].sum()) for row in batch.rows],
+            tokens=tokens_of(batch),
         )
         if batch.rows:
             # What a step is about to consume is on disk before it changes anything.
-            self._manifests.write(taken, _sampled(groups, self.config.sampling.temperature))
+            self._manifests.write(taken, sampled_in(groups, self.config.sampling.temperature))
         result = self._optimize(batch, taken)
         trained = time.perf_counter()
         if result is not None:
@@ -333,26 +334,12 @@ class TrainingLoop:
             found |= self._executor.replay(leased, timeout=10 * PATIENCE)
         groups: list[Group] = [[found[id] for id in group] for group in taken.groups]
         batch = self._batch(groups, taken)
-        self._check_same(batch, taken)
+        taken.require_same(batch.trained, batch.rejected, tokens_of(batch))
         result = self._optimize(batch, taken)
         if result is not None and taken.step > self._reported:
             # It was killed before it could tell of this step.
             self._report(batch, result, wait=0, train=0, publish=0)
         return replace(batch, rows=[], ages=[]), taken  # kept until all of them are published
-
-    def _check_same(self, batch: TrainingBatch, taken: Manifest) -> None:
-        """TrainingError for a batch that is not the one that the step took."""
-        tokens = [int(row["loss_mask"].sum()) for row in batch.rows]
-        if (batch.trained, batch.rejected, tokens) == (taken.trained, taken.rejected, taken.tokens):
-            return
-        differ = set(batch.trained) ^ set(taken.trained)
-        differ |= {id for id, _ in batch.rejected.items() ^ taken.rejected.items()}
-        how = f"of {', '.join(sorted(differ)[:8])}" if differ else "in their order or tokens"
-        raise TrainingError(
-            f"step {taken.step} cannot be made again as it was: its {len(taken.sessions)} sessions "
-            f"are others now, {how}; it trained on {sum(taken.tokens)} tokens, now there are "
-            f"{sum(tokens)}"
-        )
 
     # -- weights, checkpoints, files -----------------------------------------------------------
 
@@ -423,13 +410,3 @@ class TrainingLoop:
             line["staleness_mean"],
             line["version"],
         )
-
-
-def _sampled(groups: list[Group], temperature: float) -> list[SampledSession]:
-    """Those that ranks know nothing of; ``temperature`` is what rows had that do not say."""
-    return [
-        replace(one, temperatures=[temperature if t is None else t for t in one.temperatures])
-        for group in groups
-        for one in group
-        if isinstance(one, SampledSession)
-    ]

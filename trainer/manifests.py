@@ -46,6 +46,21 @@ class Manifest:
     def sessions(self) -> list[str]:
         return [id for group in self.groups for id in group]
 
+    def require_same(
+        self, trained: Sequence[str], rejected: Mapping[str, str], tokens: Sequence[int]
+    ) -> None:
+        """TrainingError where these are not what the step trained on."""
+        if (trained, rejected, tokens) == (self.trained, self.rejected, self.tokens):
+            return
+        differ = set(trained) ^ set(self.trained)
+        differ |= {id for id, _ in rejected.items() ^ self.rejected.items()}
+        how = f"of {', '.join(sorted(differ)[:8])}" if differ else "in their order or tokens"
+        raise TrainingError(
+            f"step {self.step} cannot be made again as it was: its {len(self.sessions)} sessions "
+            f"are others now, {how}; it trained on {sum(self.tokens)} tokens, now there are "
+            f"{sum(tokens)}"
+        )
+
 
 class Manifests:
     """The manifests of a run, one file per step, and beside it what its sampled sessions hold."""
