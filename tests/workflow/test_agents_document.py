@@ -1,0 +1,55 @@
+"""The examples of docs/agents-in-training.md, run as they are written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from any_agent.chat import ChatFormat
+from any_agent.workflow import AgentService, OpenAIProxyWorkflow
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.proxy_ext.proxy_lab import Proxy
+from tests.workflow.conftest import ADMIN
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "agents-in-training.md"
+AGENT, REWARD, CLIENT = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+
+
+async def test_the_agent(proxy: Proxy, scripted: ScriptedEngine, chat: ChatFormat) -> None:
+    names: dict[str, Any] = {}
+    exec(AGENT, names)
+    agent = names["MathAgent"](turns=3)
+    for text in ("five", "4"):
+        scripted.say([*chat.encode(text, special=False), chat.stop_token_ids[0]])
+    service = AgentService(proxy.url, ADMIN, discount=0.5)
+    item = {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
+    result = await OpenAIProxyWorkflow.of(agent, service).arun_episode(None, item)
+    assert result is not None
+    assert [interaction.reward for interaction in result.values()] == [0.5, 1.0]
+
+
+async def test_a_session_by_hand(proxy: Proxy) -> None:
+    names: dict[str, Any] = {}
+    exec(CLIENT, names)
+
+    async def play(url: str, key: str) -> float:
+        async with AsyncOpenAI(
+            base_url=url, api_key=key, http_client=httpx.AsyncClient()
+        ) as client:
+            await client.chat.completions.create(
+                model="x", messages=[{"role": "user", "content": "hello"}], max_tokens=4
+            )
+        return 0.5
+
+    result = await names["one_episode"](proxy.url, ADMIN, play)
+    assert [interaction.reward for interaction in result.values()] == [0.5]
+
+
+def test_the_rewards_names_are_right() -> None:
+    from any_agent import AsyncRewardWrapper
+
+    assert "AsyncRewardWrapper(verified, timeout_seconds=15)" in REWARD
+    assert AsyncRewardWrapper(len, timeout_seconds=15).max_retries == 3
