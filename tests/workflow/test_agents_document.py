@@ -36,9 +36,7 @@ async def test_a_session_by_hand(proxy: Proxy) -> None:
     exec(CLIENT, names)
 
     async def play(url: str, key: str) -> float:
-        async with AsyncOpenAI(
-            base_url=url, api_key=key, http_client=httpx.AsyncClient()
-        ) as client:
+        async with AsyncOpenAI(base_url=url, api_key=key) as client:
             await client.chat.completions.create(
                 model="x", messages=[{"role": "user", "content": "hello"}], max_tokens=4
             )
