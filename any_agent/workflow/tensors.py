@@ -46,6 +46,8 @@ def kind_of(result: Any) -> Kind:
             isinstance(v, InteractionWithTokenLogpReward) for v in result.values()
         ):
             return "tensors"
+    if isinstance(result, Mapping | list) and not result:
+        raise _nothing()
     raise InvalidTrajectory(
         f"arun_episode returned {shown(result)}: it must return a dictionary of tensors, of "
         "interactions (as EngineOpenAI.export_interactions gives them), a list of trajectories, or "
@@ -66,7 +68,10 @@ def tensors_of(result: EpisodeResult, *, discount: float = 1.0) -> TensorDict:
     """It as one checked batch of tensors, padded; ``discount`` as in :func:`rows_of`."""
     if kind_of(result) == "tensors":
         return checked_tensors(cast(Mapping[str, Any], result))
-    return padded([row for row, _ in rows_of(result, discount=discount)])
+    rows = [row for row, _ in rows_of(result, discount=discount)]
+    if not rows:
+        raise _nothing()
+    return padded(rows)
 
 
 def checked_tensors(result: Mapping[str, Any]) -> TensorDict:
@@ -161,6 +166,13 @@ def concat_padded_tensors(batches: Sequence[TensorDict]) -> TensorDict:
             ]
         out[name] = torch.cat(parts)
     return out
+
+
+def _nothing() -> InvalidTrajectory:
+    return InvalidTrajectory(
+        "arun_episode returned nothing to train on: no model call was recorded. Return None to "
+        "reject an episode"
+    )
 
 
 def _recorded(t: Trajectory, discount: float) -> list[tuple[Row, float | None]]:

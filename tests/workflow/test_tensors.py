@@ -115,11 +115,17 @@ def test_the_error_is_one_of_ours_and_a_value_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "result", [1.0, "text", [], {}, [1], {"c": 1, **exported("individual")}, (1, 2), object()]
+    "result", [1.0, "text", [1], {"c": 1, **exported("individual")}, (1, 2), object()]
 )
 def test_anything_else_than_the_documented_forms_is_refused(result: Any) -> None:
     with pytest.raises(InvalidTrajectory, match="must return a dictionary of tensors"):
         kind_of(result)
+
+
+@pytest.mark.parametrize("result", [{}, [], [Trajectory("s", "g", [])]])
+def test_an_episode_without_any_call_is_told_how_to_reject(result: Any) -> None:
+    with pytest.raises(InvalidTrajectory, match=r"no model call was recorded\. Return None"):
+        tensors_of(result)
 
 
 def test_rows_have_no_padding() -> None:
