@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -56,6 +57,8 @@ class Figures:
     steps: int
     seconds: float
     """Of the training, from the script's start to its end."""
+    cpu_seconds: float
+    """Of all its processes: what it takes does not depend on who else uses the machine."""
     rewards: list[float]
     """Mean score of each step's sessions; groups that all score the same are in none."""
 
@@ -92,14 +95,14 @@ def settings_of(folder: Path, task: str, seed: int, **more: Any) -> list[str]:
 def train(folder: Path, task: str, seed: int, **more: Any) -> Figures:
     """Run the script on what :func:`prepare` left in the folder."""
     script = [sys.executable, str(ROOT / "tests/e2e/learning/train.py"), f"task={task}"]
-    began = time.monotonic()
+    began, used = time.monotonic(), _cpu_seconds()
     _run([*script, *settings_of(folder, task, seed, **more)])
-    seconds = time.monotonic() - began
+    seconds, cpu_seconds = time.monotonic() - began, _cpu_seconds() - used
     (metrics,) = (folder / "runs").glob(f"*/learning/{task}-{seed}/metrics.jsonl")
-    return figures_of(metrics, seconds)
+    return figures_of(metrics, seconds, cpu_seconds)
 
 
-def figures_of(metrics: Path, seconds: float) -> Figures:
+def figures_of(metrics: Path, seconds: float, cpu_seconds: float) -> Figures:
     """Without evaluations ``before`` and ``after`` are nan."""
     evals = [line["eval"]["reward"] for line in _lines(metrics) if "eval" in line]
     rewards = rewards_of(metrics)
@@ -108,6 +111,7 @@ def figures_of(metrics: Path, seconds: float) -> Figures:
         after=evals[-1] if evals else math.nan,
         steps=len(rewards),
         seconds=seconds,
+        cpu_seconds=cpu_seconds,
         rewards=rewards,
     )
 
@@ -119,6 +123,12 @@ def rewards_of(metrics: Path) -> list[float]:
 
 def _lines(metrics: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+
+
+def _cpu_seconds() -> float:
+    """Of all processes that have ended and been waited for, theirs too."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _run(command: list[str]) -> None:
