@@ -101,7 +101,6 @@ class Evaluation:
         *,
         metrics: Path,
         reported: Callable[[dict[str, Any]], None],
-        say: Callable[[str], None],
     ) -> None:
         """``metrics``: the run's `metrics.jsonl`, which gets a line; ``reported`` is given it."""
         self._config = config
@@ -111,7 +110,6 @@ class Evaluation:
         self._opened = opened
         self._metrics = metrics
         self._reported = reported
-        self._say = say
         self._done = evaluated_steps(metrics)
         self._executor: WorkflowExecutor | None = None
         self._interrupted = False
@@ -164,7 +162,7 @@ class Evaluation:
         }
         append_line(self._metrics, json.dumps(line))
         self._reported(line)
-        self._say(shown_evaluation(line))
+        log.info("%s", shown_evaluation(line))
 
     def _run(self, executor: WorkflowExecutor, deadline: float) -> Figures:
         figures, size = Figures(), self._config.group_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -31,8 +30,6 @@ from trainer.rollouts import agent_service, workflow_executor
 from trainer.service import Service
 from trainer.signals import Signals, Stopped
 from trainer.source import ProxyFed, Source
-
-log = logging.getLogger(__name__)
 
 
 def _print(line: str) -> None:
@@ -254,7 +251,6 @@ class GRPOTrainer:
             metrics=self.dir.metrics,
             reported=reported,
             # People are shown its line of metrics.jsonl, as those of the steps.
-            say=log.info,
         )
 
     def _make_executor(self) -> WorkflowExecutor:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dataset_lab import Alternating, DataLab
+from loop_lab import config_of
 
 from any_agent import stats_tracker, workflow_context
 from any_agent.config import EvalConfig
 from any_agent.data import as_dataset
-from any_agent.launcher.progress import Progress
+from any_agent.launcher.progress import Progress, shown_evaluation
 from any_agent.rollout import WorkflowExecutor
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import RolloutWorkflow
 from tests.rollout.workflow_lab import REJECT, Doing, Gated, executor, items, until
 from tests.workflow.tensors_lab import tensors
+from trainer.dataset_source import DatasetFed
 from trainer.evaluation import Evaluation, Figures, score
 from trainer.metrics import TrainerMetrics
 
@@ -31,7 +35,6 @@ class Lab:
         self.metrics = folder / "metrics.jsonl"
         self.executor = executor
         self.reported: list[dict[str, Any]] = []
-        self.said: list[str] = []
 
     def evaluation(self, workflow: RolloutWorkflow, count: int = 4, **settings: Any) -> Evaluation:
         assert self.executor is not None
@@ -44,8 +47,11 @@ class Lab:
             lambda: nullcontext(self.executor),  # type: ignore[arg-type,return-value]
             metrics=self.metrics,
             reported=self.reported.append,
-            say=self.said.append,
         )
+
+    @property
+    def said(self) -> list[str]:
+        return [shown_evaluation(line) for line in self.lines]
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -195,7 +201,7 @@ def test_an_interrupt_ends_it(tmp_path: Path) -> None:
         thread.join()
         with pytest.raises(InterruptedError):
             evaluation(4, False)
-    assert not lab.metrics.exists() and lab.said == []
+    assert not lab.metrics.exists()
 
 
 def test_it_is_in_the_metrics_and_seen_by_people(tmp_path: Path) -> None:
@@ -211,3 +217,46 @@ def test_it_is_in_the_metrics_and_seen_by_people(tmp_path: Path) -> None:
     assert "any_agent_eval_reward_mean 0.5" in text
     assert 'any_agent_eval_episodes_total{outcome="failed"} 1' in text
     assert 'any_agent_eval_reward_ci95{bound="low"} -0.4' in text
+
+
+@pytest.mark.parametrize("stop_after", [None, 3])
+def test_in_a_run_of_training(tiny_model_dir: Path, tmp_path: Path, stop_after: int | None) -> None:
+    """Steps 0, 2 and 4 are evaluated between two steps, with their weights, and 5 because it is
+    the last; a run that goes on does none of them again."""
+    settings = [f"root={tmp_path}", f"model.path={tiny_model_dir}", "rollout.eta=1"]
+    settings += ["rollout.batch_size=4", "rollout.max_concurrent=4", "sessions.group_size=2"]
+    lab: DataLab | None = None
+    for steps in (stop_after, 5):
+        if steps is None:
+            continue
+        lab = DataLab(config_of([*settings, f"train.steps={steps}"]), items=12, before=lab)
+        workflow = Alternating()
+        evaluation = Evaluation(
+            EvalConfig(every=2, at_start=True),  # type: ignore[call-arg]
+            as_dataset(items(3), "valid_dataset"),
+            workflow,
+            None,
+            partial(opened, lab.source),
+            metrics=lab.trainer.dir.metrics,
+            reported=lab.trainer.metrics.evaluated,
+        )
+        lab.trainer._evaluate = evaluation
+        assert lab.trainer.train()
+    assert lab is not None
+    lines = [json.loads(line) for line in lab.trainer.dir.metrics.read_text().splitlines()]
+    order = [("eval" if "eval" in line else "step", line["step"]) for line in lines]
+    expected = [("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("step", 3)]
+    expected += [("eval", 3)] if stop_after else []
+    expected += [("step", 4), ("eval", 4), ("step", 5), ("eval", 5)]
+    assert order == expected
+    for line in lines:
+        if "eval" in line:
+            assert line["eval"]["items"] == 3
+            assert stop_after or line["step"] == 5 or line["version"] == line["step"]
+
+
+def opened(source: DatasetFed) -> AbstractContextManager[WorkflowExecutor]:
+    """The trainer's executor, or a fresh one after its end."""
+    if source.begun:
+        return nullcontext(source.executor)
+    return WorkflowExecutor(None, source.executor._config)
