@@ -76,6 +76,7 @@ class GRPOTrainer:
         self._service = Service(config, say=say, failed=self._service_failed)
         self._loop: TrainingLoop | None = None
         self._evaluation: Evaluation | None = None
+        self._evaluator: WorkflowExecutor | None = None
         self._stack = ExitStack()
 
     @property
@@ -236,7 +237,7 @@ class GRPOTrainer:
         def opened() -> AbstractContextManager[WorkflowExecutor]:
             if source is not None and source.begun:
                 return nullcontext(source.executor)
-            return self._make_executor()
+            return nullcontext(self._own_executor())
 
         def reported(line: dict[str, Any]) -> None:
             assert self._loop is not None
@@ -255,6 +256,15 @@ class GRPOTrainer:
 
     def _make_executor(self) -> WorkflowExecutor:
         return workflow_executor(self.config, self._service)
+
+    def _own_executor(self) -> WorkflowExecutor:
+        """Of evaluations where nothing else runs workflows: one for all, as these may hold on to
+        its event loop."""
+        if self._evaluator is None:
+            self._evaluator = self._make_executor().start()
+        if self._loop is not None:
+            self._evaluator.release(self._loop.metrics.version)
+        return self._evaluator
 
     def _logging(self) -> AbstractContextManager[None]:
         c = self.config
@@ -276,6 +286,9 @@ class GRPOTrainer:
     def _trained(self) -> None:
         self._signals.stop = None
         self._loop = self._evaluation = None
+        if self._evaluator is not None:
+            self._evaluator.stop()
+            self._evaluator = None
 
     def _service_failed(self, error: BaseException) -> None:
         """In the service's thread: training must not wait for what will not come."""
