@@ -42,7 +42,7 @@ LEARNING_RATE = 4e-4
 LAST = 5
 """Steps over which the end of a curve is averaged."""
 _AGENTS = 128
-_LIMIT = 600.0
+_LIMIT = 3600.0
 
 
 def proxy_fed(folder: Path, seed: int, **more: Any) -> list[float]:
