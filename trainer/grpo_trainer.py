@@ -206,16 +206,20 @@ class GRPOTrainer:
         eval_workflow: WorkflowLike | None,
         eval_kwargs: Mapping[str, Any] | None,
     ) -> tuple[RolloutWorkflow | None, RolloutWorkflow | None]:
-        """What is trained on and what is evaluated; one object where both are the same."""
+        """What is trained on and what is evaluated; one object where both are the same.
+
+        Without a workflow of its own an evaluation runs the one that is trained, with its arguments
+        unless it has others.
+        """
         agents = agent_service(self.config, self.dir, self._service)
         runs = None
         if workflow is not None:
             runs = resolve_workflow(workflow, kwargs, agents=agents)
-        named = workflow if eval_workflow is None else eval_workflow
-        same = eval_kwargs is None or eval_kwargs is kwargs
-        if named is None or (named == workflow and same):
+        if eval_workflow is None:
+            eval_workflow, eval_kwargs = workflow, kwargs if eval_kwargs is None else eval_kwargs
+        if eval_workflow is None or (eval_workflow == workflow and eval_kwargs is kwargs):
             return runs, runs
-        return runs, resolve_workflow(named, eval_kwargs, agents=agents)
+        return runs, resolve_workflow(eval_workflow, eval_kwargs, agents=agents)
 
     def _make_evaluation(
         self, workflow: RolloutWorkflow | None, source: DatasetFed | None
@@ -251,7 +255,6 @@ class GRPOTrainer:
             opened,
             metrics=self.dir.metrics,
             reported=reported,
-            # People are shown its line of metrics.jsonl, as those of the steps.
         )
 
     def _make_executor(self) -> WorkflowExecutor:

@@ -182,3 +182,27 @@ def test_another_model_is_not_trained_under_the_same_name(
         GRPOTrainer(config) as trainer,
     ):
         trainer.train()
+
+
+class Numbered(Nothing):
+    def __init__(self, x: int = 0) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "evaluated", "eval_kwargs", "x", "same"),
+    [
+        ({"x": 1}, None, None, 1, True),
+        ({"x": 1}, None, {"x": 2}, 2, False),
+        ({"x": 1}, Numbered, None, 0, False),
+        (None, Numbered, None, 0, True),
+        (None, Numbered, {"x": 3}, 3, False),
+    ],
+)
+def test_which_workflow_is_evaluated(
+    config: Config, fakes: None, kwargs: Any, evaluated: Any, eval_kwargs: Any, x: int, same: bool
+) -> None:
+    with GRPOTrainer(config) as trainer:
+        runs, eval_runs = trainer._resolve(Numbered, kwargs, evaluated, eval_kwargs)
+    assert isinstance(eval_runs, Numbered) and eval_runs.x == x
+    assert (runs is eval_runs) == same
