@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.learning.curves import picture, summary
 from tests.e2e.learning.runs import TASKS, prepare, train
 from tests.e2e.learning.seeds import GAIN, learned
 
@@ -28,3 +29,11 @@ def test_the_reward_rises(task: str, tmp_path: Path, record_property: Any) -> No
     )
     assert figures.before <= 1 - GAIN - 0.1, figures
     assert learned(figures), figures
+
+
+def test_the_curves_of_both_ways_are_drawn(tmp_path: Path) -> None:
+    runs = {"dataset-fed": [[0.1, 0.5], [0.3, 0.7]], "proxy-fed": [[0.2, 0.6]]}
+    png = tmp_path / "curves.png"
+    picture(runs).savefig(png)
+    assert png.read_bytes().startswith(b"\x89PNG\r\n")
+    assert summary("dataset-fed", runs["dataset-fed"]).endswith("0.400 +- 0.100")
