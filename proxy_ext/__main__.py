@@ -82,6 +82,9 @@ async def _check_engine(url: str, wait: float) -> None:
 
 
 def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) -> int:
+    from proxy_ext.lean import import_lean
+
+    import_lean()
     import uvicorn
 
     from any_agent.doctor.quick import require_sound

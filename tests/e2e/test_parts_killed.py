@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from any_agent.client import RLClient
@@ -109,6 +110,13 @@ async def one_on_each_rank(client: RLClient) -> list[SessionStarted]:
         found.setdefault(rank_of_session(session.session_id), session)
     assert set(found) == {0, 1}, "opens are not spread over the ranks"
     return [found[0], found[1]]
+
+
+def test_only_who_computes_holds_torch(node: Node) -> None:
+    # Of the first seconds: a trainer loads it while the others serve.
+    for name in ("engine-0", "engine-1", "rank-0", "rank-1", "router"):
+        mapped = {file.path for file in psutil.Process(node.parts[name].pid).memory_maps()}
+        assert any("libtorch" in path for path in mapped) == name.startswith("engine"), name
 
 
 @pytest.mark.parametrize("name", PARTS)
