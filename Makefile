@@ -30,7 +30,7 @@ demo: $(TRAIN) ## make a tiny model, serve it, and train it on what agents do
 	@$(VENV)/bin/any-agent demo $(ARGS)
 
 test: $(DEV) ## run the tests
-	@$(RUN) -m pytest -n 3 --dist loadfile $(ARGS)
+	@$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-clients: $(DEV) ## try agents' SDKs, each in an environment of its own, against a live service
 	@command -v npm >/dev/null || { \

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Every HTTP client reads all authorities' certificates, in 50 ms of CPU, for a test of 200 ms: here
+# they are read once. What is made of the same arguments may be shared.
+ssl.create_default_context = cache(ssl.create_default_context)  # type: ignore[assignment]
 
 FIGURE = "figure"
 """Under this name a proof's report brings what it measured."""
@@ -23,6 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the proofs of tests/chaos and the laws of tests/laws in their long form",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # The longest files first, where several processes take them in this order: begun last, each
+    # would keep one process busy long after the others have nothing left to do.
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith("tests/e2e/"))
 
 
 @pytest.fixture(scope="session")
