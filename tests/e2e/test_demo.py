@@ -154,7 +154,8 @@ def test_ctrl_c_before_the_service_is_there(tmp_path: Path) -> None:
 
 def test_a_part_that_dies_is_seen_to_come_back_and_ctrl_c_ends_it_all(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    with terminal([*CLI, "demo", "--keep", str(kept)], cwd=tmp_path, env=environment()) as shown:
+    command = [*CLI, "demo", "--ranks", "1", "--keep", str(kept)]
+    with terminal(command, cwd=tmp_path, env=environment()) as shown:
         shown.until("asking held-out prompts", 180)
         (router,) = [p for p in processes_of(shown) if p.cmdline()[1:3] == ["-m", "router"]]
         router.kill()

@@ -55,7 +55,12 @@ def test_what_was_finalized_before_a_kill_is_trained(tmp_path: Path, tiny_model_
     config = live_config(
         tmp_path,
         tiny_model_dir,
-        **{"rollout.batch_size": 4, "rollout.max_concurrent": 4, "train.steps": 1},
+        **{
+            "server.ranks": 1,
+            "rollout.batch_size": 4,
+            "rollout.max_concurrent": 4,
+            "train.steps": 1,
+        },
     )
     with Node(config, NodeOptions(say=lambda _: None)) as node:
         ids = asyncio.run(run(node))

@@ -41,7 +41,7 @@ async def some_steps(node: Node) -> None:
 
 
 def test_a_stop_keeps_the_steps_made(tmp_path: Path, tiny_model_dir: Path) -> None:
-    config = live_config(tmp_path, tiny_model_dir, **{"train.steps": 1000})
+    config = live_config(tmp_path, tiny_model_dir, **{"train.steps": 1000, "server.ranks": 1})
     with Node(config, NodeOptions(say=lambda _: None)) as node:
         asyncio.run(some_steps(node))
     made = steps_of(node)[-1]
