@@ -47,10 +47,10 @@ from trainer.metrics import TrainerMetrics, last_reported
 from trainer.packing import count_trained, micro_batches
 from trainer.policy import Policy, StepResult
 from trainer.publisher import PATIENCE, Publisher
-from trainer.report import step_line
+from trainer.report import in_words, step_line
 from trainer.settings import loss_config, policy_config, seed_all, set_optimizer
 from trainer.source import ProxyFed, Source
-from trainer.telling import News, RunWord, tell, tell_if_there
+from trainer.telling import News, tell, tell_if_there
 from trainer.weights import tokenizer_of
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class TrainingLoop:
         try:
             self._catch_up()
             if not self._done:
-                self._tell("training")
+                tell(self._executor, "training", self._news)
                 self._source.begin(self._publisher.version)
             try:
                 if not self._done:
@@ -160,7 +160,7 @@ class TrainingLoop:
             self._executor.stop()
 
     def _finish(self) -> None:
-        self._tell("finished")
+        tell(self._executor, "finished", self._news)
         self._executor.flush()
         with suppress(InterruptedError):
             self._evaluate(self.policy.steps, True)
@@ -383,9 +383,6 @@ class TrainingLoop:
         state = {"version": self._publisher.version, **self._consumed.dump()}
         return state if dataset is None else state | {"dataset": dataset}
 
-    def _tell(self, state: RunWord) -> None:
-        tell(self._executor, state, self._news)
-
     @property
     def _news(self) -> News:
         whole = list_checkpoints(self.dir.checkpoints)
@@ -401,12 +398,4 @@ class TrainingLoop:
         line = step_line(self.policy.steps, version, batch, result, self._source, seconds)
         append_line(self.dir.metrics, json.dumps(line))
         self.metrics.stepped(line)
-        log.info(
-            "step %d: reward %.3f, %d sessions, %d tokens, staleness %.2f, version %d",
-            line["step"],
-            line["reward"],
-            line["sessions"],
-            line["tokens"],
-            line["staleness_mean"],
-            line["version"],
-        )
+        log.info("%s", in_words(line))

@@ -45,3 +45,12 @@ def step_line(
             if not name.endswith("__count")
         },
     }
+
+
+def in_words(line: Mapping[str, Any]) -> str:
+    """The line for a log."""
+    return (
+        f"step {line['step']}: reward {line['reward']:.3f}, {line['sessions']} sessions, "
+        f"{line['tokens']} tokens, staleness {line['staleness_mean']:.2f}, "
+        f"version {line['version']}"
+    )
