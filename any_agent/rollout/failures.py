@@ -28,7 +28,7 @@ class Failures:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._told: set[tuple[str, str]] = set()
+        self._told: set[tuple[str, str, str]] = set()
         self._begun = 0
         self._since: int | None = None
         """The number of the last episode that had begun when the first one of the row failed."""
@@ -78,7 +78,7 @@ class Failures:
         """Log it, with its trace if it is the first of its kind."""
         frames = traceback.extract_tb(error.__traceback__)
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        kind = (type(error).__name__, where)
+        kind = (type(error).__name__, str(getattr(error, "code", "")), where)
         if kind in self._told or len(self._told) >= _KINDS:
             log.debug("%s failed: %s", what, said(error))
             return

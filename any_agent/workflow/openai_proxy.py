@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -24,6 +25,10 @@ from any_agent.workflow.agent_service import AgentService
 from any_agent.workflow.base import RolloutWorkflow
 from any_agent.workflow.proxy_client import OpenAIProxyClient
 
+log = logging.getLogger(__name__)
+
+_LAST_WORDS = 5.0
+"""Seconds for a cancelled run to end in."""
 _GIVEN = ("base_url", "api_key", "http_client")
 
 
@@ -136,13 +141,26 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         if "http_client" in self._takes:
             given["http_client"] = await workflow_context.get_httpx_client()
         wanted = {name: given[name] for name in self._takes}
+        run = asyncio.ensure_future(self.agent.run(data, **wanted))
         try:
-            async with asyncio.timeout(self.service.timeout) as limit:
-                return await self.agent.run(data, **wanted)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise self._too_slow() from None
+            await asyncio.wait([run], timeout=self.service.timeout)
+            if run.done():
+                return run.result()
+            raise self._too_slow()
+        finally:
+            await self._end(run)
+
+    async def _end(self, run: asyncio.Future[Any]) -> None:
+        """End a run if it has not ended; one that will not be ended holds up nobody."""
+        if run.done():
+            return
+        run.cancel()
+        await asyncio.wait([run], timeout=_LAST_WORDS)
+        if run.done():
+            # What it says now concerns nobody.
+            _ = run.cancelled() or run.exception()
+        else:
+            log.warning("a run of %s goes on after it was cancelled; it is left alone", self._name)
 
     async def _run_apart(self, pool: WorkerPool, api_key: str, data: dict[str, Any] | None) -> Any:
         environ = environment(self.service.url, api_key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -79,6 +80,19 @@ class Hangs:
             self.cancelled += 1
             raise
         return 0.0
+
+
+class Stubborn:
+    """Takes no cancellation for an answer."""
+
+    def __init__(self) -> None:
+        self.free = asyncio.Event()
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        while not self.free.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.free.wait()
+        return 1.0
 
 
 class MySyncAgent:

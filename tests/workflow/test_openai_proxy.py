@@ -19,13 +19,14 @@ from any_agent.workflow import (
     GroupedRolloutWorkflow,
     OpenAIProxyWorkflow,
     context,
+    openai_proxy,
     rows_of,
 )
 from any_agent.workflow.context import WorkflowContext
 from any_agent.workflow.proxy_client import task_name
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import Proxy, until
-from tests.workflow.agents import HELLO, Elsewhere, Hangs, MyAgent, RewardsItself, Skips
+from tests.workflow.agents import HELLO, Elsewhere, Hangs, MyAgent, RewardsItself, Skips, Stubborn
 from tests.workflow.conftest import ADMIN
 
 ITEM = {"messages": HELLO}
@@ -176,6 +177,18 @@ async def test_a_hanging_agent(proxy: Proxy) -> None:
     assert raised.value.code == "agent_timeout"
     assert agent.cancelled == 1
     assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
+
+
+async def test_an_agent_that_will_not_end_holds_up_nobody(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(openai_proxy, "_LAST_WORDS", 0.05)
+    agent = Stubborn()
+    with pytest.raises(AgentFailed, match="more than"):
+        await episode(agent, proxy, timeout=0.05)
+    assert "Stubborn goes on after it was cancelled" in caplog.text
+    assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
+    agent.free.set()
 
 
 async def test_cancelling_an_episode_ends_its_session_and_its_call(
