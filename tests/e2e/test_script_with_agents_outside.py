@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.client import RLClient
+from tests.e2e.counting_agent import AGENT, items
 from tests.e2e.live_run import agent, live_config
 from trainer import GRPOTrainer
 
@@ -37,14 +39,22 @@ def test_it_trains_on_what_they_do(tmp_path: Path, tiny_model_dir: Path) -> None
         "rollout.batch_size": 8,
         "rollout.max_concurrent": 16,
         "train.steps": STEPS,
+        "eval.every": 1,
+        "eval.temperature": 0,
     }
     said: list[str] = []
-    with GRPOTrainer(live_config(tmp_path, tiny_model_dir, **settings), say=said.append) as trainer:
+    config = live_config(tmp_path, tiny_model_dir, **settings)
+    with GRPOTrainer(config, valid_dataset=items(2), say=said.append) as trainer:
         agents = threading.Thread(target=lambda: asyncio.run(work(trainer.url)), daemon=True)
         agents.start()
-        assert trainer.train()
+        assert trainer.train(eval_workflow=AGENT)
         # They hear that the run has ended while the service is still there.
         agents.join(120)
         assert not agents.is_alive()
     assert [line.split()[1] for line in said if line.startswith("step")] == ["1/2", "2/2"]
+    # Between two steps the trainer runs an agent of its own, in eval sessions of the service.
+    lines = [json.loads(line) for line in trainer.dir.metrics.read_text().splitlines()]
+    evaluations = [line for line in lines if "eval" in line]
+    assert [(line["step"], line["version"]) for line in evaluations] == [(1, 1), (2, 2)]
+    assert all(line["eval"]["episodes"] == 2 for line in evaluations)
     assert said[-1].startswith("trainer   done; checkpoints in ")
