@@ -133,7 +133,7 @@ def summary(name: str, runs: list[list[float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw dataset-fed and proxy-fed curves.")
     parser.add_argument("png", type=Path)
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)
     curves: dict[str, list[list[float]]] = {"dataset-fed": [], "proxy-fed": []}
