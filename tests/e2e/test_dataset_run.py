@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from any_agent.rundir import RunDir
 
-STEPS = 6
+STEPS = 8
 LIMIT = 300.0
 HOME = Path(__file__).parents[2]
 
@@ -56,6 +56,7 @@ class Script:
         }
         arguments = [f"{key}={value}" for key, value in settings.items()]
         root.mkdir(exist_ok=True)
+        self._children: list[psutil.Process] = []
         self._out = root / "said"
         self._offset = self._out.stat().st_size if self._out.exists() else 0
         with open(self._out, "ab") as out:
@@ -73,36 +74,38 @@ class Script:
         return self._out.read_bytes()[self._offset :].decode()
 
     def until_step(self, step: int) -> None:
-        self._until(lambda: f"step {step:8d}/" in self.said or self._reported() >= step)
+        self._until(lambda: self._reported() >= step)
 
     def send(self, number: int) -> None:
+        # Before: once it is gone they are nobody's.
+        self._children = psutil.Process(self._process.pid).children(recursive=True)
+        assert len(self._children) >= 3, self.said
         self._process.send_signal(number)
 
     def ended(self) -> int:
         """Its exit code; none of its processes is left."""
-        children = self._children()
         self._until(lambda: self._process.poll() is not None)
-        _, alive = psutil.wait_procs(children, timeout=LIMIT)
-        assert not alive, self.said
+        self._until(lambda: not any(map(_lives, self._children)))
         code = self._process.returncode
         assert code is not None
         return code
 
-    def _children(self) -> list[psutil.Process]:
-        try:
-            return psutil.Process(self._process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
-
     def _reported(self) -> int:
-        text = self.run.metrics.read_text() if self.run.metrics.exists() else ""
-        return max((json.loads(line)["step"] for line in text.splitlines()), default=0)
+        metrics = self.run.metrics
+        return metrics.read_text().count("\n") if metrics.exists() else 0
 
     def _until(self, there: Any) -> None:
         deadline = time.monotonic() + LIMIT
         while not there():
             assert time.monotonic() < deadline, self.said
             time.sleep(0.02)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
