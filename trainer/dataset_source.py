@@ -103,7 +103,7 @@ class DatasetFed:
         if not self.begun:
             yield
             return
-        self.executor.hold()
+        self.executor.hold(version)
         try:
             yield
         except BaseException:

@@ -34,6 +34,7 @@ class Episodes:
         engine: Any,
         version: Callable[[], int],
         *,
+        newest: Callable[[], int | None] = lambda: None,
         sampling: GenerationHyperparameters | None,
         eval_sampling: GenerationHyperparameters | None,
         timeout: float | None,
@@ -41,6 +42,7 @@ class Episodes:
     ) -> None:
         self._engine = engine
         self._version = version
+        self._newest = newest
         self._sampling = {False: sampling, True: eval_sampling or sampling}
         self._timeout = timeout
         self._discount = discount
@@ -85,9 +87,7 @@ class Episodes:
             return Outcome(reason="returned_none")
         if job.stream is None or not job.stream.sessions:
             return Outcome(tensors_of(result, discount=self._discount))
-        # An update may be under way, of which the engines tell before this does.
-        newest = None if self._engine is None else self._version() + 1
-        rows = rows_of(result, discount=self._discount, newest=newest)
+        rows = rows_of(result, discount=self._discount, newest=self._newest())
         task = job.data.get("task_id")
         return Outcome(
             SampledSession(

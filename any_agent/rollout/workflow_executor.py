@@ -57,10 +57,14 @@ class WorkflowExecutor(Submissions):
         self._engine = engine
         self._config = config
         self._version = 0
+        self._newest = 0
+        """The highest version that it was told of."""
         self._stack = AsyncExitStack()
         episodes = Episodes(
             engine,
             lambda: self.version,
+            # One engine may be back with old weights, while others have these.
+            newest=lambda: None if engine is None else max(self._newest, self.version),
             sampling=sampling,
             eval_sampling=eval_sampling,
             timeout=timeout,
@@ -120,8 +124,12 @@ class WorkflowExecutor(Submissions):
         self._board.paused = False
         self._thread.soon(self._crew.admit)
 
-    def hold(self, timeout: float = 60.0) -> None:
-        """Before a weight update: calls of workflows to the engine wait until :meth:`release`."""
+    def hold(self, version: int | None = None, timeout: float = 60.0) -> None:
+        """Before a weight update: calls of workflows to the engine wait until :meth:`release`.
+
+        ``version`` is the one to come: agents may get tokens of it from engines that have it first.
+        """
+        self._newest = max(self._newest, version or 0)
         hold = getattr(self._engine, "hold", None)
         if hold is not None:
             self._thread.call(hold(), timeout)
@@ -132,6 +140,7 @@ class WorkflowExecutor(Submissions):
         async def release() -> None:
             if version is not None:
                 self._version = version
+                self._newest = max(self._newest, version)
             free = getattr(self._engine, "release", None)
             if free is not None:
                 free(version)
