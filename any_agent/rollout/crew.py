@@ -227,7 +227,7 @@ class Crew:
         kept = outcome.reason is None
         self.ledger.end(is_eval=job.is_eval, kept=kept)
         stats = stats_tracker.get("eval-rollout" if job.is_eval else "rollout")
-        stats.scalar(**{"accepted" if kept else "rejected": 1})
+        stats.scalar(accepted=float(kept))
         if job.is_eval:
             if outcome.error is not None:
                 self._failures.tell(outcome.error, f"eval {what}")
@@ -253,6 +253,9 @@ class Crew:
             job.results.clear()
             job.tensors = None
         stream = job.stream
+        if stream is not None and reason is not None and stream.on_rejected is not None:
+            # First: who sees that all is over must know of this one, too.
+            stream.on_rejected(job.position, reason)
         with self._board.news:
             if stream is None:
                 self._board.done[job.position] = job.tensors
@@ -261,8 +264,6 @@ class Crew:
                 if job.results:
                     stream.ready.append(job)
             self._board.news.notify_all()
-        if stream is not None and reason is not None and stream.on_rejected is not None:
-            stream.on_rejected(job.position, reason)
 
     def _judged(self, job: Job) -> str | None:
         """Why the results that there are must not be trained on; makes one batch of them."""

@@ -351,9 +351,9 @@ def test_figures_of_episodes() -> None:
         e.rollout_batch(items(6), THIRD)
         e.wait_for_task(e.submit({"n": 0}, THIRD, is_eval=True), timeout=20)
     figures = stats_tracker.export_all()
-    assert figures["rollout/accepted__count"] == 4
-    assert figures["rollout/rejected__count"] == 2
-    assert figures["eval-rollout/rejected__count"] == 1
+    assert figures["rollout/accepted"] == pytest.approx(4 / 6)
+    assert figures["rollout/accepted__count"] == 6
+    assert (figures["eval-rollout/accepted"], figures["eval-rollout/accepted__count"]) == (0, 1)
 
 
 def test_a_workflow_is_made_once_for_all_items() -> None:
