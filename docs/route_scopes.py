@@ -14,7 +14,8 @@ HEAD = """# Keys: who may do what
 | admin | any text, or `sk-admin.<id>.<secret>` | `server.admin_key`; `any-agent keys create \
 --scope admin` | everything |
 | trainer | `sk-trainer.<id>.<secret>` | `any-agent keys create --scope trainer`; the run's own is \
-derived | slots, leases, acks, exports, versions, metrics; opening sessions of agents that it runs itself |
+derived | slots, leases, acks, exports, versions, metrics; opening sessions of agents that it runs \
+itself |
 | tenant | `sk-tenant.<id>.<secret>` | `any-agent keys create --scope tenant --tenant NAME` | \
 opening sessions, and everything about its own |
 | session | `sk-v1.<rank>.<lane>.<hmac>` | `start_session` | one session |

@@ -87,7 +87,7 @@ _TRAINER = "the trainer, an admin"
 _SERVICE = "the service"
 EVENTS = {
     Event.OPEN: Rule(
-        "a tenant, an admin",
+        "a tenant, the trainer, an admin",
         "POST /rl/v1/start_session",
         "takes a slot (train sessions), writes the session, gives its key",
     ),

@@ -12,7 +12,7 @@ import pytest
 
 from any_agent.access import Scope
 from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
-from proxy_ext.scopes import AGENTS, OPENERS, RULES, TRAINERS
+from proxy_ext.scopes import AGENTS, RULES, STARTERS, TRAINERS
 from proxy_ext.sessions.lifecycle import (
     EVENTS,
     STATES,
@@ -61,7 +61,7 @@ def test_an_event_leads_to_one_state_in_each_mode() -> None:
 def test_who_may_is_what_the_scopes_say() -> None:
     scopes = {
         "the session's key, its tenant, an admin": AGENTS,
-        "a tenant, an admin": OPENERS,
+        "a tenant, the trainer, an admin": STARTERS,
         "the trainer, an admin": TRAINERS,
         "the trainer": frozenset({Scope.ADMIN, Scope.TRAINER}),
         "its lease's holder": TRAINERS,
