@@ -1,6 +1,6 @@
 """A tiny model learns a task on a dataset, by a script as a researcher writes it: one seed each.
 
-`make learn` looks at five.
+`make learn` looks at five, and at how long they take.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.learning.curves import picture, summary
 from tests.e2e.learning.runs import TASKS, prepare, train
-from tests.e2e.learning.seeds import GAIN, learned
+from tests.e2e.learning.seeds import GAIN
 
 SEED = 0
 
@@ -28,7 +28,7 @@ def test_the_reward_rises(task: str, tmp_path: Path, record_property: Any) -> No
         f"{figures.seconds:.0f} s, {figures.cpu_seconds:.0f} s of CPU",
     )
     assert figures.before <= 1 - GAIN - 0.1, figures
-    assert learned(figures), figures
+    assert figures.gain >= GAIN, figures
 
 
 def test_the_curves_of_both_ways_are_drawn(tmp_path: Path) -> None:
