@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from any_agent.access import Access
@@ -36,6 +37,7 @@ from proxy_ext.journal import Journal, PutMeta, SQLiteJournal
 from proxy_ext.leases.fence import Fence
 from proxy_ext.leases.leases import Leases
 from proxy_ext.opening.closing import close_groups
+from proxy_ext.opening.leftovers import drop_leftovers
 from proxy_ext.opening.opening import Opening
 from proxy_ext.opening.quotas import Limits, Quotas
 from proxy_ext.run_state import RunState
@@ -162,7 +164,7 @@ async def open_service(
         endings = Endings(
             sessions, rewards, config.sessions, needed=run.may_want, unarchive=archive.remove
         )
-        fence = Fence(journal)
+        fence = Fence(journal, partial(drop_leftovers, sessions, endings))
         await fence.recover()
         late = LateRewards(sessions, endings, config.sessions, grader_of(config.sessions))
         quotas = _quotas(config, access, sessions)

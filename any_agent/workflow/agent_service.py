@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -12,8 +13,9 @@ class AgentService:
 
     url: str
     """The service's public URL, such as `http://127.0.0.1:8000`, with `/v1` or without."""
-    admin_key: str | None = None
-    """An admin's or a trainer's; None where the service has no keys."""
+    admin_key: str | Callable[[], str] | None = field(default=None, repr=False)
+    """An admin's or a trainer's, or what gives it for each episode; None where the service has no
+    keys."""
     mode: Literal["inline", "subproc"] = "inline"
     """In this process' event loop, or each run in a process of a pool."""
     export_style: Literal["individual", "concat"] = "individual"

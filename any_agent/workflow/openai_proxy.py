@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
 from any_agent import stats_tracker
@@ -50,7 +50,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         *,
         agent: Any,
         proxy_addr: str,
-        admin_api_key: str | None = None,
+        admin_api_key: str | Callable[[], str] | None = None,
         mode: Literal["inline", "subproc"] = "inline",
         discount: float = 1.0,
         export_style: Literal["individual", "concat"] = "individual",
@@ -109,11 +109,12 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         self, data: dict[str, Any] | None
     ) -> dict[str, InteractionWithTokenLogpReward] | None:
         context = workflow_context.get()
+        key = self.service.admin_key
         client = OpenAIProxyClient(
             await workflow_context.get_aiohttp_session(),
             self.service.url,
             str(_task_of(data, context.task_id)),
-            self.service.admin_key,
+            key() if callable(key) else key,
             mode="eval" if context.is_eval else "train",
             patience=self.service.patience,
         )
@@ -124,9 +125,13 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             await give(client, rewards_of(returned, self._name), self._name)
         if not client.interaction_count:
             return None
-        interactions = await client.export_interactions(
-            self.service.discount, self.service.export_style
-        )
+        try:
+            interactions = await client.export_interactions(
+                self.service.discount, self.service.export_style
+            )
+        except BaseException as error:
+            await client.discard(error)
+            raise
         if interactions:
             last = interactions[next(reversed(interactions))]
             stats_tracker.get(workflow_context.stat_scope()).scalar(reward=last.reward)
@@ -194,6 +199,8 @@ def environment(url: str, api_key: str) -> dict[str, str]:
         "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": api_key,
+        # A person's own would be sent beside the key, to us.
+        "ANTHROPIC_AUTH_TOKEN": api_key,
     }
 
 

@@ -106,12 +106,12 @@ class OpenAIProxyClient:
     ) -> None:
         await self._stop_heartbeat()
         if error is not None:
-            await self._abort(f"{type(error).__name__}: {error}")
+            await self._put_away("abort", error)
             return
         try:
             ended = await self._post("/rl/end_session", {}, self.session_api_key)
         except BaseException as refused:
-            await self._abort(f"it could not be ended: {refused}")
+            await self._put_away("abort", refused)
             raise
         self.interaction_count = int(ended["interaction_count"])
 
@@ -140,6 +140,12 @@ class OpenAIProxyClient:
         )
         return {id: _interaction(id, one) for id, one in answer["interactions"].items()}
 
+    async def discard(self, error: BaseException) -> None:
+        """Let go of an ended session that this kept from being exported: it would wait for that
+        for ever."""
+        if self.mode == "train":
+            await self._put_away("veto", error)
+
     # ------------------------------------------------------------------------------------------
 
     async def _open(self) -> dict[str, Any]:
@@ -164,14 +170,15 @@ class OpenAIProxyClient:
             self._alive.cancel()
             await asyncio.wait([self._alive])
 
-    async def _abort(self, reason: str) -> None:
-        """Nobody may wait long for it: a session that nobody ends expires."""
-        path, body = f"/rl/v1/sessions/{self.session_id}/abort", {"reason": reason[:200]}
+    async def _put_away(self, how: Literal["abort", "veto"], error: BaseException) -> None:
+        """Nobody may wait long for it: a session that nobody ends expires, and what a trainer
+        leaves behind is put away at its next start."""
+        path, body = f"/rl/v1/sessions/{self.session_id}/{how}", {"reason": _reason(error)}
         request = self._post(path, body, self.session_api_key, patience=2.0, limit=5.0)
         try:
             await asyncio.shield(request)
-        except errors.AnyAgentError as error:
-            log.warning("session %s is left to expire: %s", self.session_id, error.message)
+        except errors.AnyAgentError as refused:
+            log.warning("session %s is left as it is: %s", self.session_id, refused.message)
 
     async def _post(
         self,
@@ -232,6 +239,15 @@ def task_name(task: object) -> str:
     if _TASK.fullmatch(name):
         return name
     return f"task-{blake2b(name.encode(errors='replace'), digest_size=12).hexdigest()}"
+
+
+def _reason(error: BaseException) -> str:
+    """An error in the service's words; one of foreign code may hold anything, or not be told."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    return text[:200].encode(errors="replace").decode()
 
 
 def _interaction(id: str, exported: dict[str, Any]) -> InteractionWithTokenLogpReward:

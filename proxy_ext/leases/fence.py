@@ -8,6 +8,7 @@ however long it was gone, also after the rank's restart. A request without a num
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from any_agent.errors import StaleOwner
 from proxy_ext.journal import Journal, PutMeta
@@ -18,8 +19,12 @@ _META = "trainer_epoch"
 class Fence:
     """The highest start of the trainer that this rank has heard of."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(
+        self, journal: Journal, taken_over: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """``taken_over`` is called once for each later start, before anything is done for it."""
         self._journal = journal
+        self._taken_over = taken_over
         self._lock = asyncio.Lock()
         self.epoch = 0
 
@@ -35,6 +40,8 @@ class Fence:
         if epoch is not None and epoch > self.epoch:
             async with self._lock:
                 if epoch > self.epoch:
+                    if self._taken_over is not None:
+                        await self._taken_over()
                     await self._journal.commit(PutMeta(_META, epoch))
                     self.epoch = epoch
         self.check(epoch)

@@ -2,7 +2,8 @@
 
 Who grants one wants a session of its own for it, without a group, and trains on it elsewhere: only
 exports get it, and it opens also where no training goes on. Both counts are kept for good, so that
-as many sessions are opened on grants as there were grants, over restarts too.
+as many sessions are opened on grants as there were grants, over restarts too. The run's own trainer
+has grants of its own: nobody else may take what it did not come to use.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ from pydantic import BaseModel
 from proxy_ext.journal import Journal, PutMeta
 from proxy_ext.keep import Keep
 
-_GRANTED = "grants"
-_SPENT = "grants_spent"
-
 
 class Granted(BaseModel):
     capacity: int
@@ -24,10 +22,11 @@ class Granted(BaseModel):
 
 
 class Grants:
-    """The grants of one rank."""
+    """The grants of one rank that are kept under a name in its journal."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, name: str) -> None:
         self._journal = journal
+        self._granted, self._spent = name, f"{name}_spent"
         self._lock = asyncio.Lock()
         self.granted = 0
         """Ever."""
@@ -35,8 +34,8 @@ class Grants:
         """Sessions opened on one, ever; those that are being written are counted in."""
 
     async def recover(self) -> None:
-        self.granted = await self._journal.meta(_GRANTED) or 0
-        self.spent = await self._journal.meta(_SPENT) or 0
+        self.granted = await self._journal.meta(self._granted) or 0
+        self.spent = await self._journal.meta(self._spent) or 0
 
     @property
     def left(self) -> int:
@@ -46,9 +45,16 @@ class Grants:
         """Grant one more."""
         async with self._lock:
             answer = Granted(capacity=self.left + 1)
-            await self._journal.commit(PutMeta(_GRANTED, self.granted + 1), *keep(answer))
+            await self._journal.commit(PutMeta(self._granted, self.granted + 1), *keep(answer))
             self.granted += 1
         return answer
+
+    async def withdraw(self) -> None:
+        """Nobody opens a session on those that are left."""
+        async with self._lock:
+            if left := self.left:
+                self.granted -= left
+                await self._journal.commit(PutMeta(self._granted, self.granted))
 
     def take(self) -> bool:
         """Use one for a session whose row is written next, with `row` beside it; False if there
@@ -64,4 +70,4 @@ class Grants:
 
     def row(self) -> PutMeta:
         """What is written together with a session that took one."""
-        return PutMeta(_SPENT, self.spent)
+        return PutMeta(self._spent, self.spent)

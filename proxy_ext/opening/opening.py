@@ -23,6 +23,7 @@ from proxy_ext.auth import Caller, Scope
 from proxy_ext.draining import draining
 from proxy_ext.journal import IMPLICITLY, PutSession, SessionRow
 from proxy_ext.keep import Keep, keep_nothing
+from proxy_ext.opening.grants import Grants
 from proxy_ext.opening.groups import Group, closed_error, group_key, public_id
 from proxy_ext.opening.quotas import Quotas
 from proxy_ext.run_state import RunState
@@ -122,7 +123,8 @@ class Opening:
     ) -> SessionStarted:
         if self._draining:
             raise draining()
-        if body.mode == "train" and not (numbered is not None and self._sessions.grants.left > 0):
+        on_grant = numbered is not None and self._sessions.grants_of(caller).left > 0
+        if body.mode == "train" and not on_grant:
             # Whoever grants slots trains by itself, whatever becomes of the training here.
             self._run.require_training()
         if self._sessions.counts.undecided + len(self._opening) >= self._config.max_open:
@@ -148,9 +150,11 @@ class Opening:
         mode = SessionMode(body.mode)
         pinned = self._pinned(body)
         group: Group | None = None
-        grants = self._sessions.grants if place.numbers is not None else None
-        granted = grants is not None and mode is SessionMode.TRAIN and grants.take()
-        if mode is SessionMode.TRAIN and not granted:
+        granted: Grants | None = None
+        if place.numbers is not None and mode is SessionMode.TRAIN:
+            grants = self._sessions.grants_of(place.caller)
+            granted = grants if grants.take() else None
+        if mode is SessionMode.TRAIN and granted is None:
             # The grant that there was may have been taken meanwhile.
             self._run.require_training()
             if place.grant_only:
@@ -224,17 +228,16 @@ class Opening:
         self,
         session: Session,
         group: Group | None,
-        granted: bool,
+        granted: Grants | None,
         answer: SessionStarted,
         keep: Keep,
     ) -> None:
-        grants = self._sessions.grants
-        spent = (grants.row(),) if granted else ()
+        spent = (granted.row(),) if granted is not None else ()
         try:
             await self._sessions.journal.commit(PutSession(session.row), *spent, *keep(answer))
         except BaseException:
-            if granted:
-                grants.put_back()
+            if granted is not None:
+                granted.put_back()
             elif group is not None:
                 self._not_opened(group)
             elif session.mode is SessionMode.TRAIN:

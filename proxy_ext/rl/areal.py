@@ -114,9 +114,12 @@ async def health(service: Anyone) -> ArealHealth:
 
 
 @router.post("/grant_capacity", response_model=Granted)
-async def grant_capacity(_: Grant, service: Anyone, receipt: Once) -> Response:
-    """One more train session may be opened by `/rl/start_session`, without a group."""
-    return receipt.response(await service.sessions.grants.add(receipt.keep))
+async def grant_capacity(_: Grant, service: Anyone, caller: Who, receipt: Once) -> Response:
+    """One more train session may be opened by `/rl/start_session`, without a group.
+
+    What the run's own trainer grants, it alone can take.
+    """
+    return receipt.response(await service.sessions.grants_of(caller).add(receipt.keep))
 
 
 @router.post("/rl/start_session", response_model=ArealStarted)

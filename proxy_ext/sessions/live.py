@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 from pydantic import BaseModel
 
+from any_agent.access import RUN, Caller
 from any_agent.config import SessionConfig
 from any_agent.errors import NotFound, SessionDamaged, StoreUnavailable
 from any_agent.record import InteractionTree, without_texts
@@ -64,7 +65,9 @@ class Sessions:
         self.config = config
         self.names = names
         self.rank = rank
-        self.grants = Grants(journal)
+        self.grants = Grants(journal, "grants")
+        self.run_grants = Grants(journal, "run_grants")
+        """Of the run's own trainer."""
         self.task_names = TaskNames(journal, rank)
         self.admission = Admission(max_waiting=config.max_waiting)
         self.groups = Groups(names, timeout=config.group_timeout, least=config.min_group_size)
@@ -106,7 +109,8 @@ class Sessions:
             self.leasable.note(session)
         self.counts.recover(await self.journal.counts(), (s.row for s in self.live.values()))
         await self.grants.recover()
-        admitted = self.counts.created[SessionMode.TRAIN] - self.grants.spent
+        await self.run_grants.recover()
+        admitted = self.counts.created[SessionMode.TRAIN] - self._on_grants
         self.admission.admitted = admitted + self.groups.reserved
         if self.live:
             log.info("recovered %d sessions from the journal", len(self.live))
@@ -146,7 +150,16 @@ class Sessions:
     def reserved(self) -> int:
         """Slots taken by train sessions that are not there yet."""
         created = self.counts.created[SessionMode.TRAIN]
-        return self.admission.admitted + self.grants.spent - created
+        return self.admission.admitted + self._on_grants - created
+
+    @property
+    def _on_grants(self) -> int:
+        """Sessions that took a grant and no slot."""
+        return self.grants.spent + self.run_grants.spent
+
+    def grants_of(self, caller: Caller) -> Grants:
+        """What this caller grants, and opens sessions on."""
+        return self.run_grants if caller == RUN else self.grants
 
     def add(self, session: Session) -> None:
         """A new session that the journal has; its lane's newest one."""
