@@ -12,7 +12,7 @@ import os
 import pickle
 import signal
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _PR_SET_PDEATHSIG = 1
@@ -29,8 +29,13 @@ class Failure:
     trace: str
 
 
-def begin(parent: int) -> None:
-    """A worker neither outlives its parent, nor takes the Ctrl-C that is meant for it."""
+def begin(parent: int, secrets: Sequence[str]) -> None:
+    """A worker neither outlives its parent, nor takes the Ctrl-C that is meant for it.
+
+    It forgets these variables: what it runs, an agent's tools say, has no use for an operator's.
+    """
+    for name in secrets:
+        os.environ.pop(name, None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:

@@ -109,12 +109,14 @@ class WorkerPool:
     def _started(self) -> ProcessPool:
         from pebble import ProcessPool
 
+        from any_agent.config import SECRET_VARIABLES
+
         with self._lock:
             if self._pool is None:
                 self._pool = ProcessPool(
                     max_workers=self.max_workers,
                     initializer=begin,
-                    initargs=(os.getpid(),),
+                    initargs=(os.getpid(), SECRET_VARIABLES),
                     context=multiprocessing.get_context("spawn"),
                 )
             return self._pool

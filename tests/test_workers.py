@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from any_agent.config import SECRET_VARIABLES
 from any_agent.errors import ConfigError
 from any_agent.workers import WorkerCrashed, WorkerFailed, WorkerPool, unpicklable
 from tests import reward_functions as functions
@@ -29,11 +30,13 @@ async def test_closing_ends_calls_and_a_later_one_starts_anew() -> None:
     await asyncio.to_thread(pool.close)
 
 
-async def test_a_call_has_its_own_environment() -> None:
+async def test_a_call_has_its_own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLES[0], "operator-secret")
     pool = WorkerPool(1)
     told = await pool.run(functions.variable, "OF_A_CALL", timeout=60, environ={"OF_A_CALL": "x"})
     assert told == "x"
     assert await pool.run(functions.variable, "OF_A_CALL", timeout=60) is None
+    assert await pool.run(functions.variable, SECRET_VARIABLES[0], timeout=60) is None
     await asyncio.to_thread(pool.close)
 
 
