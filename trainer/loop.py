@@ -108,6 +108,8 @@ class TrainingLoop:
         self.loaded = False
         """Model, optimizer and counters are there."""
         self._saved_step: int | None = None
+        self._saved_state: Mapping[str, Any] | None = None
+        """Of the source."""
         self.checkpoint: Path | None = None
         self._failed_steps = 0
         self._reported = 0
@@ -151,6 +153,9 @@ class TrainingLoop:
                     raise self._failure from None
                 log.info("stopped at step %d", self.policy.steps)
             if self._saved_step != self.policy.steps and (self.policy.steps or not self._stopping):
+                self._save()
+            elif self._exhausted and self._source.state() != self._saved_state:
+                # What came to nothing at the end of the data: it must not come again.
                 self._save()
             if self._done:
                 self._finish()
@@ -319,8 +324,9 @@ class TrainingLoop:
         )
         self.metrics.now(step=self.policy.steps, version=self._publisher.version)
         if replayed:
-            for step, batch in replayed.items():
-                self._settle(*batch, step)
+            for step, (batch, taken) in replayed.items():
+                # One that is not finite was no step.
+                self._settle(batch, taken, step if batch.trained else None)
             which = f"step {max(replayed)}"
             if len(replayed) > 1:
                 which = f"steps {min(replayed)} to {max(replayed)}"
@@ -360,20 +366,23 @@ class TrainingLoop:
         self._saved_step = self.policy.steps
         self._consumed.load(state)
         self._source.load(state.get("dataset"))
+        self._saved_state = self._source.state()
         self.checkpoint = latest
         self._say(f"trainer   going on from step {self.policy.steps}, of {latest}")
 
     def _save(self) -> None:
+        state = self._state()
         self.checkpoint = save_checkpoint(
             self.dir.checkpoints,
             self.policy,
             self._tokenizer,
-            self._state(),
+            state,
             keep=self.config.train.keep_checkpoints,
         )
         # Where the policy came from may just have been pruned.
         self._tokenizer = self.checkpoint
         self._saved_step = self.policy.steps
+        self._saved_state = state.get("dataset")
         self._manifests.prune(list_checkpoints(self.dir.checkpoints)[0].step)
         log.info("checkpoint %s", self.checkpoint)
 

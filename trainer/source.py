@@ -101,6 +101,11 @@ class ProxyFed:
 
     def settle(self, taken: Manifest, step: int | None) -> None:
         """The ranks are told by the loop."""
+        if taken.positions:
+            # A step on the dataset that was made again: its items are done with.
+            before = self._dataset or {}
+            beyond = sorted({*before.get("beyond", ()), *taken.positions})
+            self._dataset = {**before, "beyond": beyond}
 
     def state(self) -> Mapping[str, Any] | None:
         """What the ranks hold is in their journals. A dataset that the trial was trained on before

@@ -97,20 +97,22 @@ class Positions:
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a :meth:`state`, in the order that it was made with.
 
-        Raises ConfigError where the dataset has another length: its items would be mistaken for
-        others.
+        One with ``beyond`` alone says what is consumed, and goes on in this order. Raises
+        ConfigError where the dataset has another length: its items would be mistaken for others.
         """
-        if state["length"] != self.length:
+        if state.get("length", self.length) != self.length:
             raise ConfigError(
                 f"the dataset has {self.length} items, and had {state['length']} when this trial's "
                 "checkpoint was written: its items would be mistaken for others. Train on the same "
                 "dataset, or start another trial"
             )
         with self._lock:
-            self.seed, self.shuffle = state["seed"], state["shuffle"]
+            self.seed = state.get("seed", self.seed)
+            self.shuffle = state.get("shuffle", self.shuffle)
             self._order.cache_clear()
-            self._low, self._beyond = state["low"], set(state["beyond"])
-            self._next = self._low
+            self._low, self._beyond = state.get("low", 0), set()
+        self.consumed(state["beyond"])
+        self.hand_out_again()
 
     def _drawn(self, epoch: int) -> npt.NDArray[np.int64]:
         # RandomState, because numpy promises never to change what it draws.

@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from any_agent.errors import TrainingError
 from any_agent.rollout.jobs import Job
 from any_agent.workflow.base import TensorDict
 
 T = TypeVar("T")
+
+_MISTAKABLE = (TimeoutError, InterruptedError)
 
 
 class Board:
@@ -54,6 +57,9 @@ class Board:
         """Raises what ended the executor."""
         if self._interrupted:
             raise InterruptedError("the executor was interrupted")
+        if isinstance(self._failure, _MISTAKABLE):
+            # Raised as it is, it would be taken for the end of this wait.
+            raise TrainingError(f"the executor failed: {self._failure!r}") from self._failure
         if self._failure is not None:
             raise self._failure
 

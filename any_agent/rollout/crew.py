@@ -161,8 +161,6 @@ class Crew:
     def _begin(self, job: Job) -> None:
         job.left = job.size
         self.ledger.begin(job.size, is_eval=job.is_eval)
-        if job.stream is not None:
-            job.stream.under_way += 1
         for k in range(job.size):
             self._runs[self._start(self._run(job, k))] = job
 

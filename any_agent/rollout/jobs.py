@@ -51,6 +51,8 @@ class Stream:
 
     def next_job(self) -> Job:
         """Of the item that waits longest."""
+        # First: who looks meanwhile must not find that nothing more will come.
+        self.under_way += 1
         position, data = self.waiting.popleft()
         return Job(
             position,
