@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from transformers import AutoConfig
+
 from any_agent import load_hf_tokenizer
 from any_agent.access import signer_of
 from any_agent.config import Config
@@ -16,10 +18,11 @@ from trainer.weights import tokenizer_of
 
 
 def agent_service(c: Config, run_dir: RunDir, service: Service) -> AgentService:
-    """Where agents' calls go, with the run's own key."""
+    """Where agents' calls go, with the run's own key, also after its secret was changed."""
+    signer = signer_of(run_dir)
     return AgentService(
         service.local_url,
-        signer_of(run_dir).run_key,
+        lambda: signer.run_key,
         mode=c.rollout.agent.mode,
         export_style=c.rollout.agent.export_style,
         discount=c.train.discount,
@@ -46,6 +49,7 @@ def workflow_executor(c: Config, service: Service) -> WorkflowExecutor:
         dump=TrajectoryDump.of(c, tokenizer.decode),
         timeout=c.sessions.ttl,
         discount=c.train.discount,
+        vocab_size=AutoConfig.from_pretrained(c.model.path).get_text_config().vocab_size,
     )
 
 

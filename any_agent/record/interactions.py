@@ -114,9 +114,13 @@ class InteractionWithTokenLogpReward:
         """What its tokens were sampled at; None where only tensors are known."""
         return None if self.interaction is None else self.interaction.gconfig.temperature
 
+    def rewarded_row(self) -> Row:
+        """The row with :attr:`reward` as it is now: whoever exported it may have changed that."""
+        return self.row | {"rewards": np.asarray(self.reward, np.float32)}
+
     def to_tensor_dict(self) -> dict[str, torch.Tensor]:
-        """The row as torch tensors of the same shapes and types."""
-        return to_tensors(self.row)
+        """The row, with the reward as it is now, as torch tensors of the same shapes and types."""
+        return to_tensors(self.rewarded_row())
 
 
 def _stop_reason(finish_reason: str) -> StopReason:

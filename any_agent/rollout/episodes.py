@@ -35,6 +35,7 @@ class Episodes:
         version: Callable[[], int],
         *,
         newest: Callable[[], int | None] = lambda: None,
+        vocab_size: int | None = None,
         sampling: GenerationHyperparameters | None,
         eval_sampling: GenerationHyperparameters | None,
         timeout: float | None,
@@ -43,6 +44,7 @@ class Episodes:
         self._engine = engine
         self._version = version
         self._newest = newest
+        self._vocab_size = vocab_size
         self._sampling = {False: sampling, True: eval_sampling or sampling}
         self._timeout = timeout
         self._discount = discount
@@ -87,7 +89,12 @@ class Episodes:
             return Outcome(reason="returned_none")
         if job.stream is None or not job.stream.sessions:
             return Outcome(tensors_of(result, discount=self._discount))
-        rows = rows_of(result, discount=self._discount, newest=self._newest())
+        rows = rows_of(
+            result,
+            discount=self._discount,
+            newest=self._newest(),
+            vocab_size=self._vocab_size,
+        )
         task = job.data.get("task_id")
         return Outcome(
             SampledSession(

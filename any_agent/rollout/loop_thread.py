@@ -38,6 +38,13 @@ class LoopThread:
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout)
+        except TimeoutError:
+            if future.done():
+                raise
+            raise TimeoutError(
+                f"the event loop of the {self._thread.name} did not answer within {timeout:g} s: "
+                "what runs there must not block it; use await, or asyncio.to_thread"
+            ) from None
         finally:
             # Nobody waits for it any more; what has ended is not changed by this.
             future.cancel()

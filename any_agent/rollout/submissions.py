@@ -180,15 +180,20 @@ class Submissions:
         with self._board.news:
             self._check()
             wanted = sum(job.size for job in islice(self._board.jobs.values(), count))
+        board = self._board
+
+        def taken() -> list[tuple[Job, TensorDict | None]] | None:
+            # At once: another thread may wait for the same.
+            numbers = ready()
+            if numbers is None:
+                return None
+            return [(board.jobs.pop(n), board.done.pop(n)) for n in numbers]
+
         self._thread.soon(self._crew.waiting, wanted)
         lent = 0
         try:
-            numbers = self._board.wait_for(ready, timeout, self._is_idle)
-            if numbers is None:
-                return None
-            with self._board.news:
-                got = [(self._board.jobs.pop(n), self._board.done.pop(n)) for n in numbers]
-            lent = sum(len(job.results) for job, _ in got if not job.is_eval)
+            got = board.wait_for(taken, timeout, self._is_idle)
+            lent = sum(len(job.results) for job, _ in got or () if not job.is_eval)
             return got
         finally:
             self._thread.soon(self._crew.waited, wanted, lent)

@@ -34,7 +34,8 @@ class WorkflowExecutor(Submissions):
     says where the calls of agents (classes with ``run``) go. ``sampling`` is what the run samples
     with, ``eval_sampling`` what evaluations do (default: the same): workflows find them in their
     context. ``dump`` writes what episodes return to files. ``timeout`` is the most seconds of an
-    episode, ``discount`` what rewards of recorded trajectories run back with.
+    episode, ``discount`` what rewards of recorded trajectories run back with, ``vocab_size`` how
+    many token ids the model that is trained knows.
 
     Train episodes begin while ``running <= rollout.max_concurrent`` and ``running + buffered <=
     (rollout.eta + 1) * rollout.batch_size``, all counted in sessions: runs of the workflow. What
@@ -53,6 +54,7 @@ class WorkflowExecutor(Submissions):
         dump: TrajectoryDump | None = None,
         timeout: float | None = None,
         discount: float = 1.0,
+        vocab_size: int | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
@@ -65,6 +67,7 @@ class WorkflowExecutor(Submissions):
             lambda: self.version,
             # One engine may be back with old weights, while others have these.
             newest=lambda: None if engine is None else max(self._newest, self.version),
+            vocab_size=vocab_size,
             sampling=sampling,
             eval_sampling=eval_sampling,
             timeout=timeout,

@@ -89,20 +89,26 @@ def checked_tensors(result: Mapping[str, Any]) -> TensorDict:
 
 
 def rows_of(
-    result: EpisodeResult, *, discount: float = 1.0, newest: int | None = None
+    result: EpisodeResult,
+    *,
+    discount: float = 1.0,
+    newest: int | None = None,
+    vocab_size: int | None = None,
 ) -> list[tuple[Row, float | None]]:
     """An episode as the trainer's rows, without padding, each with its temperature, if known.
 
     Rewards of tensors and interactions are taken as they are (r); through trajectories they run
-    back here, with ``discount``. ``newest`` is the weight version that nothing can be newer than.
-    Raises InvalidTrajectory.
+    back here, with ``discount``. ``newest`` is the weight version that nothing can be newer than,
+    ``vocab_size`` what every token id is below. Raises InvalidTrajectory.
     """
     kind = kind_of(result)
     if kind == "trajectories":
         rows = [r for t in cast(list[Trajectory], result) for r in _recorded(t, discount)]
     elif kind == "interactions":
         interactions = cast(Mapping[str, InteractionWithTokenLogpReward], result).values()
-        rows = [(_checked_row(i.row, i.interaction_id), i.temperature) for i in interactions]
+        rows = [
+            (_checked_row(i.rewarded_row(), i.interaction_id), i.temperature) for i in interactions
+        ]
     else:
         arrays = checked_arrays(cast(Mapping[str, Any], result))
         for name in TRAINED_ON:
@@ -111,6 +117,8 @@ def rows_of(
         rows = _unpadded(arrays)
     if newest is not None:
         _check_versions(rows, newest)
+    if vocab_size is not None:
+        _check_ids(rows, vocab_size)
     return rows
 
 
@@ -200,6 +208,14 @@ def _check_versions(rows: list[tuple[Row, float | None]], newest: int) -> None:
                 "versions",
                 f"has {sampled.max()} where loss_mask is 1, and the newest weights are {newest}: "
                 "take the output's versions from the response (output_versions)",
+            )
+
+
+def _check_ids(rows: list[tuple[Row, float | None]], vocab_size: int) -> None:
+    for row, _ in rows:
+        if (most := int(row["input_ids"].max())) >= vocab_size:
+            raise wrong(
+                "input_ids", f"has the token id {most}: the model knows those below {vocab_size}"
             )
 
 

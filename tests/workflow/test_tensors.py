@@ -176,7 +176,7 @@ def test_trajectories_are_rows_whose_rewards_run_back_here() -> None:
 
 def test_a_wrong_interaction_is_named() -> None:
     result = exported("individual")
-    result["b"].row["rewards"] = np.asarray(np.nan, np.float32)
+    result["b"].reward = float("nan")
     with pytest.raises(InvalidTrajectory, match="interaction b: rewards has nan"):
         rows_of(result)
 

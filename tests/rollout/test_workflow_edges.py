@@ -1,0 +1,137 @@
+"""What sessions say of weights, tokens and rewards, and who is told what first."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from any_agent.engine import EnginePool
+from any_agent.engine.base import Capabilities
+from any_agent.errors import InvalidTrajectory
+from any_agent.record import InteractionWithTokenLogpReward
+from any_agent.rollout.jobs import Stream
+from any_agent.rollout.loop_thread import LoopThread
+from any_agent.types import GenerationChunk, ModelRequest
+from any_agent.workflow.tensors import rows_of
+from tests.rollout.workflow_lab import REJECT, Doing, executor
+from tests.workflow.tensors_lab import tensors
+
+
+class Weights:
+    """An engine that has them; what is sampled, the tests make up."""
+
+    paused = False
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    async def capabilities(self) -> Capabilities:
+        return Capabilities()
+
+    async def generate(
+        self, request: ModelRequest, *, stream: bool = True
+    ) -> AsyncGenerator[GenerationChunk]:
+        raise NotImplementedError
+        yield
+
+    async def pause(self) -> None: ...
+
+    async def resume(self, version: int) -> None:
+        self.version = version
+
+
+def sampled_by(version: int) -> Doing:
+    def episode(data: dict[str, Any]) -> Any:
+        result = tensors([1, 2, data["n"]])
+        result["versions"][result["loss_mask"] == 1] = version
+        return result
+
+    return Doing(episode)
+
+
+def batch_of(engines: list[Weights], version: int, *, told: int, coming: int | None = None) -> Any:
+    """Sessions whose tokens are all of ``version``; and why others were left out."""
+    with executor(EnginePool(engines), batch_size=1) as e:
+        e.release(told)
+        if coming is not None:
+            e.hold(coming)
+        stream = iter([(0, {"n": 7})])
+        return e.sessions_batch(stream, sampled_by(version), timeout=20), dict(e.rejected)
+
+
+def test_an_engine_that_came_back_with_old_weights_does_not_make_the_others_wrong() -> None:
+    batch, rejected = batch_of([Weights(0), Weights(5)], 5, told=5)
+    assert (len(batch), rejected) == (1, {})
+
+
+def test_the_version_that_is_on_its_way_may_be_some_further_than_the_next() -> None:
+    """A trainer that died while it published has used up the one in between."""
+    batch, rejected = batch_of([Weights(5)], 8, told=5, coming=8)
+    assert (len(batch), rejected) == (1, {})
+
+
+def test_what_nobody_was_told_of_is_refused() -> None:
+    assert batch_of([Weights(5)], 6, told=5) == ([], {"invalid": 1})
+
+
+def test_a_token_that_the_model_does_not_know_costs_its_session_alone() -> None:
+    """Trained on, it would end the training, and every one after it."""
+    with executor(batch_size=1, options={"vocab_size": 100}) as e:
+        stream = iter([(n, {"n": n}) for n in (100, 99)])
+        ((session,),) = e.sessions_batch(stream, Doing(), timeout=20)
+        assert (session.session_id, dict(e.rejected)) == ("data-99-0", {"invalid": 1})
+    with pytest.raises(InvalidTrajectory, match="token id 100: the model knows those below 100"):
+        rows_of(tensors([1, 2, 100]), vocab_size=100)
+
+
+def test_a_reward_that_was_changed_after_the_export_is_the_one_trained_on() -> None:
+    exported = {name: value[0] for name, value in tensors([1, 2, 3], reward=1.0).items()}
+    one = InteractionWithTokenLogpReward.from_tensors("c", exported)
+    one.reward = 0.25
+    ((row, _),) = rows_of({"c": one})
+    assert (float(row["rewards"]), float(one.to_tensor_dict()["rewards"])) == (0.25, 0.25)
+
+
+def test_that_the_last_item_came_to_nothing_is_told_before_all_is_over() -> None:
+    told: list[int] = []
+
+    def slowly(position: int, why: str) -> None:
+        time.sleep(0.2)
+        told.append(position)
+
+    with executor(batch_size=1) as e:
+        stream = iter([(0, {"n": 0})])
+        workflow = Doing(lambda data: REJECT)
+        assert e.sessions_batch(stream, workflow, on_rejected=slowly, timeout=20) == []
+        assert told == [0]
+
+
+def test_an_event_loop_that_is_blocked_is_told_of() -> None:
+    thread = LoopThread("workflows")
+    thread.start()
+    thread.soon(time.sleep, 0.5)
+
+    async def nothing() -> None: ...
+
+    with pytest.raises(TimeoutError, match="event loop of the workflows did not answer within 0"):
+        thread.call(nothing(), 0.05)
+    thread.stop()
+
+
+def test_an_item_is_under_way_before_it_is_no_longer_waiting() -> None:
+    """Another thread asks at any moment whether all is over."""
+    over: list[bool] = []
+
+    class Asked(deque[Any]):
+        def popleft(self) -> Any:
+            item = super().popleft()
+            over.append(stream.over())
+            return item
+
+    stream = Stream(iter(()), Doing(), 1, 1, exhausted=True, waiting=Asked([(0, {})]))
+    assert stream.next_job().position == 0
+    assert (over, stream.under_way) == ([False], 1)
