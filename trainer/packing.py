@@ -25,14 +25,13 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from any_agent.workflow import tensors as tensors_of_workflows
 
 Row: TypeAlias = dict[str, Tensor]
 """One interaction's tensors, [seq_len] or scalar."""
 Batch: TypeAlias = dict[str, Tensor]
 """Padded rows: [batch, seq_len] or [batch]."""
-
-_PADDING: Mapping[str, int] = {"versions": -1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,28 +104,13 @@ def concat_padded_tensors(tensors: Sequence[Row | Batch]) -> Batch:
     """
     if not tensors:
         raise ValueError("nothing to concatenate")
-    batches = [_as_batch(t) for t in tensors]
-    keys = batches[0].keys()
-    for k, batch in enumerate(batches):
-        if batch.keys() != keys:
-            odd = ", ".join(sorted(batch.keys() ^ keys))
-            raise ValueError(f"item {k} and item 0 differ in their keys: {odd}")
-    length = max(batch["input_ids"].shape[1] for batch in batches)
-    return {key: torch.cat([_pad(key, batch[key], length) for batch in batches]) for key in keys}
+    return tensors_of_workflows.concat_padded_tensors([_as_batch(t) for t in tensors])
 
 
 def _as_batch(tensors: Row | Batch) -> Batch:
     if tensors["input_ids"].ndim == 2:
         return tensors
     return {key: tensor.unsqueeze(0) for key, tensor in tensors.items()}
-
-
-def _pad(key: str, tensor: Tensor, length: int) -> Tensor:
-    if tensor.ndim == 1:
-        return tensor
-    missing = length - tensor.shape[1]
-    value = _PADDING.get(key, 0)
-    return functional.pad(tensor, (0, missing), value=value) if missing else tensor
 
 
 def micro_batches(rows: Sequence[Row], token_budget: int) -> list[Batch]:

@@ -109,6 +109,9 @@ def _check(line: bytes, where: str) -> None:
         raise DatasetError(
             f"{where} is no JSON: {error.msg} at column {error.colno}{hint}"
         ) from None
+    except ValueError as error:
+        # A number of thousands of digits, say.
+        raise DatasetError(f"{where} cannot be read: {error}") from None
     except RecursionError:
         raise DatasetError(f"{where} is nested too deeply") from None
     if not isinstance(value, dict):

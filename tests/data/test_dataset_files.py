@@ -51,6 +51,7 @@ def test_the_documented_way(tmp_path: Path) -> None:
     [
         ('{"a": 1', "line 3 is no JSON: Expecting ',' delimiter at column 8"),
         ("{", "line 3 is no JSON: .*; JSONL has one whole object on each line"),
+        ('{"a": ' + "9" * 5000 + "}", "line 3 cannot be read: Exceeds the limit"),
         ("[1, 2]", "line 3 is an array: each line must be one JSON object"),
         ("7", "line 3 is a single value"),
         ("[" * 100_000, "line 3 is nested too deeply"),
