@@ -350,7 +350,8 @@ class AgentFailed(AnyAgentError):
     """One run of an agent gave nothing to train on: what it did wrong is the code.
 
     ``agent_failed`` (it raised), ``agent_timeout``, ``agent_crashed`` (its process died),
-    ``invalid_reward`` (what it returned is no reward), ``no_model_call`` (none reached the service).
+    ``invalid_reward`` (what it returned is no reward), ``no_model_call`` (no call reached the
+    service).
     """
 
     default_code = "agent_failed"
