@@ -60,7 +60,8 @@ def test_results_are_of_the_live_tests() -> None:
 
 
 def test_results_are_of_the_pinned_versions() -> None:
-    clients = {client.name: client for module in live_modules() for client in module.CLIENTS}
+    filling = [module for module in live_modules() if any(cells_of(module))]
+    clients = {client.name: client for module in filling for client in module.CLIENTS}
     recorded = {name: about["version"] for name, about in Results.read().clients.items()}
     assert recorded == {name: client.version for name, client in clients.items()}
 
