@@ -97,6 +97,10 @@ def test_arguments_that_are_no_settings(capsys: pytest.CaptureFixture[str]) -> N
         ("rollout.agent.turn_discount", "train.discount"),
         ("evaluator.eval_before_train", "eval.at_start"),
         ("train_dataset.batch_size", "rollout.batch_size"),
+        ("train.learning_rate", "train.lr"),
+        ("train.optimizer.lr", "train.lr"),
+        ("total_steps", "train.steps"),
+        ("train.num_epochs", "train.epochs"),
     ],
 )
 def test_names_of_other_trainers_are_answered_with_ours(name: str, ours: str) -> None:
@@ -115,6 +119,20 @@ def test_what_nothing_corresponds_to_is_told_to_be_left_out(tmp_path: Path) -> N
         "unknown key actor.backend: leave it out",
     ):
         assert line in raised.value.message
+
+
+def test_a_workflow_is_named_in_the_script_or_declared() -> None:
+    with pytest.raises(
+        ConfigError, match=r"trainer\.train\(workflow=\.\.\.\), or declare it"
+    ) as raised:
+        load_expr_config(["workflow=my_agent.MathAgent"], GRPOConfig)
+    assert "class MyConfig(GRPOConfig): workflow: str = ''" in raised.value.message
+
+    class MyConfig(GRPOConfig):
+        workflow: str = ""
+
+    config, _ = load_expr_config(["workflow=my_agent.MathAgent"], MyConfig)
+    assert config.workflow == "my_agent.MathAgent"
 
 
 def test_every_name_that_is_answered_with_is_a_setting() -> None:

@@ -13,6 +13,8 @@ CALLED_HERE: Mapping[str, str] = {
     "tokenizer_path": "model.path",
     "actor.path": "model.path",
     "actor.optimizer.lr": "train.lr",
+    "actor.optimizer.weight_decay": "train.weight_decay",
+    "actor.gradient_clipping": "train.grad_clip",
     "actor.group_size": "sessions.group_size",
     "actor.eps_clip": "train.eps_low and train.eps_high",
     "actor.kl_ctl": "train.kl_coef",
@@ -38,8 +40,39 @@ CALLED_HERE: Mapping[str, str] = {
     "recover.freq_steps": "train.checkpoint_every",
     "cluster.fileroot": "root",
     "sglang.context_length": "engine.context_length",
+    "lr": "train.lr",
+    "learning_rate": "train.lr",
+    "optimizer.lr": "train.lr",
+    "train.learning_rate": "train.lr",
+    "train.optimizer.lr": "train.lr",
+    "max_steps": "train.steps",
+    "total_steps": "train.steps",
+    "train.max_steps": "train.steps",
+    "train.num_steps": "train.steps",
+    "train.total_steps": "train.steps",
+    "train.total_train_steps": "train.steps",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "train.num_epochs": "train.epochs",
+    "train.num_train_epochs": "train.epochs",
+    "train.total_epochs": "train.epochs",
+    "train.total_train_epochs": "train.epochs",
+    "train.batch_size": _SESSIONS,
+    "train.group_size": "sessions.group_size",
+    "train.num_generations": "sessions.group_size",
+    "train.max_grad_norm": "train.grad_clip",
+    "train.temperature": "sampling.temperature",
+    "train.max_new_tokens": "sampling.max_new_tokens",
+    "train.save_steps": "train.checkpoint_every",
+    "train.eval_steps": "eval.every",
+    "model.name_or_path": "model.path",
+    "model_name_or_path": "model.path",
 }
-"""AReaL's names, and ours."""
+"""AReaL's names and other usual ones, and ours."""
+_NAMED_IN_SCRIPT = (
+    "name it in trainer.train({0}=...), or declare it as a field of your config class: "
+    "class MyConfig(GRPOConfig): {0}: str = ''"
+)
 NOT_HERE: Mapping[str, str] = {
     "scheduler": "leave it out: a script starts its service on this machine",
     "cluster": "leave it out: a script starts its service on this machine",
@@ -49,8 +82,10 @@ NOT_HERE: Mapping[str, str] = {
     "stats_logger": "leave it out: every step is a line of the run's metrics.jsonl, and /metrics",
     "train_dataset.type": "leave it out: all data is for reinforcement learning",
     "valid_dataset.type": "leave it out: all data is for reinforcement learning",
+    "workflow": _NAMED_IN_SCRIPT.format("workflow"),
+    "eval_workflow": _NAMED_IN_SCRIPT.format("eval_workflow"),
 }
-"""AReaL's settings and sections that nothing here corresponds to, and why."""
+"""AReaL's settings and sections that nothing here corresponds to, and what to do."""
 
 
 def called_here(key: str, value: Any) -> list[str]:
