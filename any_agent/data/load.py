@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
 """Files that `save_to_disk` leaves in a folder."""
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def get_custom_dataset(
@@ -72,8 +72,15 @@ def _read(c: DatasetConfig) -> RowDataset:
     if path.exists():
         return read_file(path)
     if not _HUB_NAME.fullmatch(c.path) or path.suffix in JSONL + PARQUET:
-        raise DatasetError(f"there is no dataset {c.path} (looked from {Path.cwd()})")
+        raise DatasetError(
+            f"{_not_here(c.path)}; a data set on the Hugging Face hub is owner/name, as in "
+            "openai/gsm8k"
+        )
     return _of_datasets(c, saved=False)
+
+
+def _not_here(path: str) -> str:
+    return f"there is no file or folder {path} (looked from {Path.cwd()})"
 
 
 def _of_datasets(c: DatasetConfig, *, saved: bool) -> RowDataset:
@@ -87,8 +94,10 @@ def _of_datasets(c: DatasetConfig, *, saved: bool) -> RowDataset:
         else:
             found = datasets.load_dataset(c.path, c.name or None, split=c.split)
     except Exception as error:
-        how = "as a folder of datasets.save_to_disk" if saved else "from the Hugging Face hub"
-        raise DatasetError(f"cannot load {c.path} {how}: {error}") from error
+        says = f"cannot load {c.path} as a folder of datasets.save_to_disk: {error}"
+        if not saved:
+            says = f"{_not_here(c.path)}, and the Hugging Face hub does not give it: {error}"
+        raise DatasetError(says) from error
     where = " ".join(part for part in (c.path, c.name, c.split) if part)
     if isinstance(found, datasets.DatasetDict):
         part = chosen(found, c.split, c.path)

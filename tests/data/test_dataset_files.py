@@ -80,10 +80,26 @@ def test_what_is_no_parquet(tmp_path: Path) -> None:
         get_custom_dataset(path=path)
 
 
-@pytest.mark.parametrize("name", ["nowhere.jsonl", "./nowhere", "/no/where", "x y"])
+@pytest.mark.parametrize(
+    "name",
+    ["nowhere", "nowhere.jsonl", "my/nowhere.parquet", "./nowhere", "/no/where", "~/no", "x y"],
+)
 def test_a_path_that_is_not_there(name: str) -> None:
-    with pytest.raises(DatasetError, match="there is no dataset"):
+    """It is told at once: the hub is asked for nothing that is no name there."""
+    with pytest.raises(DatasetError, match=r"there is no file or folder .* \(looked from /"):
         get_custom_dataset(path=name)
+
+
+def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(*args: Any, **kwargs: Any) -> None:
+        raise FileNotFoundError("not on the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    says = r"no file or folder nobody/nothing \(looked from .*\), and the .* hub .*: not on the hub"
+    with pytest.raises(DatasetError, match=says):
+        get_custom_dataset(path="nobody/nothing")
 
 
 def test_an_ending_that_nobody_knows(tmp_path: Path) -> None:
