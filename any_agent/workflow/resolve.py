@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from any_agent.errors import ConfigError
@@ -33,6 +36,11 @@ def resolve_workflow(
 
     Raises ConfigError, which says what is wrong with the name, the class or its arguments.
     """
+    if workflow is None:
+        raise ConfigError(
+            "no workflow is named: give an agent or a RolloutWorkflow, a class or an object of "
+            "it, or its dotted name, as in 'my_agent.MyAgent'"
+        )
     named = f"workflow {workflow!r}" if isinstance(workflow, str) else f"workflow {_name(workflow)}"
     found = import_by_name(workflow) if isinstance(workflow, str) else workflow
     found = _made(found, dict(workflow_kwargs or {}), named)
@@ -46,7 +54,11 @@ def import_by_name(name: str) -> Any:
 
     Raises ConfigError: there is no such module, it fails while it is imported, or has no such name.
     """
+    if ":" in name:
+        raise ConfigError(f"workflow {name!r}: a dot, not a colon: {name.replace(':', '.')}")
     module_name, dot, attribute = name.rpartition(".")
+    if not dot and name.isidentifier() and find_spec(name) is not None:
+        raise _no_class(name)
     if not dot or not module_name:
         raise ConfigError(
             f"workflow {name!r} names no module: write module.Class, as in my_agent.MyAgent"
@@ -68,13 +80,35 @@ def import_by_name(name: str) -> Any:
             f"workflow {name!r}: {module_name} fails when it is imported: "
             f"{type(error).__name__}: {error}"
         ) from error
+    found = getattr(module, attribute, None)
+    # A package has those of its modules only that were imported.
+    unloaded = found is None and hasattr(module, "__path__") and find_spec(name) is not None
+    if isinstance(found, ModuleType) or unloaded:
+        raise _no_class(name)
     if not hasattr(module, attribute):
-        classes = [n for n, v in vars(module).items() if inspect.isclass(v) and n[0] != "_"]
+        classes = _classes_of(module)
+        near = difflib.get_close_matches(attribute, classes, n=1)
         raise ConfigError(
             f"workflow {name!r}: {module_name} ({getattr(module, '__file__', '?')}) has no "
-            f"{attribute!r}; its classes are {', '.join(classes) or 'none'}"
+            f"{attribute!r}; {f'did you mean {module_name}.{near[0]}? Its' if near else 'its'} "
+            f"classes are {', '.join(classes) or 'none'}"
         )
-    return getattr(module, attribute)
+    return found
+
+
+def _no_class(name: str) -> ConfigError:
+    return ConfigError(f"workflow {name!r} names a module, no class: write {name}.ClassName")
+
+
+def _classes_of(module: ModuleType) -> list[str]:
+    """Those that are written there, or in a package's own modules."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isclass(value)
+        and name[0] != "_"
+        and f"{value.__module__}.".startswith(f"{module.__name__}.")
+    ]
 
 
 def _made(found: Any, kwargs: dict[str, Any], named: str) -> Any:

@@ -90,7 +90,11 @@ REFUSED: list[tuple[str, dict[str, Any] | None, str]] = [
     (".Mine", None, "'.Mine' names no module"),
     ("made_nothing.Mine", None, "there is no module 'made_nothing'.* PYTHONPATH"),
     ("made_nothing.deep.Mine", None, "there is no module 'made_nothing'"),
-    ("made_workflows.Nine", None, "has no 'Nine'; its classes are RolloutWorkflow, Mine, Agent"),
+    ("made_workflows", None, "names a module, no class: write made_workflows.ClassName"),
+    ("xml.sax", None, "'xml.sax' names a module, no class: write xml.sax.ClassName"),
+    ("made_workflows:Agent", None, "a dot, not a colon: made_workflows.Agent$"),
+    ("made_workflows.Agnet", None, "did you mean made_workflows.Agent[?] Its classes are Mine, A"),
+    ("made_workflows.Other", None, "has no 'Other'; its classes are Mine, Agent, NoRun, U"),
     ("made_broken.Mine", None, "made_broken fails when it is imported: RuntimeError: at import"),
     ("made_needy.Mine", None, "imports 'made_missing_library', which is not installed"),
     ("made_workflows.Mine", None, "do not fit Mine: missing a required argument: 'turns'"),
@@ -109,6 +113,11 @@ def test_an_error_says_what_to_do(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         resolve_workflow(name, kwargs, agents=SERVICE)
+
+
+def test_no_workflow_at_all() -> None:
+    with pytest.raises(ConfigError, match="no workflow is named: give an agent or"):
+        resolve_workflow(None)
 
 
 def test_an_agent_without_a_service_is_refused(script: Any) -> None:
