@@ -67,8 +67,8 @@ class GRPOTrainer:
                 "load_expr_config(sys.argv[1:], GRPOConfig) returns first"
             )
         self.config = config
-        self.train_dataset = train_dataset
-        self.valid_dataset = valid_dataset
+        self.train_dataset = _checked(train_dataset, "train_dataset")
+        self.valid_dataset = _checked(valid_dataset, "valid_dataset")
         self.dir = run_dir_of(config)
         self._say = say
         self._signals = Signals(say)
@@ -302,6 +302,16 @@ class GRPOTrainer:
         if self._signals.taken:
             # A wait that knows nothing of it ends, too: the handler raises the error.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def _checked(data: Dataset | None, name: str) -> Dataset | None:
+    """The same; DatasetError, before anything is started, for items that nothing can run on."""
+    if data is not None:
+        rows = as_dataset(data, name)
+        # What others read or compute each item for is looked at once only.
+        for k in range(len(rows) if isinstance(data, list) else 1):
+            _ = rows[k]
+    return data
 
 
 def _given(source: Source, _: RolloutExecutor) -> Source:

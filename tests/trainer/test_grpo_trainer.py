@@ -119,7 +119,6 @@ def test_what_is_no_config() -> None:
     [
         (None, {"workflow": Nothing}, "a workflow was given, but no train_dataset"),
         ([{"n": 1}], {}, "a train_dataset was given, but no workflow"),
-        ([], {"workflow": Nothing}, "train_dataset is empty"),
         ([{"n": 1}], {"workflow": "no_such_module.Agent"}, "no module 'no_such_module'"),
         ([{"n": 1}], {"workflow": "json.JSONDecoder"}, "no run method"),
         ([{"n": 1}], {"workflow": Nothing, "workflow_kwargs": {"x": 1}}, "workflow_kwargs"),
@@ -136,6 +135,16 @@ def test_what_cannot_be_run(
     ):
         trainer.train(**arguments)
     assert service_of(trainer).calls == ["start", "stop"]
+
+
+def test_data_that_nothing_can_run_on(config: Config) -> None:
+    """It is told before the service is started."""
+    with pytest.raises(ConfigError, match="train_dataset is empty"):
+        GRPOTrainer(config, train_dataset=[])
+    with pytest.raises(ConfigError, match=r"train_dataset\[1\] is a str: an item must be"):
+        GRPOTrainer(config, train_dataset=[{"n": 1}, "text"])
+    with pytest.raises(ConfigError, match=r"valid_dataset\[0\] is a tuple"):
+        GRPOTrainer(config, train_dataset=[{"n": 1}], valid_dataset=((1, 2),))
 
 
 def test_an_evaluation_without_data(config: Config, fakes: None) -> None:
