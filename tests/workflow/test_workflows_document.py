@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from any_agent import stats_tracker
+from any_agent import GRPOConfig, MultiTurnWorkflow, load_expr_config, stats_tracker
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.errors import InvalidTrajectory
-from any_agent.workflow import checked_tensors
+from any_agent.workflow import RolloutWorkflow, checked_tensors, resolve_workflow
 from any_agent.workflow.check import PER_ROW, PER_TOKEN, REQUIRED
 from tests.workflow.tensors_lab import tensors
 
@@ -43,6 +46,32 @@ async def test_the_example(tiny_model_dir: Path) -> None:
         "rollout/accepted": 1.0,
         "rollout/accepted__count": 16,
     }
+
+
+def test_the_calls_of_a_trainer(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, script, reward, ready, *_ = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    (tmp_path / "arithmetic.py").write_text(own)
+    (tmp_path / "my_reward.py").write_text(reward)
+    (tmp_path / "tasks.jsonl").write_text('{"question": "What is 2 + 3?", "answer": "5"}\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = [f"model.path={tiny_model_dir}", f"train_dataset.path={tmp_path}/tasks.jsonl"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *settings])
+    made: list[RolloutWorkflow] = []
+
+    def train(workflow: Any, workflow_kwargs: dict[str, Any]) -> None:
+        made.append(resolve_workflow(workflow, workflow_kwargs))
+
+    fake = SimpleNamespace(train=train)
+    monkeypatch.setattr("trainer.GRPOTrainer", lambda *args, **kwargs: nullcontext(fake))
+    exec(compile(script, "docs/workflows.md", "exec"), {"__name__": "__main__"})
+    config, _ = load_expr_config(settings, GRPOConfig)
+    exec(compile(ready, "docs/workflows.md", "exec"), {"trainer": fake, "config": config})
+    assert type(made[0]).__name__ == "Arithmetic"
+    assert isinstance(made[1], MultiTurnWorkflow)
+    for name in ("arithmetic", "my_reward"):
+        del sys.modules[name]
 
 
 def test_it_names_every_field() -> None:
