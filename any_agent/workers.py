@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pebble import ProcessPool
 
 
+_ENDED = "the processes of all calls were ended"
 _NOT_STARTED = (
     "each worker imports the script that was started, so keep what the script does under "
     'if __name__ == "__main__":'
@@ -56,6 +57,8 @@ class WorkerPool:
         self.max_workers = max_workers
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
+        self._closed: ProcessPool | None = None
+        """The one that was closed last."""
         self._futures: dict[Future[Any], ProcessPool] = {}
         """Calls under way, or waiting for a worker."""
 
@@ -88,8 +91,11 @@ class WorkerPool:
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
-            raise WorkerCrashed("the processes of all calls were ended") from None
+            raise WorkerCrashed(_ENDED) from None
         except Exception as error:
+            if pool is self._closed:
+                # It may find its pipes gone before its calls are cancelled.
+                raise WorkerCrashed(_ENDED) from None
             # Whatever ails this pool, the next call begins with another one.
             await asyncio.to_thread(self._drop, pool)
             raise WorkerFailed(f"no worker could run it ({error}): {_NOT_STARTED}") from error
@@ -102,7 +108,7 @@ class WorkerPool:
     def close(self) -> None:
         """End the workers, also in the middle of a call; a later call starts new ones."""
         with self._lock:
-            pool = self._pool
+            self._closed = pool = self._pool
         if pool is not None:
             self._drop(pool)
 
