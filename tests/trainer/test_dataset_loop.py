@@ -12,6 +12,7 @@ from dataset_lab import Alternating, DataLab
 from episode_lab import pair
 from loop_lab import Killed, Lab, config_of, killed, outcome
 
+from any_agent import stats_tracker
 from any_agent.errors import ConfigError, TrainingError
 from trainer import loop
 from trainer.manifests import Manifests
@@ -51,6 +52,8 @@ def positions(lab: DataLab) -> list[list[int]]:
 
 
 def test_a_run(settings: list[str]) -> None:
+    # What earlier runs of this process recorded, and no step took.
+    stats_tracker.export_all()
     lab = DataLab(config_of(settings, "train.checkpoint_every=9"), items=12)
     assert lab.trainer.train()
     assert [(line["step"], line["reward"], line["sessions"]) for line in lab.metrics] == [
