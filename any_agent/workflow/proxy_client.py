@@ -178,7 +178,10 @@ class OpenAIProxyClient:
         try:
             await asyncio.shield(request)
         except errors.AnyAgentError as refused:
-            log.warning("session %s is left as it is: %s", self.session_id, refused.message)
+            # One that is over, or handed out, needs nothing more: the end of a run cuts many there.
+            settled = isinstance(refused, errors.SessionClosed | errors.Conflict)
+            level = logging.INFO if settled else logging.WARNING
+            log.log(level, "session %s is left as it is: %s", self.session_id, refused.message)
 
     async def _post(
         self,
