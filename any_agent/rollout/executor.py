@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from any_agent.client import RLClient
@@ -18,6 +17,7 @@ from any_agent.protocol import Capacity, Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rollout.acks import Acks
 from any_agent.rollout.capacity import CapacityKeeper
+from any_agent.rollout.loop_thread import LoopThread
 from any_agent.rollout.ranks import Ranks
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode, RolloutWorkflow, trajectories_of
@@ -79,8 +79,7 @@ class RolloutExecutor:
         self._failure: BaseException | None = None
         self._interrupted = False
         self._stopping = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+        self._thread = LoopThread("rollout")
         self._tasks: list[asyncio.Task[None]] = []
         self._ranks: Ranks
         self._keeper: CapacityKeeper
@@ -99,13 +98,11 @@ class RolloutExecutor:
     def stop(self) -> None:
         """End the polls; what is leased and not acknowledged is handed out again later."""
         self.call(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.stop()
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float = 120.0) -> T:
         """Run a coroutine on the executor's loop and wait for it."""
-        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return future.result(timeout)
+        return self._thread.call(coroutine, timeout)
 
     @property
     def ranks(self) -> Ranks:

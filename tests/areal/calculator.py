@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from any_agent.chat import ChatFormat, load_chat_format
+from tests.fakes.in_thread import served_in_thread
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.scripted_run import Fault, Running
 
@@ -52,18 +51,5 @@ class Calculator(ScriptedEngine):
 def calculator(model: Path) -> Iterator[Calculator]:
     """It serves in a thread."""
     engine = Calculator(load_chat_format(str(model), enable_thinking=False))
-    serving, ended = threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        async with engine.serve():
-            serving.set()
-            await asyncio.to_thread(ended.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
-    thread.start()
-    assert serving.wait(_LIMIT)
-    try:
+    with served_in_thread(engine, within=_LIMIT):
         yield engine
-    finally:
-        ended.set()
-        thread.join(_LIMIT)

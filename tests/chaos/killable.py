@@ -4,12 +4,10 @@ has imported what it needs. LiteLLM's own app, which takes long to import, is a 
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ import httpx
 
 from any_agent.chat import load_chat_format
 from any_agent.config import load_config
+from tests.fakes.in_thread import served_in_thread
 from tests.fakes.scripted_engine import ScriptedEngine
 
 START_LIMIT = 120.0
@@ -124,18 +123,5 @@ def engine_in_thread(model: Path) -> Iterator[ScriptedEngine]:
     """A scripted engine that outlives every proxy, for tests without an event loop of their own."""
     chat = load_chat_format(str(model), enable_thinking=False)
     engine = ScriptedEngine(decode=chat.decode)
-    serving, ended = threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        async with engine.serve():
-            serving.set()
-            await asyncio.to_thread(ended.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
-    thread.start()
-    assert serving.wait(START_LIMIT)
-    try:
+    with served_in_thread(engine, within=START_LIMIT):
         yield engine
-    finally:
-        ended.set()
-        thread.join(START_LIMIT)

@@ -209,7 +209,7 @@ def test_stopping_ends_polls_at_once() -> None:
     began = time.monotonic()
     lab.executor.stop()
     assert time.monotonic() - began < 5
-    assert not lab.executor._thread.is_alive()
+    assert not lab.executor._thread.started
 
 
 @pytest.mark.parametrize("where", ["capacity", "ack"])
