@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +15,7 @@ import httpx
 from pydantic import BaseModel
 
 from any_agent import errors
+from any_agent.jitter import jittered
 from any_agent.protocol import (
     AFTER_HEADER,
     EPOCH_HEADER,
@@ -122,7 +122,7 @@ class RLClient:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise
-                pause = (error.retry_after or 1.0) * random.uniform(0.8, 1.2)
+                pause = jittered(error.retry_after or 1.0, 0.8, 1.2)
                 await asyncio.sleep(min(pause, remaining))
 
     async def set_reward(
@@ -327,7 +327,7 @@ class RLClient:
                     timeout=self._timeout + slack,
                 )
                 if (wait := _quota_wait(response)) and time.monotonic() + wait < deadline:
-                    await asyncio.sleep(wait * random.uniform(1.0, 1.2))
+                    await asyncio.sleep(jittered(wait, 1.0, 1.2))
                     continue
                 if response.status_code not in _LOST_OR_AWAY or not (once or repeatable) or late:
                     break
@@ -343,7 +343,7 @@ class RLClient:
                         f"{url or 'the service'} does not answer ({type(error).__name__}); "
                         "is it running?"
                     ) from error
-            await asyncio.sleep(delay * random.uniform(0.5, 1.5))
+            await asyncio.sleep(jittered(delay))
             delay = min(delay * 2, 2.0)
         if response.status_code >= 400:
             raise errors.from_response(

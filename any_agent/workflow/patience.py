@@ -7,7 +7,6 @@ engine or a restarted rank answers in between would end their episode.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from types import TracebackType
 from typing import Self
@@ -15,6 +14,7 @@ from typing import Self
 import httpx
 
 from any_agent.errors import from_response
+from any_agent.jitter import jittered
 from any_agent.keys import SESSION_KEY_PREFIX
 
 _COUNT = "x-stainless-retry-count"
@@ -58,7 +58,7 @@ class PatientTransport(httpx.AsyncBaseTransport):
                     return response
                 await response.aclose()
             assert wait is not None
-            await asyncio.sleep(wait * random.uniform(1.0, 1.2))
+            await asyncio.sleep(jittered(wait, 1.0, 1.2))
             delay = min(2 * delay, 5.0)
             request.headers[_COUNT] = str(_count(request) + 1)
 

@@ -7,7 +7,6 @@ import base64
 import binascii
 import json
 import logging
-import random
 import re
 import time
 import uuid
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from any_agent import errors
+from any_agent.jitter import jittered
 from any_agent.record import InteractionWithTokenLogpReward
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class OpenAIProxyClient:
             except errors.TooManyRequests as error:
                 if time.monotonic() > deadline:
                     raise
-                await asyncio.sleep((error.retry_after or 1.0) * random.uniform(0.8, 1.2))
+                await asyncio.sleep(jittered(error.retry_after or 1.0, 0.8, 1.2))
                 if error.code == _NO_SLOT and self.mode == "train":
                     await self.grant_capacity()
         self.session_id = str(opened["session_id"])
@@ -207,7 +207,7 @@ class OpenAIProxyClient:
             wait = max(delay, error.retry_after or 0.0)
             if error.status not in _AGAIN or no_slot or time.monotonic() + wait > deadline:
                 raise error
-            await asyncio.sleep(wait * random.uniform(1.0, 1.2))
+            await asyncio.sleep(jittered(wait, 1.0, 1.2))
             delay = min(2 * delay, 5.0)
 
     async def _sent(
