@@ -27,7 +27,7 @@ VOCABULARY: tuple[str, ...] = (
 VOCABULARY += ("atomic", "client", "logs", "loop_lag", "loopback", "metrics", "ports", "presence")
 VOCABULARY += ("access", "arguments", "audit", "conversation", "error_shapes", "keystore")
 VOCABULARY += ("watched", "frozen_models", "experiment", "stats_tracker", "ambient")
-VOCABULARY += ("workers", "worker_process", "reward", "jitter")
+VOCABULARY += ("workers", "worker_process", "reward", "jitter", "loop_thread")
 LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
     ("chat", "data", "engine", "record"),

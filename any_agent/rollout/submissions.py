@@ -11,7 +11,7 @@ from any_agent.errors import TooManyRequests
 from any_agent.rollout.board import Board
 from any_agent.rollout.crew import Crew
 from any_agent.rollout.jobs import Accept, Job
-from any_agent.rollout.loop_thread import LoopThread
+from any_agent.loop_thread import LoopThread
 from any_agent.rollout.making import Workshop
 from any_agent.workflow.base import TensorDict
 from any_agent.workflow.resolve import WorkflowLike

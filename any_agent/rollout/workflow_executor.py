@@ -15,7 +15,7 @@ from any_agent.rollout.board import Board
 from any_agent.rollout.crew import Crew
 from any_agent.rollout.episodes import Episodes
 from any_agent.rollout.jobs import Accept, Item, Job, Reject, Stream, epochs
-from any_agent.rollout.loop_thread import LoopThread
+from any_agent.loop_thread import LoopThread
 from any_agent.rollout.making import Workshop, is_same
 from any_agent.rollout.submissions import Submissions, load_torch
 from any_agent.types import GenerationHyperparameters, SampledSession
