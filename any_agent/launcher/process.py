@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -13,22 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from any_agent.config import ENV_PREFIX
-
-_PR_SET_PDEATHSIG = 1
-# Looked up here: between fork and exec a lock that another thread held is never let go, and the
-# loader of libraries takes some.
-_prctl = getattr(ctypes.CDLL(None), "prctl", None)
-
-
-def _die_with_parent(parent: int, number: int) -> None:
-    """In the child: end when the launcher is killed, so that nothing is left behind."""
-    # A shell starts background jobs with SIGINT ignored, which would be inherited.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        # Killed before the line above: the signal will not come any more.
-        os._exit(1)
+from any_agent.with_parent import die_with_parent
 
 
 class Process:
@@ -71,7 +55,7 @@ class Process:
                 env=_environment() | dict(self._secrets),
                 pass_fds=self._inherited,
                 start_new_session=True,
-                preexec_fn=lambda: _die_with_parent(parent, quick),
+                preexec_fn=lambda: die_with_parent(parent, quick),
             )
 
     @property
