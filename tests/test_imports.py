@@ -27,7 +27,8 @@ VOCABULARY: tuple[str, ...] = (
 VOCABULARY += ("atomic", "client", "logs", "loop_lag", "loopback", "metrics", "ports", "presence")
 VOCABULARY += ("access", "arguments", "audit", "conversation", "error_shapes", "keystore")
 VOCABULARY += ("watched", "frozen_models", "experiment", "stats_tracker", "ambient")
-VOCABULARY += ("workers", "worker_process", "reward", "jitter", "loop_thread")
+VOCABULARY += ("workers", "worker_process", "reward", "jitter", "loop_thread", "script_errors")
+VOCABULARY += ("with_parent",)
 LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
     ("chat", "data", "engine", "record"),
