@@ -8,10 +8,10 @@ from itertools import count, islice
 from typing import Any
 
 from any_agent.errors import TooManyRequests
+from any_agent.loop_thread import LoopThread
 from any_agent.rollout.board import Board
 from any_agent.rollout.crew import Crew
 from any_agent.rollout.jobs import Accept, Job
-from any_agent.loop_thread import LoopThread
 from any_agent.rollout.making import Workshop
 from any_agent.workflow.base import TensorDict
 from any_agent.workflow.resolve import WorkflowLike
@@ -75,7 +75,8 @@ class Submissions:
         """What ``count`` submitted items became, None for each that was rejected.
 
         Of those that are done the ones that were submitted first. Raises TimeoutError after
-        ``timeout`` seconds, or returns an empty list then; ValueError if fewer were submitted.
+        ``timeout`` seconds, or returns an empty list then; ValueError if fewer were submitted, or
+        are left because another thread waited for them, too, and was first.
         """
         board = self._board
         if count < 1:
@@ -85,6 +86,11 @@ class Submissions:
                 raise ValueError(f"{count} items are waited for, {len(board.jobs)} were submitted")
 
         def ready() -> list[int] | None:
+            if count > len(board.jobs):
+                raise ValueError(
+                    f"{count} items are waited for, {len(board.jobs)} are left: another thread "
+                    "waited for the others, or dropped them"
+                )
             if len(board.done) < count:
                 return None
             return [number for number in board.jobs if number in board.done][:count]
@@ -100,14 +106,22 @@ class Submissions:
         """What one submitted item became; None if it was rejected, or did not end in time.
 
         Raises TimeoutError, unless ``raise_timeout`` is off; ValueError for an id that nothing was
-        submitted under, or whose result was handed out.
+        submitted under, or whose result was handed out, also while this waits for it.
         """
         board = self._board
-        with board.news:
+
+        def require() -> None:
             if task_id not in board.jobs:
                 raise ValueError(f"task_id {task_id!r} was not submitted, or waited for already")
+
+        def ready() -> list[int] | None:
+            require()
+            return [task_id] if task_id in board.done else None
+
+        with board.news:
+            require()
             count = list(board.jobs).index(task_id) + 1
-        got = self._await(lambda: [task_id] if task_id in board.done else None, timeout, count)
+        got = self._await(ready, timeout, count)
         if got is None and raise_timeout:
             raise TimeoutError(self._shortfall(f"task {task_id} did not end in {timeout:g} s"))
         return got[0][1] if got else None
@@ -133,6 +147,7 @@ class Submissions:
         board = self._board
         with board.news:
             jobs = [board.jobs.pop(id) for id in task_ids if id in board.jobs]
+            board.news.notify_all()
         self._thread.call(self._crew.drop(jobs))
         with board.news:
             ended = [job for job in jobs if board.done.pop(job.position, None) is not None]
@@ -160,6 +175,9 @@ class Submissions:
 
         def ready() -> list[int] | None:
             left.difference_update(self._board.done)
+            # Those that will not end here are left over in the end.
+            if any(n not in self._board.jobs for n in (islice(left, 1) if left else numbers)):
+                raise ValueError("another thread waited for items of this batch, or dropped them")
             return None if left else numbers
 
         with self._board.news:
@@ -183,10 +201,11 @@ class Submissions:
         board = self._board
 
         def taken() -> list[tuple[Job, TensorDict | None]] | None:
-            # At once: another thread may wait for the same.
+            # At once: another thread may wait for the same. It looks again then, and is told.
             numbers = ready()
             if numbers is None:
                 return None
+            board.news.notify_all()
             return [(board.jobs.pop(n), board.done.pop(n)) for n in numbers]
 
         self._thread.soon(self._crew.waiting, wanted)

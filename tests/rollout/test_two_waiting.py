@@ -1,0 +1,80 @@
+"""Two threads that wait for the same items: one has the results, the other is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from any_agent.rollout import WorkflowExecutor
+from tests.rollout.workflow_lab import LIMIT, Gated, executor, items, numbers
+
+
+def waiting(e: WorkflowExecutor, count: int) -> None:
+    """Until so many threads wait for what was submitted."""
+    deadline = time.monotonic() + LIMIT
+    while len(e._board.news._waiters) < count:  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def results(*futures: Future[Any]) -> tuple[list[Any], list[BaseException]]:
+    errors = [error for f in futures if (error := f.exception(LIMIT)) is not None]
+    return [f.result() for f in futures if f.exception() is None], errors
+
+
+@pytest.mark.parametrize("asked", ["wait_for_task", "wait_for_runs"])
+def test_one_item(asked: str) -> None:
+    flow = Gated()
+    with executor() as e, ThreadPoolExecutor(2) as threads:
+        ask: Callable[[int], Any] = getattr(e, asked)
+        task = e.submit({"n": 7}, flow)
+        futures = [threads.submit(ask, task) for _ in range(2)]
+        waiting(e, 2)
+        flow.let(7)
+        got, errors = results(*futures)
+    assert len(got) == 1
+    assert [str(error) for error in errors] == [
+        "task_id 0 was not submitted, or waited for already"
+    ]
+    assert isinstance(errors[0], ValueError)
+
+
+def test_some_items() -> None:
+    """Of four that were submitted each of two threads wants three."""
+    flow = Gated()
+    with executor() as e, ThreadPoolExecutor(2) as threads:
+        for item in items(4):
+            e.submit(item, flow)
+        futures = [threads.submit(e.wait, 3) for _ in range(2)]
+        waiting(e, 2)
+        flow.let(0, 1, 2, 3)
+        (got,), (error,) = results(*futures)
+        (last,) = e.wait(1, LIMIT)
+    assert sorted(n for one in [*got, last] for n in numbers(one)) == [0, 1, 2, 3]
+    assert "3 items are waited for, 1 are left" in str(error)
+
+
+def test_items_that_are_dropped_meanwhile() -> None:
+    with executor() as e, ThreadPoolExecutor(1) as threads:
+        task = e.submit({"n": 7}, Gated())
+        future = threads.submit(e.wait_for_task, task)
+        waiting(e, 1)
+        e.drop([task])
+        with pytest.raises(ValueError, match="waited for already"):
+            future.result(LIMIT)
+
+
+def test_a_batch_that_another_thread_takes_from() -> None:
+    flow = Gated()
+    with executor() as e, ThreadPoolExecutor(1) as threads:
+        future = threads.submit(e.rollout_batch, items(3), flow)
+        waiting(e, 1)
+        flow.let(1)
+        assert e.wait(1, LIMIT) != [None]
+        flow.let(0, 2)
+        with pytest.raises(ValueError, match="another thread waited for items of this batch"):
+            future.result(LIMIT)
