@@ -28,6 +28,7 @@ from any_agent.atomic import write_whole
 from any_agent.config import SECRET_VARIABLES, Config
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.address import answers, from_here, reachable
+from any_agent.launcher.devices import require_devices
 from any_agent.launcher.part import Part
 from any_agent.launcher.process import Process
 from any_agent.launcher.progress import Progress
@@ -165,6 +166,7 @@ class Node:
 
     def _start(self) -> None:
         self._check_model()
+        require_devices(self.config, trains=self.options.train)
         require_key(self.config, self.config.server.host)
         settings = yaml.safe_dump(self.config.dump(), sort_keys=False)
         self._take_folder(settings)

@@ -1,0 +1,79 @@
+"""A GPU that is asked for and not there is told at once, by a process that has no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from any_agent.config import Config, load_config
+from any_agent.errors import ConfigError
+from any_agent.launcher import Node, NodeOptions, devices
+
+
+@pytest.fixture(autouse=True)
+def on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+
+
+def settings(*overrides: str) -> Config:
+    return load_config(None, overrides, environ={})
+
+
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "sees_gpu", lambda: False)
+
+
+@pytest.mark.parametrize("name", ["train.device", "engine.device"])
+def test_without_one(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    without_gpu(monkeypatch)
+    with pytest.raises(ConfigError, match=f"{name}=cuda, but there is no GPU on this machine"):
+        devices.require_devices(settings(f"{name}=cuda"), trains=True)
+    devices.require_devices(settings(f"{name}=auto"), trains=True)
+    devices.require_devices(settings(f"{name}=cpu"), trains=True)
+
+
+def test_what_is_not_started_here_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    devices.require_devices(settings("train.device=cuda"), trains=False)
+    elsewhere = settings("engine.device=cuda", "engine.urls=[http://10.0.0.1:3, http://10.0.0.2:3]")
+    devices.require_devices(elsewhere, trains=True)
+
+
+def test_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "sees_gpu", lambda: True)
+    devices.require_devices(settings("train.device=cuda", "engine.device=cuda"), trains=True)
+
+
+def test_where_it_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not devices.sees_gpu(tmp_path)
+    (tmp_path / "nvidiactl").touch()
+    assert devices.sees_gpu(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert devices.sees_gpu(tmp_path)
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert not devices.sees_gpu(tmp_path)
+        with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES="):
+            devices.require_devices(settings("train.device=cuda"), trains=True)
+
+
+def test_elsewhere_than_on_linux_torch_is_to_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert devices.sees_gpu(tmp_path)
+
+
+def test_a_service_tells_it_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_gpu(monkeypatch)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    root, model = tmp_path / "runs", tmp_path / "model"
+    config = settings(f"root={root}", f"model.path={model}", "train.device=cuda")
+    with pytest.raises(ConfigError, match="no GPU"):
+        Node(config, NodeOptions(say=lambda _: None)).__enter__()
+    assert not root.exists()
