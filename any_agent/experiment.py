@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
+from any_agent.script_errors import one_line_errors
 
 if TYPE_CHECKING:
     from any_agent.types import GenerationHyperparameters
@@ -57,10 +58,12 @@ def load_expr_config(argv: Sequence[str], config_cls: type[_ConfigT]) -> tuple[_
     """Read a script's settings from its arguments (``sys.argv[1:]``), the environment and a file.
 
     ``argv``: ``--config FILE``, which may be missing, and any number of ``key=value``. Returns the
-    settings and the file's path, empty if there was none.
+    settings and the file's path, empty if there was none. From here on the script ends by errors of
+    ours in one line, unless ``log_level=debug``, which keeps their traces.
 
     Raises ConfigError naming the setting and what to do; SystemExit for ``--help``.
     """
+    one_line_errors()
     if dataclasses.is_dataclass(config_cls):
         raise ConfigError(
             f"take @dataclass off {config_cls.__name__}: a class derived from GRPOConfig has its "
@@ -70,6 +73,7 @@ def load_expr_config(argv: Sequence[str], config_cls: type[_ConfigT]) -> tuple[_
         raise ConfigError(f"{config_cls!r} must be GRPOConfig or a class derived from it")
     arguments, overrides = _parser().parse_known_args(_without_script(argv))
     config = load_config(arguments.config, overrides, kind=config_cls)
+    one_line_errors(debug=config.log_level == "debug")
     return config, arguments.config or ""
 
 

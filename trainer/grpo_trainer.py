@@ -21,13 +21,16 @@ from any_agent.launcher.trial import require_same_trial
 from any_agent.logs import logging_to
 from any_agent.rollout import RolloutExecutor
 from any_agent.rollout.workflow_executor import WorkflowExecutor
+from any_agent.script_errors import one_line_errors
 from any_agent.workflow import RolloutWorkflow, WorkflowLike, resolve_workflow
+from any_agent.workflow.resolve import require_workflow
 from trainer.dataset_source import Dataset, DatasetFed
 from trainer.evaluation import Evaluation
 from trainer.loop import TrainingLoop
 from trainer.presence import Presence
 from trainer.rollouts import agent_service, workflow_executor
 from trainer.service import Service
+from trainer.settings import policy_config
 from trainer.signals import Signals, Stopped
 from trainer.source import ProxyFed, Source
 
@@ -46,8 +49,10 @@ class GRPOTrainer:
             trainer.train(workflow="my_agent.MathAgent")
 
     Entering it starts the run's service (engines, proxies, router) as processes of this one, and
-    leaving it ends them. Started again with the same experiment and trial it goes on from the
-    latest checkpoint, and makes the steps after it again just as they were.
+    leaving it ends them. With a ``train_dataset`` it is :meth:`train` that starts it, once it has
+    seen that the workflow can be run, or whoever asks for the ``url`` before. Started again with
+    the same experiment and trial it goes on from the latest checkpoint, and makes the steps after
+    it again just as they were.
 
     ``say`` gets one line for whatever a person wants to know: what is started, each step, what is
     waited for.
@@ -66,6 +71,7 @@ class GRPOTrainer:
                 f"the trainer's config is a {type(config).__name__}: give it what "
                 "load_expr_config(sys.argv[1:], GRPOConfig) returns first"
             )
+        one_line_errors(debug=config.log_level == "debug")
         self.config = config
         self.train_dataset = _checked(train_dataset, "train_dataset")
         self.valid_dataset = _checked(valid_dataset, "valid_dataset")
@@ -74,6 +80,7 @@ class GRPOTrainer:
         self._signals = Signals(say)
         self._signals.failure = lambda: self._service.error
         self._service = Service(config, say=say, failed=self._service_failed)
+        self._entered = self._serving = False
         self._loop: TrainingLoop | None = None
         self._evaluation: Evaluation | None = None
         self._evaluator: WorkflowExecutor | None = None
@@ -82,23 +89,25 @@ class GRPOTrainer:
     @property
     def url(self) -> str:
         """The service's public one, for agents and for whoever wants to try the model."""
+        if self._entered:
+            self._serve()
         return self._service.url
 
     def __enter__(self) -> Self:
         require_same_trial(self.config)
+        policy_config(self.config.train)
         # Before anything is encoded: the children are forked from a process that has.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # The lines of a run are its steps.
         transformers_logging.disable_progress_bar()
         self._signals.take()
-        try:
-            self._service.start()
-            self._stack.enter_context(self._logging())
-        except BaseException:
-            self._service.stop()
-            self._signals.give_back()
-            raise
-        self._say(f"any-agent server listening at {self.url}")
+        self._entered = True
+        if self.train_dataset is None:
+            try:
+                self._serve()
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
         return self
 
     def __exit__(
@@ -108,6 +117,7 @@ class GRPOTrainer:
         trace: TracebackType | None,
     ) -> None:
         self._signals.ignore()
+        self._entered = False
         try:
             self._service.stop(drain=isinstance(error, Stopped) and error.gently)
         finally:
@@ -133,10 +143,13 @@ class GRPOTrainer:
         Where ``eval.every`` says so, ``eval_workflow`` (else ``workflow``) runs on all items of the
         validation dataset, with ``eval_workflow_kwargs``, before training goes on.
 
-        Raises ConfigError for what cannot be run, TrainingError when nothing but failures comes of
-        it, StartupError when a part of the service ends for good, and Stopped, a SystemExit, when
-        Ctrl-C or SIGTERM ended it, after the step under way and with a checkpoint.
+        Raises ConfigError for what cannot be run, before anything is started for it, TrainingError
+        when nothing but failures comes of it, or nothing to learn from, StartupError when a part of
+        the service ends for good, and Stopped, a SystemExit, when Ctrl-C or SIGTERM ended it, after
+        the step under way and with a checkpoint.
         """
+        self._require_runnable(workflow, workflow_kwargs, eval_workflow, eval_workflow_kwargs)
+        self._serve()
         loop = self._make_loop(
             workflow,
             workflow_kwargs,
@@ -165,6 +178,47 @@ class GRPOTrainer:
 
     # ------------------------------------------------------------------------------------------
 
+    def _serve(self) -> None:
+        """Start the service, if it is not there."""
+        if not self._serving:
+            self._service.start()
+            self._serving = True
+            self._stack.enter_context(self._logging())
+            self._say(f"any-agent server listening at {self._service.url}")
+
+    def _require_runnable(
+        self,
+        workflow: WorkflowLike | None,
+        kwargs: Mapping[str, Any] | None,
+        eval_workflow: WorkflowLike | None,
+        eval_kwargs: Mapping[str, Any] | None,
+    ) -> None:
+        """ConfigError for a workflow without data, data without one, and what is no workflow."""
+        if (workflow is None) != (self.train_dataset is None):
+            has, lacks = ("workflow", "train_dataset")
+            if workflow is None:
+                has, lacks = lacks, has
+            raise ConfigError(
+                f"a {has} was given, but no {lacks}: a workflow is run on the items of a dataset, "
+                "GRPOTrainer(config, train_dataset=...).train(workflow=...). With neither, agents "
+                "outside are trained on"
+            )
+        if workflow is not None:
+            require_workflow(workflow, kwargs)
+        if eval_workflow is not None:
+            require_workflow(eval_workflow, eval_kwargs)
+        nothing_to_run = workflow is None and eval_workflow is None
+        if self._evaluates and (self.valid_dataset is None or nothing_to_run):
+            lacks = "valid_dataset" if self.valid_dataset is None else "eval_workflow"
+            raise ConfigError(
+                f"eval.every or eval.at_start is set, but there is no {lacks}: an evaluation "
+                "needs GRPOTrainer(config, valid_dataset=...).train(eval_workflow=...)"
+            )
+
+    @property
+    def _evaluates(self) -> bool:
+        return self.config.eval.every > 0 or self.config.eval.at_start
+
     def _make_loop(
         self,
         workflow: WorkflowLike | None,
@@ -174,16 +228,7 @@ class GRPOTrainer:
         eval_kwargs: Mapping[str, Any] | None,
     ) -> TrainingLoop:
         dataset = self.train_dataset
-        if (workflow is None) != (dataset is None):
-            has, lacks = ("workflow", "train_dataset")
-            if workflow is None:
-                has, lacks = lacks, has
-            raise ConfigError(
-                f"a {has} was given, but no {lacks}: a workflow is run on the items of a dataset, "
-                "GRPOTrainer(config, train_dataset=...).train(workflow=...). With neither, agents "
-                "outside are trained on"
-            )
-        # Now, before the model is loaded: what cannot be run is told at once.
+        # Before the model is loaded: what cannot be run is told at once.
         runs, eval_runs = self._resolve(workflow, kwargs, eval_workflow, eval_kwargs)
         source: DatasetFed | None = None
         if runs is not None and dataset is not None:
@@ -225,16 +270,9 @@ class GRPOTrainer:
         self, workflow: RolloutWorkflow | None, source: DatasetFed | None
     ) -> Evaluation | None:
         c = self.config.eval
-        wanted = c.every > 0 or c.at_start
         if self.valid_dataset is None or workflow is None:
-            if wanted:
-                lacks = "valid_dataset" if self.valid_dataset is None else "eval_workflow"
-                raise ConfigError(
-                    f"eval.every or eval.at_start is set, but there is no {lacks}: an evaluation "
-                    "needs GRPOTrainer(config, valid_dataset=...).train(eval_workflow=...)"
-                )
             return None
-        if not wanted:
+        if not self._evaluates:
             self._say("eval      never: set eval.every to a number of steps")
             return None
 

@@ -36,17 +36,28 @@ def resolve_workflow(
 
     Raises ConfigError, which says what is wrong with the name, the class or its arguments.
     """
+    kwargs = dict(workflow_kwargs or {})
+    found = require_workflow(workflow, kwargs)
+    if inspect.isclass(found):
+        found = found(**kwargs)
+    if not isinstance(found, RolloutWorkflow):
+        found = _agent(found, _named(workflow), agents)
+    return found if group_size == 1 else GroupedRolloutWorkflow(found, group_size)
+
+
+def require_workflow(workflow: WorkflowLike, kwargs: Mapping[str, Any] | None = None) -> Any:
+    """The class or object that is meant, which nothing is made of yet.
+
+    Raises ConfigError as :func:`resolve_workflow`.
+    """
     if workflow is None:
         raise ConfigError(
             "no workflow is named: give an agent or a RolloutWorkflow, a class or an object of "
             "it, or its dotted name, as in 'my_agent.MyAgent'"
         )
-    named = f"workflow {workflow!r}" if isinstance(workflow, str) else f"workflow {_name(workflow)}"
     found = import_by_name(workflow) if isinstance(workflow, str) else workflow
-    found = _made(found, dict(workflow_kwargs or {}), named)
-    if not isinstance(found, RolloutWorkflow):
-        found = _agent(found, named, agents)
-    return found if group_size == 1 else GroupedRolloutWorkflow(found, group_size)
+    _require_made(found, kwargs or {}, _named(workflow))
+    return found
 
 
 def import_by_name(name: str) -> Any:
@@ -111,16 +122,20 @@ def _classes_of(module: ModuleType) -> list[str]:
     ]
 
 
-def _made(found: Any, kwargs: dict[str, Any], named: str) -> Any:
+def _named(workflow: WorkflowLike) -> str:
+    return f"workflow {workflow!r}" if isinstance(workflow, str) else f"workflow {_name(workflow)}"
+
+
+def _require_made(found: Any, kwargs: Mapping[str, Any], named: str) -> None:
+    """ConfigError unless it is a workflow or an agent, or a class that makes one of these."""
+    _require_run(found, named)
     if not inspect.isclass(found):
         if kwargs:
             raise ConfigError(
                 f"{named} is an object, not a class: workflow_kwargs ({', '.join(kwargs)}) have "
                 "nothing to be given to"
             )
-        _require_run(found, named)
-        return found
-    _require_run(found, named)
+        return
     try:
         inspect.signature(found).bind(**kwargs)
     except TypeError as error:
@@ -129,7 +144,6 @@ def _made(found: Any, kwargs: dict[str, Any], named: str) -> Any:
         ) from None
     except ValueError:
         pass  # A class of C without a signature says itself what it misses.
-    return found(**kwargs)
 
 
 def _require_run(found: Any, named: str) -> None:

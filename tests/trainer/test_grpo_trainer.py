@@ -128,13 +128,36 @@ def test_what_is_no_config() -> None:
 def test_what_cannot_be_run(
     config: Config, fakes: None, dataset: Any, arguments: dict[str, Any], said: str
 ) -> None:
-    """It is told before the model is loaded, and the service ends."""
+    """It is told before the model is loaded, and before the service is started for a dataset."""
     with (
         pytest.raises(ConfigError, match=said),
         GRPOTrainer(config, train_dataset=dataset) as trainer,
     ):
         trainer.train(**arguments)
-    assert service_of(trainer).calls == ["start", "stop"]
+    assert service_of(trainer).calls == (["start", "stop"] if dataset is None else ["stop"])
+
+
+def test_agents_outside_have_a_service_before_training_begins(config: Config, fakes: None) -> None:
+    with GRPOTrainer(config) as trainer:
+        assert service_of(trainer).calls == ["start"]
+
+
+def test_whoever_asks_for_the_url_has_a_service(config: Config, fakes: None) -> None:
+    said: list[str] = []
+    with GRPOTrainer(config, train_dataset=[{"n": 1}], say=said.append) as trainer:
+        assert service_of(trainer).calls == []
+        assert trainer.url == trainer.url == "http://127.0.0.1:1"
+        assert service_of(trainer).calls == ["start"]
+    assert said == ["any-agent server listening at http://127.0.0.1:1"]
+
+
+def test_a_gpu_that_is_not_there(
+    config: Config, fakes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    wanted = config.model_copy(update={"train": config.train.model_copy(update={"device": "cuda"})})
+    with pytest.raises(ConfigError, match=r"train\.device=cuda.*use cpu or auto"):
+        GRPOTrainer(wanted).__enter__()
 
 
 def test_data_that_nothing_can_run_on(config: Config) -> None:
@@ -154,6 +177,7 @@ def test_an_evaluation_without_data(config: Config, fakes: None) -> None:
         GRPOTrainer(wanted, train_dataset=[{"n": 1}]) as trainer,
     ):
         trainer.train(workflow=Nothing)
+    assert service_of(trainer).calls == ["stop"]
 
 
 @pytest.mark.parametrize(
