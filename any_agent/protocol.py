@@ -34,6 +34,9 @@ UNREACHABLE_HEADER = "x-any-agent-unreachable"
 EPOCH_HEADER = "x-any-agent-epoch"
 """The number of the trainer's start. A rank that has heard of a later start refuses earlier ones;
 requests without it are people's."""
+API_HEADER = "x-any-agent-api"
+"""In every answer of a `/rl` route: the version of these bodies."""
+API_VERSION = "1"
 Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
 
 
@@ -146,6 +149,9 @@ class SessionStarted(BaseModel):
     group_id: str | None
     task_id: str | None
     expires_in: float
+    """Seconds until its ttl runs out."""
+    idle_in: float | None = None
+    """Seconds until it expires if nothing happens in it."""
 
 
 class SetReward(_Body):
@@ -200,6 +206,9 @@ class Finalize(_Body):
 
 class Abort(_Body):
     reason: str = Field("aborted by the caller", max_length=200)
+    keep_place: bool = False
+    """Its group keeps its place for another session, until the group's time is over. Without this
+    the group closes without it."""
 
 
 class Veto(_Body):

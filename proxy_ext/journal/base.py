@@ -68,8 +68,11 @@ class Journal(Protocol):
         """Every group that ever had a member."""
         ...
 
-    async def unfilled_groups(self, since: float) -> list[str]:
-        """Groups to which fewer members than their size were added since then (epoch seconds)."""
+    async def unfilled_groups(self, since: float, *, left: str) -> list[str]:
+        """Groups to which fewer members than their size were added since then (epoch seconds).
+
+        Those with the owner ``left`` do not count: they gave their places back.
+        """
         ...
 
     async def last_session(self, prefix: str) -> str | None:

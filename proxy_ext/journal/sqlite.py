@@ -91,12 +91,13 @@ class SQLiteJournal:
         sql = "SELECT DISTINCT group_id FROM sessions WHERE group_id IS NOT NULL"
         return [row[0] for row in await self._read(lambda c: c.execute(sql).fetchall())]
 
-    async def unfilled_groups(self, since: float) -> list[str]:
+    async def unfilled_groups(self, since: float, *, left: str) -> list[str]:
         sql = (
             "SELECT group_id FROM sessions WHERE group_id IS NOT NULL AND created_at >= ? "
-            "GROUP BY group_id HAVING COUNT(*) < MAX(group_size)"
+            "GROUP BY group_id HAVING COUNT(*) - SUM(owner IS ?) < MAX(group_size)"
         )
-        return [row[0] for row in await self._read(lambda c: c.execute(sql, (since,)).fetchall())]
+        rows = await self._read(lambda c: c.execute(sql, (since, left)).fetchall())
+        return [row[0] for row in rows]
 
     async def last_session(self, prefix: str) -> str | None:
         sql = "SELECT MAX(id) FROM sessions WHERE id >= ? AND id < ?"

@@ -27,7 +27,7 @@ async def close_groups(sessions: Sessions, expiry: Expiry) -> None:
     now = time.monotonic()
     for group in sessions.groups.all():
         try:
-            if group.members and group.deadline <= now:
+            if group.begun and group.deadline <= now:
                 await _end(sessions, expiry, group)
             if group.too_small:
                 await _reject(sessions, group)

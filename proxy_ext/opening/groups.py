@@ -15,7 +15,7 @@ from any_agent.types import SessionState
 from proxy_ext.journal import SessionRow
 from proxy_ext.opening.slots import Ticket
 from proxy_ext.sessions.names import Names
-from proxy_ext.sessions.owners import EXPORT_OWNER
+from proxy_ext.sessions.owners import EXPORT_OWNER, NO_PLACE
 
 _TENANT_ENDS = "/"
 """After a tenant's name in the ids of its groups: one tenant's "g1" is not another's."""
@@ -65,6 +65,8 @@ class Group:
     openers: int = 0
     """Opens that wait for the ticket."""
     members: dict[str, SessionState] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
+    """Sessions that were members, and left their places to others."""
     named: int = 0
     """Names that were given to members, also to those that then failed to open."""
     promised: int = 0
@@ -80,9 +82,14 @@ class Group:
         return 0 if self.over else self.size - len(self.members) - self.promised
 
     @property
+    def begun(self) -> bool:
+        """Whether it has had a member: then the slots are its own, and its time runs."""
+        return bool(self.members or self.left)
+
+    @property
     def unused(self) -> bool:
-        """Whether nobody is in it, or on the way."""
-        return not (self.members or self.promised or self.openers)
+        """Whether nobody was ever in it, or is on the way."""
+        return not (self.begun or self.promised or self.openers)
 
     @property
     def has_leased(self) -> bool:
@@ -120,6 +127,10 @@ class Group:
 
     def note(self, row: SessionRow) -> None:
         """A member's state, as the journal has it."""
+        if row.owner == NO_PLACE:
+            self.members.pop(row.id, None)
+            self.left.add(row.id)
+            return
         self.members[row.id] = row.state
         # The trainer that leases a session stays its owner, whatever becomes of it then. An export
         # leases single sessions, also of groups that are still open.
@@ -174,7 +185,7 @@ class Groups:
     def unfilled(self, tenant: str | None) -> int:
         """How many groups of a tenant are begun, and keep slots for members that are not there."""
         mine = (group for group in self._by_id.values() if group.tenant == tenant)
-        return sum(bool(group.members and group.room > 0) for group in mine)
+        return sum(group.begun and group.room > 0 for group in mine)
 
     def begins(self, key: GroupKey) -> bool:
         """Whether the next member of it begins a group."""
@@ -233,7 +244,7 @@ class Groups:
             name = self._names.member(group.id, group.named)
             group.named += 1
             # Those of a group that the journal gave back are counted by nobody.
-            if name not in group.members:
+            if name not in group.members and name not in group.left:
                 return name
 
     def add(self, group: Group) -> Group:

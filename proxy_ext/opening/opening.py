@@ -171,6 +171,7 @@ class Opening:
             group_id=public_id(row.group_id) if row.group_id else None,
             task_id=row.task_id,
             expires_in=row.expires_at - row.created_at,
+            idle_in=self._sessions.idle_timeout(row),
         )
         # Shielded: a client that leaves now must not leave a row that memory lacks.
         insert = asyncio.ensure_future(self._insert(session, group, granted, answer, keep))
@@ -246,7 +247,7 @@ class Opening:
         self._sessions.add(session)
         if group is not None:
             group.promised -= 1
-            if not group.members:
+            if not group.begun:
                 self._sessions.groups.begin(group)
             group.note(session.row)
 
@@ -344,7 +345,7 @@ class Opening:
 
     async def _wait_for(self, group: Group, seconds: float) -> None:
         """Return once the group has its slots; TooManyRequests if none came in time."""
-        if group.ticket is None and not group.members:
+        if group.ticket is None and not group.begun:
             try:
                 group.ticket = self._sessions.admission.ask(group.size)
             except AnyAgentError:
@@ -377,9 +378,9 @@ class Opening:
         )
         # Nobody is told of another tenant's groups.
         groups = [g for g in self._sessions.groups.all() if g.tenant == tenant]
-        partial = next((g for g in groups if g.members and g.room > 0), None)
+        partial = next((g for g in groups if g.begun and g.room > 0), None)
         if partial is not None:
-            kept = sum(group.room for group in groups if group.members)
+            kept = sum(group.room for group in groups if group.begun)
             message += (
                 f". {kept} slots are kept for groups that are not full: "
                 f"{public_id(partial.id)} has {len(partial.members)} of {partial.size} sessions"

@@ -117,7 +117,10 @@ async def abort(
 ) -> Response:
     """Throw a session away; its calls under way are aborted."""
     session = await service.auth.session(request, session_id)
-    return receipt.response(await service.endings.abort(session, body.reason, keep=receipt.keep))
+    ending = service.endings.abort(
+        session, body.reason, keep_place=body.keep_place, keep=receipt.keep
+    )
+    return receipt.response(await ending)
 
 
 @router.post("/sessions/{session_id}/veto", response_model=SessionInfo)

@@ -26,6 +26,7 @@ from proxy_ext.journal import (
 from proxy_ext.keep import Keep, keep_nothing
 from proxy_ext.sessions.lifecycle import Event, refusal, target
 from proxy_ext.sessions.live import Sessions, ended, set_state
+from proxy_ext.sessions.owners import NO_PLACE
 from proxy_ext.sessions.rewards import NOTHING, Parts, Rewards
 from proxy_ext.sessions.session import Session
 
@@ -110,13 +111,23 @@ class Endings:
             return await self._close(session, row, rewards, keep)
 
     async def abort(
-        self, session: Session, reason: str, *, keep: Keep = keep_nothing
+        self,
+        session: Session,
+        reason: str,
+        *,
+        keep_place: bool = False,
+        keep: Keep = keep_nothing,
     ) -> SessionInfo:
-        """Throw a session away that is not finalized; SessionClosed for one that is."""
+        """Throw a session away that is not finalized; SessionClosed for one that is.
+
+        ``keep_place``: its group, if it is open, has a place more then.
+        """
         async with session.lock:
-            state = target(session.row, Event.ABORT)
+            row = ended(session.row, target(session.row, Event.ABORT), reason)
             await self._sessions.load(session)
-            return await self._close(session, ended(session.row, state, reason), [], keep)
+            if keep_place and row.group_id is not None:
+                row = replace(row, owner=NO_PLACE)
+            return await self._close(session, row, [], keep)
 
     async def expire(self, session: Session, reason: str) -> None:
         """Its time ran out; SessionClosed if it has ended otherwise."""

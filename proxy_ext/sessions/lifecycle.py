@@ -132,7 +132,8 @@ EVENTS = {
     Event.ABORT: Rule(
         _OWNERS,
         "POST /rl/v1/sessions/{id}/abort",
-        "throws the session away; aborts calls under way",
+        "throws the session away; aborts calls under way; with `keep_place` another session may "
+        "take its place in its group",
     ),
     Event.VETO: Rule(
         _OWNERS,

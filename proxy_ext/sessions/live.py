@@ -43,6 +43,7 @@ from proxy_ext.sessions.counts import SessionCounts
 from proxy_ext.sessions.deadlines import Deadlines
 from proxy_ext.sessions.lifecycle import Event, owner_after, target
 from proxy_ext.sessions.names import Names
+from proxy_ext.sessions.owners import NO_PLACE
 from proxy_ext.sessions.session import LIVE_STATES, Session
 from proxy_ext.sessions.task_names import TaskNames
 from proxy_ext.sessions.trees import Trees
@@ -117,7 +118,8 @@ class Sessions:
 
     async def _recover_groups(self) -> None:
         # Also those that nobody is in any more, but could still join.
-        unfilled = await self.journal.unfilled_groups(time.time() - self.config.group_timeout)
+        since = time.time() - self.config.group_timeout
+        unfilled = await self.journal.unfilled_groups(since, left=NO_PLACE)
         for group_id in dict.fromkeys([*(s.row.group_id for s in self.live.values()), *unfilled]):
             if group_id is not None:
                 group = self._recovered(await self.journal.group(group_id))
@@ -347,7 +349,10 @@ class Sessions:
             self.watch(session)
             group = self.groups.get(session.row.group_id) if session.row.group_id else None
             if group is not None:
+                room = group.room
                 group.note(session.row)
+                # A place that was given back keeps its slot.
+                self.admission.admitted += group.room - room
                 if group.done:
                     self.groups.discard(group)
             if session.state in TERMINAL_STATES:

@@ -12,6 +12,11 @@ GRANT_OWNER = "grant"
 it."""
 
 
+NO_PLACE = "no-place"
+"""Of what was aborted with `keep_place`: it is no member of its group any more, in which another
+session takes its place. Nobody has it."""
+
+
 def handed_out(row: SessionRow) -> bool:
     """Whether a trainer has had it, and it waits again.
 
