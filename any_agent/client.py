@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +19,8 @@ from any_agent import errors
 from any_agent.jitter import jittered
 from any_agent.protocol import (
     AFTER_HEADER,
+    API_HEADER,
+    API_VERSION,
     EPOCH_HEADER,
     UNREACHABLE_HEADER,
     Abort,
@@ -59,7 +62,8 @@ class RLClient:
     or a 503, but for polls: what must not happen twice has an Idempotency-Key of its own, and the
     rest may. Without ``trust_env`` proxies named in the environment are not used. ``admin_key`` (or
     a trainer's, or a tenant's) may be a function, too, for a key that changes. ``epoch`` is the
-    number of the trainer's start: once a later one was heard of, StaleOwner is raised.
+    number of the trainer's start: once a later one was heard of, StaleOwner is raised. ``tls``: a
+    context that is there already, as reading all authorities' certificates takes 30 ms.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class RLClient:
         timeout: float = 60.0,
         retry_for: float = 30.0,
         trust_env: bool = True,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._where = url
         self._key = admin_key if callable(admin_key) else lambda: admin_key or ""
@@ -81,6 +86,7 @@ class RLClient:
             timeout=timeout,
             limits=httpx.Limits(max_connections=None),
             trust_env=trust_env,
+            verify=True if tls is None else tls,
         )
 
     @property
@@ -105,19 +111,27 @@ class RLClient:
 
     # -- agents --------------------------------------------------------------------------------
 
-    async def start_session(self, *, patience: float = 0.0, **fields: Any) -> SessionStarted:
+    async def start_session(
+        self, *, patience: float = 0.0, idempotency_key: str | None = None, **fields: Any
+    ) -> SessionStarted:
         """Open a session (fields of :class:`StartSession`).
 
         While the service has no slot (429), ask again for up to ``patience`` seconds. Such an
         answer says that nothing was opened, so the next one may be asked at another rank.
+
+        Asked again under the same ``idempotency_key``, also by another process, the service
+        answers with the same session, for a day; without one each call opens its own.
+        WrongService if what answers is none of ours, or speaks another version.
         """
         body = StartSession(**fields)
         deadline = time.monotonic() + patience
         while True:
             try:
-                return await self._call(
-                    SessionStarted, "POST", "/start_session", body, slack=body.wait, once=True
+                response = await self._send(
+                    "POST", "/start_session", body, slack=body.wait, once=idempotency_key or True
                 )
+                _require_our_api(response, self.url)
+                return SessionStarted.model_validate_json(response.content)
             except errors.TooManyRequests as error:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
@@ -131,16 +145,24 @@ class RLClient:
         reward: float | dict[str, float],
         *,
         completion_id: str | None = None,
+        session_id: str | None = None,
     ) -> RewardSet:
-        """A number, or several by name, for a completion (default: the last one)."""
-        body = SetReward(reward=reward, completion_id=completion_id)
+        """A number, or several by name, for a completion (default: the last one).
+
+        ``session_id``: an earlier session of the same key.
+        """
+        body = SetReward(reward=reward, completion_id=completion_id, session_id=session_id)
         return await self._call(RewardSet, "POST", "/set_reward", body, key=api_key, once=True)
 
     async def set_final_reward(
-        self, api_key: str, final_reward: float | dict[str, float]
+        self,
+        api_key: str,
+        final_reward: float | dict[str, float],
+        *,
+        session_id: str | None = None,
     ) -> RewardSet:
         """Of the whole session; can be revised until a trainer has it."""
-        body = SetReward(final_reward=final_reward)
+        body = SetReward(final_reward=final_reward, session_id=session_id)
         return await self._call(RewardSet, "POST", "/set_reward", body, key=api_key, once=True)
 
     async def finalize(
@@ -150,11 +172,22 @@ class RLClient:
         *,
         await_reward: bool = False,
         deadline: float | None = None,
+        session_id: str | None = None,
+        idempotency_key: str | None = None,
     ) -> SessionInfo:
         """End a session, or with ``await_reward`` its calls: rewards may come then for ``deadline``
-        seconds (default: as long as the service allows)."""
-        body = Finalize(final_reward=final_reward, await_reward=await_reward, deadline=deadline)
-        return await self._call(SessionInfo, "POST", "/finalize", body, key=api_key, once=True)
+        seconds (default: as long as the service allows).
+
+        With an ``idempotency_key`` of the caller's it may be asked again, also by its next process.
+        """
+        body = Finalize(
+            final_reward=final_reward,
+            await_reward=await_reward,
+            deadline=deadline,
+            session_id=session_id,
+        )
+        once = idempotency_key or True
+        return await self._call(SessionInfo, "POST", "/finalize", body, key=api_key, once=once)
 
     async def heartbeat(self, session: SessionStarted) -> Heartbeat:
         """Keep an open session from expiring while nothing else happens in it."""
@@ -162,15 +195,23 @@ class RLClient:
         return await self._call(Heartbeat, "POST", path, key=session.api_key, repeatable=True)
 
     async def abort(
-        self, session: SessionStarted, reason: str = "aborted by the caller"
+        self,
+        session: SessionStarted,
+        reason: str = "aborted by the caller",
+        *,
+        keep_place: bool = False,
     ) -> SessionInfo:
+        """Throw an open session away; ``keep_place``: another one may take its place in its group,
+        which is one smaller otherwise."""
         path = f"/sessions/{session.session_id}/abort"
-        body = Abort(reason=reason)
+        body = Abort(reason=reason, keep_place=keep_place)
         return await self._call(SessionInfo, "POST", path, body, key=session.api_key, once=True)
 
-    async def session_info(self, session_id: str) -> SessionInfo:
-        """Any session's state; needs the admin key where there is one."""
-        return await self._call(SessionInfo, "GET", f"/sessions/{session_id}", repeatable=True)
+    async def session_info(self, session_id: str, api_key: str | None = None) -> SessionInfo:
+        """Any session's state; without its own ``api_key`` needs the admin's where there is one."""
+        return await self._call(
+            SessionInfo, "GET", _path_of(session_id), key=api_key, repeatable=True
+        )
 
     # -- operators -----------------------------------------------------------------------------
 
@@ -197,10 +238,13 @@ class RLClient:
         path = _path_of(session_id)
         return await self._call(SessionDetails, "GET", path, repeatable=True)
 
-    async def abort_session(self, session_id: str, reason: str) -> SessionInfo:
+    async def abort_session(
+        self, session_id: str, reason: str, *, keep_place: bool = False
+    ) -> SessionInfo:
         """Throw an open session away, by its id."""
         path = f"{_path_of(session_id)}/abort"
-        return await self._call(SessionInfo, "POST", path, Abort(reason=reason), once=True)
+        body = Abort(reason=reason, keep_place=keep_place)
+        return await self._call(SessionInfo, "POST", path, body, once=True)
 
     async def veto_session(self, session_id: str, reason: str) -> SessionInfo:
         """Keep a finalized session out of training."""
@@ -298,17 +342,18 @@ class RLClient:
         *,
         key: str | None = None,
         slack: float = 0.0,
-        once: bool = False,
+        once: bool | str = False,
         repeatable: bool = False,
         retry_for: float | None = None,
     ) -> httpx.Response:
-        """``once``: it must not happen twice; ``repeatable``: it may."""
+        """``once``: it must not happen twice (a text is its Idempotency-Key); ``repeatable``: it
+        may."""
         content = body.model_dump_json(exclude_none=True) if body is not None else None
         headers = {} if key else dict(self._epoch)
         if content is not None:
             headers["Content-Type"] = "application/json"
         if once:
-            headers["Idempotency-Key"] = uuid.uuid4().hex
+            headers["Idempotency-Key"] = once if isinstance(once, str) else uuid.uuid4().hex
         deadline = time.monotonic() + (self._retry_for if retry_for is None else retry_for)
         delay = 0.05
         while True:
@@ -345,11 +390,31 @@ class RLClient:
                     ) from error
             await asyncio.sleep(jittered(delay))
             delay = min(delay * 2, 2.0)
+        if response.status_code in (404, 405):
+            # Of a route of ours: whoever does not know it is somebody else.
+            _require_our_api(response, url)
         if response.status_code >= 400:
             raise errors.from_response(
                 response.status_code, response.content, response.headers.get("retry-after")
             )
         return response
+
+
+def _require_our_api(response: httpx.Response, url: str | None) -> None:
+    """WrongService unless it is answered by a service that speaks our version."""
+    version = response.headers.get(API_HEADER)
+    if version == API_VERSION:
+        return
+    if version is None:
+        raise errors.WrongService(
+            f"what answers at {url} (status {response.status_code}) is no service of any-agent, or "
+            "one that is older than this client: check the URL; a service is started by "
+            "`any-agent serve` or `any-agent train`, of any-agent-rl at this client's version"
+        )
+    raise errors.WrongService(
+        f"the service at {url} speaks version {version[:20]} of its API and this client version "
+        f"{API_VERSION}: install the any-agent-rl that the service runs"
+    )
 
 
 def _quota_wait(response: httpx.Response) -> float | None:

@@ -33,6 +33,7 @@ AnyAgentError                      500 internal_error
 │   └── StoreFull                  507 store_full
 ├── ServiceUnavailable             503 service_unavailable
 │   └── Draining                   503 draining
+├── WrongService                   502 wrong_service
 ├── ConfigError                    500 bad_config (exit code 2)
 │   └── DatasetError               500 bad_dataset
 ├── StartupError                   500 startup_failed (exit code 1)
@@ -318,6 +319,13 @@ class Draining(ServiceUnavailable):
     """A part that stops ends what is under way and begins nothing: it was not even begun."""
 
     default_code = "draining"
+
+
+class WrongService(AnyAgentError):
+    """What answers at the URL is no service of any-agent, or one that speaks another version."""
+
+    status = 502
+    default_code = "wrong_service"
 
 
 class ConfigError(AnyAgentError):

@@ -21,12 +21,14 @@ from any_agent.errors import AnyAgentError, Forbidden, NotFound, PayloadTooLarge
 from any_agent.keys import key_id, session_prefix
 from any_agent.logs import Redactor
 from any_agent.loopback import require_local
+from any_agent.protocol import API_HEADER, API_VERSION
 from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Auth, bearer_of
 from proxy_ext.bounds import Bounds, Held
 from proxy_ext.scopes import LITELLM, RULES, Rule, template_of
 
 _redact = Redactor().text
 _MAX_HEADER_BYTES = 32_768
+_API = (API_HEADER.encode(), API_VERSION.encode())
 
 
 class Front:
@@ -57,6 +59,8 @@ class Front:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
+        if "/rl/" in scope["path"]:
+            send = _with_version(send)
         try:
             held = self.bounds.enter()
         except AnyAgentError as error:
@@ -173,6 +177,17 @@ class Front:
         return PayloadTooLarge(
             f"the body exceeds server.max_body_bytes ({self._max_body_bytes} bytes)"
         )
+
+
+def _with_version(send: Send) -> Send:
+    """Says in an answer's head which version of the `/rl` routes it is of."""
+
+    async def versioned(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], _API]}
+        await send(message)
+
+    return versioned
 
 
 def _nowhere(path: str) -> str:

@@ -14,6 +14,7 @@ from multidict import CIMultiDict
 
 from any_agent.error_shapes import shaped
 from any_agent.errors import AnyAgentError
+from any_agent.protocol import API_HEADER, API_VERSION
 from router.body import WHOLE
 from router.upstream import end_to_end, read_whole
 
@@ -64,6 +65,8 @@ class Replies:
         head = CIMultiDict(headers or {})
         head["Content-Type"] = "application/json"
         head["Content-Length"] = str(len(body))
+        if "/rl/" in request.path:
+            head[API_HEADER] = API_VERSION
         return await self.whole(request, status, head, b"" if request.method == "HEAD" else body)
 
     async def error(self, request: web.BaseRequest, error: AnyAgentError) -> web.StreamResponse:

@@ -27,8 +27,9 @@ VOCABULARY: tuple[str, ...] = (
 VOCABULARY += ("atomic", "client", "logs", "loop_lag", "loopback", "metrics", "ports", "presence")
 VOCABULARY += ("access", "arguments", "audit", "conversation", "error_shapes", "keystore")
 VOCABULARY += ("watched", "frozen_models", "experiment", "stats_tracker", "ambient")
+VOCABULARY += ("by_name", "patience", "agent_environment", "returned_rewards")
 VOCABULARY += ("workers", "worker_process", "reward", "jitter", "loop_thread", "script_errors")
-VOCABULARY += ("with_parent",)
+VOCABULARY += ("with_parent", "grading")
 LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
     ("chat", "data", "engine", "record"),

@@ -11,6 +11,7 @@ import pytest
 import any_agent
 
 PUBLIC = [
+    "AgentSession",
     "AnyAgentError",
     "AsyncRewardWrapper",
     "Config",

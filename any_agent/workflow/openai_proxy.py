@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
 from any_agent import stats_tracker
+from any_agent.agent_environment import environment
 from any_agent.errors import AgentFailed, ConfigError
 from any_agent.record import InteractionWithTokenLogpReward
+from any_agent.returned_rewards import rewards_of
 from any_agent.workers import (
     WorkerCrashed,
     WorkerFailed,
@@ -20,7 +22,7 @@ from any_agent.workers import (
     shared_pool,
 )
 from any_agent.workflow import context as workflow_context
-from any_agent.workflow.agent_rewards import give, rewards_of
+from any_agent.workflow.agent_rewards import give
 from any_agent.workflow.agent_service import AgentService
 from any_agent.workflow.base import RolloutWorkflow
 from any_agent.workflow.proxy_client import OpenAIProxyClient
@@ -122,7 +124,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             await client.grant_capacity()
         async with client:
             returned = await self._run(client.session_api_key, data)
-            await give(client, rewards_of(returned, self._name), self._name)
+            name = f"{self._name}.run"
+            await give(client, rewards_of(returned, name), name)
         if not client.interaction_count:
             return None
         try:
@@ -189,19 +192,6 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             "(rollout.agent.timeout), and was ended",
             code="agent_timeout",
         )
-
-
-def environment(url: str, api_key: str) -> dict[str, str]:
-    """The variables by which OpenAI's and Anthropic's clients find the service."""
-    return {
-        "OPENAI_BASE_URL": f"{url}/v1",
-        "OPENAI_API_BASE": f"{url}/v1",
-        "OPENAI_API_KEY": api_key,
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_API_KEY": api_key,
-        # A person's own would be sent beside the key, to us.
-        "ANTHROPIC_AUTH_TOKEN": api_key,
-    }
 
 
 def _task_of(data: Mapping[str, Any] | None, task_id: int | str | None) -> int | str:

@@ -1,0 +1,61 @@
+"""What an agent's function returns, as rewards of its session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from any_agent.errors import AgentFailed
+from any_agent.protocol import MAX_REWARD
+
+Rewards: TypeAlias = float | dict[str, float] | None
+"""Of the last completion; of completions by id; or as the agent has set them itself."""
+
+
+def rewards_of(returned: Any, name: str) -> Rewards:
+    """What the function of this name returned, as plain numbers; AgentFailed if it is no reward."""
+    if returned is None:
+        return None
+    if not isinstance(returned, Mapping):
+        return _number(returned, name, "")
+    for id in returned:
+        if not isinstance(id, str):
+            raise _no_reward(name, f"a dict with the key {short(id)}, which is no completion id")
+    return {id: _number(one, name, f" for {id}") for id, one in returned.items()}
+
+
+def no_such_completion(name: str, completion: Any) -> AgentFailed:
+    """Of a dict with an id that no call of the session has."""
+    return AgentFailed(
+        f"{name} rewards the completion {short(completion)}, and no call of its session has that "
+        "id: use the `id` of the responses that the run has got itself",
+        code="invalid_reward",
+    )
+
+
+def _number(value: Any, name: str, where: str) -> float:
+    """Numbers of numpy and torch, and bools, too."""
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise _no_reward(name, f"{short(value)} ({type(value).__name__}){where}") from None
+    if not abs(number) <= MAX_REWARD:
+        raise _no_reward(name, f"{number}{where}")
+    return number
+
+
+def _no_reward(name: str, what: str) -> AgentFailed:
+    return AgentFailed(
+        f"{name} returned {what}: it must return a number between -{MAX_REWARD:g} and "
+        f"{MAX_REWARD:g} (the reward of its last completion), a dict of them by completion id, or "
+        "None where it has set its rewards itself",
+        code="invalid_reward",
+    )
+
+
+def short(value: Any) -> str:
+    """A value as a message can show it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,105 @@
+"""Which session a piece of code is in, and which of its requests are that session's.
+
+A context variable says it: tasks have their creator's, `asyncio.to_thread` copies it, and so may
+any thread (`contextvars.copy_context`). While sessions are open, `patches` asks :func:`key_for` of
+each request, wherever it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from any_agent.keys import SESSION_KEY_PREFIX, session_prefix
+
+_PORTS = {"http": 80, "https": 443}
+_CALLS = ("chat", "completions", "responses", "messages", "embeddings", "models")
+"""What the paths of an agent's calls begin with, behind `/v1` if there is one."""
+_REWARDS = ("set_reward", "finalize", "end_session")
+"""The `/rl` routes that an agent calls for its own session."""
+_NAMING = "x-any-agent-session"
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Being in a session: its key, and where it may go."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+    """What the service's own paths come after."""
+    api_key: str = field(repr=False)
+    outer: Membership | None = field(default=None, repr=False)
+
+
+_current: ContextVar[Membership | None] = ContextVar("any_agent_session", default=None)
+
+
+def join(url: str, api_key: str) -> Membership:
+    """From here on this context is in the session with this key, of the service at ``url``."""
+    parsed = httpx.URL(url)
+    membership = Membership(
+        scheme=parsed.scheme,
+        host=parsed.raw_host.decode("ascii"),
+        port=parsed.port or _PORTS[parsed.scheme],
+        path=parsed.path.rstrip("/"),
+        api_key=api_key,
+        outer=_current.get(),
+    )
+    _current.set(membership)
+    return membership
+
+
+def leave(membership: Membership) -> None:
+    """Back in the session around it. A context that has not joined, or is further in, stays."""
+    if _current.get() is membership:
+        _current.set(membership.outer)
+
+
+def key_for(
+    scheme: str, host: str | None, port: int | None, path: str, headers: Mapping[str, Any]
+) -> str | None:
+    """The key of the session that this request belongs to.
+
+    None outside of every session, for another origin than the service's, for what is no agent's
+    route, and where the request names a session itself.
+    """
+    here = _current.get()
+    if here is None or (scheme, host) != (here.scheme, here.host):
+        return None
+    if (port or _PORTS[scheme]) != here.port or not path.startswith(f"{here.path}/"):
+        return None
+    path = path[len(here.path) :]
+    if not _is_agents(path) or session_prefix(path) is not None or _names_session(headers):
+        return None
+    return here.api_key
+
+
+def _is_agents(path: str) -> bool:
+    parts = path.split("/")[1:]
+    if parts[0] == "v1":
+        parts = parts[1:]
+    if parts[:1] == ["rl"]:
+        parts = parts[2:] if parts[1:2] == ["v1"] else parts[1:]
+        return len(parts) == 1 and parts[0] in _REWARDS
+    return bool(parts) and parts[0] in _CALLS
+
+
+def _names_session(headers: Mapping[str, Any]) -> bool:
+    if headers.get(_NAMING):
+        return True
+    bearer = _text(headers.get("authorization"))
+    return (
+        bearer[:7].lower() == "bearer " and bearer[7:].strip().startswith(SESSION_KEY_PREFIX)
+    ) or _text(headers.get("x-api-key")).startswith(SESSION_KEY_PREFIX)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bytes):
+        return value.decode("latin-1")
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,68 @@
+"""Opening a session: waiting for a slot, and leaving none behind when nobody waits any more."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from contextlib import suppress
+from typing import Any
+
+from any_agent.client import RLClient
+from any_agent.errors import AnyAgentError, TooManyRequests, Unauthenticated
+from any_agent.jitter import jittered
+from any_agent.protocol import SessionStarted
+from any_agent.sdk.service import Service
+
+_WAITS_THERE = 25.0
+"""Seconds that one request waits for a slot: less than what stands between cuts connections after.
+Always the same, as a request is known again by its body, too."""
+_UNDONE_WITHIN = 3.0
+
+
+async def opened(
+    client: RLClient,
+    service: Service,
+    fields: dict[str, Any],
+    *,
+    wait: float,
+    idempotency_key: str | None,
+) -> SessionStarted:
+    """A session, once there is a slot; TooManyRequests after ``wait`` seconds."""
+    deadline = time.monotonic() + wait
+    fields = {**fields, "wait": min(wait, _WAITS_THERE)}
+    while True:
+        # Such a refusal says that nothing was opened: another key may ask at another rank.
+        key = idempotency_key or uuid.uuid4().hex
+        try:
+            return await client.start_session(idempotency_key=key, **fields)
+        except TooManyRequests as error:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise
+            pause = jittered(error.retry_after or 1.0, 0.8, 1.2)
+            await asyncio.sleep(min(pause, remaining))
+        except Unauthenticated as error:
+            raise _with_key(error, service) from None
+        except asyncio.CancelledError:
+            await _undo(client, fields, key)
+            raise
+
+
+async def _undo(client: RLClient, fields: dict[str, Any], key: str) -> None:
+    """The service may have opened it: then the same request is answered at once."""
+    with suppress(AnyAgentError, TimeoutError):
+        async with asyncio.timeout(_UNDONE_WITHIN):
+            started = await client.start_session(idempotency_key=key, **fields)
+            await client.abort(started, "its opener was cancelled")
+
+
+def _with_key(error: Unauthenticated, service: Service) -> Unauthenticated:
+    if service.api_key is None:
+        message = (
+            f"{service.url} wants a key: pass api_key=, or set ANY_AGENT_API_KEY (or "
+            "OPENAI_API_KEY) to a tenant's (any-agent keys create --scope tenant)"
+        )
+    else:
+        message = f"{service.url} does not take the key of {service.key_from}: {error.message}"
+    return Unauthenticated(message, code=error.code)

@@ -1,0 +1,199 @@
+"""Requests of unmodified HTTP clients join the session of their context, while one is open.
+
+Each client is patched where it sends one request, below its redirects and its own authentication.
+So every hop is judged by its own URL, no header is left on what a client goes on with, and the key
+can reach no other origin.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+from any_agent.sdk.ambient import key_for
+
+log = logging.getLogger(__name__)
+
+_REPLACED = ("x-api-key", "api-key")
+"""Other places for a key: the service refuses a request that bears two."""
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _httpx_sync(send: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(send)
+    def send_single_request(client: Any, request: Any) -> Any:
+        return send(client, _joined_httpx(request))
+
+    return send_single_request
+
+
+def _httpx_async(send: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(send)
+    async def send_single_request(client: Any, request: Any) -> Any:
+        return await send(client, _joined_httpx(request))
+
+    return send_single_request
+
+
+def _joined_httpx(request: Any) -> Any:
+    """The request itself, or a copy with the session's key: its owner may send it elsewhere."""
+    url = request.url
+    key = key_for(url.scheme, url.raw_host.decode("ascii"), url.port, url.path, request.headers)
+    if key is None:
+        return request
+    copy = object.__new__(type(request))
+    copy.__dict__.update(request.__dict__)
+    copy.headers = request.headers.copy()
+    _put(copy.headers, key)
+    return copy
+
+
+def _requests(send: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(send)
+    def send_one(adapter: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+        url = urlsplit(request.url)
+        key = key_for(url.scheme, url.hostname, url.port, url.path, request.headers)
+        if key is not None:
+            request = request.copy()
+            _put(request.headers, key)
+        return send(adapter, request, *arguments, **named)
+
+    return send_one
+
+
+def _aiohttp(send: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(send)
+    async def send_one(request: Any, *arguments: Any, **named: Any) -> Any:
+        # aiohttp makes one of these for every hop: nobody else has it.
+        url = request.url
+        key = key_for(url.scheme, url.raw_host, url.port, url.raw_path, request.headers)
+        if key is not None:
+            _put(request.headers, key)
+        return await send(request, *arguments, **named)
+
+    return send_one
+
+
+def _put(headers: Any, key: str) -> None:
+    for name in _REPLACED:
+        headers.pop(name, None)
+    headers["Authorization"] = f"Bearer {key}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a client sends one request."""
+
+    owner: str
+    method: str
+    wrap: Wrap
+
+
+_PLACES: dict[str, Sequence[_Place]] = {
+    **{
+        f"{package}._client": (
+            _Place("Client", "_send_single_request", _httpx_sync),
+            _Place("AsyncClient", "_send_single_request", _httpx_async),
+        )
+        for package in ("httpx", "httpx2")
+    },
+    "aiohttp.client_reqrep": (_Place("ClientRequest", "send", _aiohttp),),
+    "requests.adapters": (_Place("HTTPAdapter", "send", _requests),),
+}
+"""By the module that has them."""
+
+
+class _Patches:
+    """On as long as somebody needs them."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._lock = threading.RLock()
+        self._on: list[tuple[type, str, Any, Any]] = []
+        """Class, method, the original, ours."""
+        self._watch = _Watch(self._imported)
+
+    def acquire(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                sys.meta_path.insert(0, self._watch)
+                for name in _PLACES:
+                    if (module := sys.modules.get(name)) is not None:
+                        self._patch(module)
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                sys.meta_path.remove(self._watch)
+                while self._on:
+                    _unpatch(*self._on.pop())
+
+    def _imported(self, module: ModuleType) -> None:
+        with self._lock:
+            if self._users:
+                self._patch(module)
+
+    def _patch(self, module: ModuleType) -> None:
+        for place in _PLACES[module.__name__]:
+            owner = getattr(module, place.owner, None)
+            original = vars(owner).get(place.method) if owner is not None else None
+            if owner is None or original is None:
+                log.warning(
+                    "this version of %s is not known: its requests do not join sessions by "
+                    "themselves; give it the session's api_key",
+                    module.__name__.split(".")[0],
+                )
+                continue
+            ours = place.wrap(original)
+            setattr(owner, place.method, ours)
+            self._on.append((owner, place.method, original, ours))
+
+
+def _unpatch(owner: type, method: str, original: Any, ours: Any) -> None:
+    """Unless somebody else has patched it since: then ours stays below theirs, without effect."""
+    if vars(owner).get(method) is ours:
+        setattr(owner, method, original)
+
+
+class _Watch(MetaPathFinder):
+    """Tells of clients that are imported while it is asked for modules."""
+
+    def __init__(self, imported: Callable[[ModuleType], None]) -> None:
+        self._imported = imported
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _PLACES:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                self._tell_of(spec)
+                return spec
+        return None
+
+    def _tell_of(self, spec: ModuleSpec) -> None:
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def execute_and_tell(module: ModuleType) -> None:
+            execute(module)
+            self._imported(module)
+
+        loader.exec_module = execute_and_tell
+
+
+patches = _Patches()

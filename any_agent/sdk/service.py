@@ -1,0 +1,143 @@
+"""Which service the SDK talks to, with which key, and its connections there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from weakref import WeakKeyDictionary
+
+import httpx
+
+from any_agent.client import RLClient
+from any_agent.errors import ConfigError
+from any_agent.keys import SESSION_KEY_PREFIX
+
+_URLS = ("ANY_AGENT_URL", "OPENAI_BASE_URL")
+_KEYS = ("ANY_AGENT_API_KEY", "OPENAI_API_KEY")
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Where a service is, and the key that opens sessions there (None: it needs none)."""
+
+    url: str
+    """Without `/v1`."""
+    api_key: str | None = field(default=None, repr=False)
+    url_from: str = field(default="url", compare=False)
+    """What named it: the argument, or a variable of the environment."""
+    key_from: str | None = field(default=None, compare=False)
+    """What gave the key."""
+
+
+def find_service(
+    url: str | None = None,
+    api_key: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Service:
+    """The arguments, else `ANY_AGENT_URL` and `ANY_AGENT_API_KEY`, else `OPENAI_BASE_URL` and
+    `OPENAI_API_KEY`, each by itself; with or without `/v1`.
+
+    ConfigError if nothing names a service, for what is no URL, and for a key that is a session's.
+    """
+    environ = os.environ if environ is None else environ
+    found, url_from = _first("url", url, _URLS, environ)
+    if found is None:
+        raise ConfigError(
+            "no service is named: pass url=, or set ANY_AGENT_URL (or OPENAI_BASE_URL) to what "
+            "`any-agent serve` or `any-agent train` prints, like http://127.0.0.1:8000"
+        )
+    key, key_from = _first("api_key", api_key, _KEYS, environ)
+    if key is not None and key.startswith(SESSION_KEY_PREFIX):
+        raise ConfigError(
+            f"{key_from} is the key of one session, which cannot open others: give a tenant's key "
+            "(any-agent keys create --scope tenant). Inside of `any-agent run` the process is a "
+            "session already: make calls, and open none"
+        )
+    return Service(_checked(found.strip(), url_from), key, url_from, key_from if key else None)
+
+
+def _first(
+    argument: str, given: str | None, names: tuple[str, ...], environ: Mapping[str, str]
+) -> tuple[str | None, str]:
+    """What is given first, and by what."""
+    if given:
+        return given, argument
+    return next(((environ[name], name) for name in names if environ.get(name)), (None, argument))
+
+
+def _checked(url: str, named_by: str) -> str:
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, ValueError):
+        parsed = httpx.URL("")
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(
+            f"{named_by} is {url[:200]!r}, which is no URL of a service: it begins with http:// "
+            "or https://, like http://127.0.0.1:8000"
+        )
+    if parsed.userinfo:
+        raise ConfigError(
+            f"{named_by} holds a user or a password before its host: keys go into "
+            "ANY_AGENT_API_KEY, as URLs are written into logs"
+        )
+    if SESSION_KEY_PREFIX in parsed.path:
+        raise ConfigError(
+            f"{named_by} names one session in its path, under which no others are opened: leave "
+            "the session's key out"
+        )
+    if parsed.query or parsed.fragment:
+        raise ConfigError(f"{named_by} must end with its path, without ? or #")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+# -- connections -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Shared:
+    client: RLClient
+    users: int = 0
+
+
+_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Service, float], _Shared]] = (
+    WeakKeyDictionary()
+)
+_lock = threading.Lock()
+
+
+def borrow_client(service: Service, *, retry_for: float) -> RLClient:
+    """The running event loop's client of a service: all its sessions share the connections.
+
+    Give it back with :func:`return_client`; the last one closes it.
+    """
+    with _lock:
+        of_loop = _clients.setdefault(asyncio.get_running_loop(), {})
+    shared = of_loop.get((service, retry_for))
+    if shared is None:
+        client = RLClient(
+            service.url, admin_key=service.api_key, retry_for=retry_for, tls=tls_context()
+        )
+        shared = of_loop[service, retry_for] = _Shared(client)
+    shared.users += 1
+    return shared.client
+
+
+async def return_client(service: Service, *, retry_for: float) -> None:
+    """What was borrowed on this event loop with the same arguments."""
+    of_loop = _clients[asyncio.get_running_loop()]
+    shared = of_loop[service, retry_for]
+    shared.users -= 1
+    if not shared.users:
+        del of_loop[service, retry_for]
+        await shared.client.close()
+
+
+@cache
+def tls_context() -> ssl.SSLContext:
+    """One for all: reading every authority's certificate takes 30 ms."""
+    return httpx.create_ssl_context()

@@ -1,0 +1,469 @@
+"""A session around an agent's code: opened when it begins, ended when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import ValidationError
+
+from any_agent.agent_environment import environment
+from any_agent.client import RLClient
+from any_agent.errors import (
+    AgentFailed,
+    AnyAgentError,
+    InvalidRequest,
+    NotFound,
+    Unprocessable,
+)
+from any_agent.protocol import RewardSet, SessionInfo, SessionStarted, StartSession
+from any_agent.returned_rewards import no_such_completion, rewards_of
+from any_agent.sdk import ambient, clients
+from any_agent.sdk.background import sdk_thread, wait_for
+from any_agent.sdk.heartbeats import heartbeats
+from any_agent.sdk.opening import opened
+from any_agent.sdk.patches import patches
+from any_agent.sdk.service import Service, borrow_client, find_service, return_client
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Reward: TypeAlias = float | dict[str, float]
+"""A number, or several by name."""
+OnMissingReward: TypeAlias = Literal["raise", "abort", "await"]
+
+_ABORTS_WITHIN = 5.0
+"""Seconds. A session that could not be aborted expires."""
+
+
+class AsyncSession:
+    """An open session. Methods raise the AnyAgentError that the service answered."""
+
+    def __init__(self, service: Service, client: RLClient, started: SessionStarted) -> None:
+        self._service = service
+        self._client = client
+        self._started = started
+        self._loop = asyncio.get_running_loop()
+        self.ended = False
+        """Whether its end was asked for: leaving it changes nothing any more."""
+
+    @property
+    def session_id(self) -> str:
+        return self._started.session_id
+
+    @property
+    def api_key(self) -> str:
+        """The session's own key: what an OpenAI client takes as its API key."""
+        return self._started.api_key
+
+    @property
+    def url(self) -> str:
+        """The service, without `/v1`: what Anthropic's clients take as their base URL."""
+        return self._service.url
+
+    @property
+    def base_url(self) -> str:
+        """With `/v1`: what OpenAI's clients take as their base URL."""
+        return f"{self._service.url}/v1"
+
+    @property
+    def version(self) -> int:
+        """The weight version that was served when it was opened."""
+        return self._started.version
+
+    @property
+    def mode(self) -> Literal["train", "eval"]:
+        return self._started.mode
+
+    @property
+    def task_id(self) -> str | None:
+        return self._started.task_id
+
+    @property
+    def group_id(self) -> str | None:
+        return self._started.group_id
+
+    @property
+    def blocking(self) -> Session:
+        """The same session for code in other threads: its methods block them."""
+        return Session(self)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.session_id} at {self.url}>"
+
+    def env(self) -> dict[str, str]:
+        """What another process needs for its OpenAI and Anthropic clients to be in the session."""
+        return environment(self.url, self.api_key)
+
+    def openai(self, **options: Any) -> openai.AsyncOpenAI:
+        """A client whose calls are the session's, wherever it is used; ``options`` as OpenAI's.
+
+        ConfigError if the package openai is not installed.
+        """
+        return clients.openai_async(self.url, self.api_key, options)
+
+    def anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
+        """A client whose calls are the session's, wherever it is used; ``options`` as Anthropic's.
+
+        ConfigError if the package anthropic is not installed.
+        """
+        return clients.anthropic_async(self.url, self.api_key, options)
+
+    async def set_reward(self, reward: Reward, completion_id: str | None = None) -> RewardSet:
+        """Of one completion or response, by its id; by default of the last one. The same again
+        replaces it."""
+        return await self._client.set_reward(
+            self.api_key, reward, completion_id=completion_id, session_id=self.session_id
+        )
+
+    async def set_final_reward(self, reward: Reward) -> RewardSet:
+        """Of the whole session; can be revised until a trainer has it."""
+        return await self._client.set_final_reward(self.api_key, reward, session_id=self.session_id)
+
+    async def set_returned(self, returned: Any, name: str = "the agent") -> None:
+        """Set what an agent's function of this name returned: a number (of the last completion), a
+        dict (by completion id), or None (nothing).
+
+        AgentFailed for anything else, for an id that is not the session's, and for a reward where
+        no call was made.
+        """
+        rewards = rewards_of(returned, name)
+        id = None
+        try:
+            if isinstance(rewards, dict):
+                for id, reward in rewards.items():
+                    await self.set_reward(reward, id)
+            elif rewards is not None:
+                await self.set_reward(rewards)
+        except NotFound as error:
+            raise no_such_completion(name, id) from error
+        except Unprocessable as error:
+            if error.code != "no_interactions":
+                raise
+            raise AgentFailed(
+                f"{name} returned a reward and made no call: {self._no_calls()}",
+                code="no_model_call",
+            ) from error
+
+    async def finalize(
+        self,
+        final_reward: Reward | None = None,
+        *,
+        await_reward: bool = False,
+        deadline: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> SessionInfo:
+        """End it: it is trained on as it is. Unprocessable without a reward, or without a call.
+
+        ``await_reward``: end its calls only, and wait ``deadline`` seconds for its reward (default:
+        as long as the service allows). ``idempotency_key``: under which it may be asked again.
+        """
+        try:
+            info = await self._client.finalize(
+                self.api_key,
+                final_reward,
+                await_reward=await_reward,
+                deadline=deadline,
+                session_id=self.session_id,
+                idempotency_key=idempotency_key,
+            )
+        except Unprocessable as error:
+            if error.code != "no_interactions":
+                raise
+            raise Unprocessable(
+                f"session {self.session_id} has no call: {self._no_calls()}", code=error.code
+            ) from error
+        self.ended = True
+        return info
+
+    async def abort(
+        self, reason: str = "aborted by its agent", *, keep_place: bool = False
+    ) -> SessionInfo:
+        """Throw it away: nothing of it is trained on.
+
+        ``keep_place``: another session may take its place in its group, which is one smaller
+        otherwise.
+        """
+        info = await self._client.abort(self._started, reason[:200], keep_place=keep_place)
+        self.ended = True
+        return info
+
+    async def info(self) -> SessionInfo:
+        """What has become of it."""
+        return await self._client.session_info(self.session_id, self.api_key)
+
+    def detach(self) -> None:
+        """Leave it open for somebody else to end: leaving it changes nothing then."""
+        self.ended = True
+
+    # ------------------------------------------------------------------------------------------
+
+    def _no_calls(self) -> str:
+        return (
+            f"none came to {self.base_url} with its key; give the client session.base_url and "
+            "session.api_key, or use it with exactly this URL inside of the session"
+        )
+
+
+class Session:
+    """An open session, for code that blocks. Methods are those of :class:`AsyncSession`."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+
+    @property
+    def session_id(self) -> str:
+        return self._session.session_id
+
+    @property
+    def api_key(self) -> str:
+        return self._session.api_key
+
+    @property
+    def url(self) -> str:
+        return self._session.url
+
+    @property
+    def base_url(self) -> str:
+        return self._session.base_url
+
+    @property
+    def version(self) -> int:
+        return self._session.version
+
+    @property
+    def mode(self) -> Literal["train", "eval"]:
+        return self._session.mode
+
+    @property
+    def task_id(self) -> str | None:
+        return self._session.task_id
+
+    @property
+    def group_id(self) -> str | None:
+        return self._session.group_id
+
+    @property
+    def ended(self) -> bool:
+        return self._session.ended
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.session_id} at {self.url}>"
+
+    def env(self) -> dict[str, str]:
+        return self._session.env()
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        return clients.openai_sync(self.url, self.api_key, options)
+
+    def anthropic(self, **options: Any) -> anthropic.Anthropic:
+        return clients.anthropic_sync(self.url, self.api_key, options)
+
+    def set_reward(self, reward: Reward, completion_id: str | None = None) -> RewardSet:
+        return self._wait(self._session.set_reward(reward, completion_id), "set_reward")
+
+    def set_final_reward(self, reward: Reward) -> RewardSet:
+        return self._wait(self._session.set_final_reward(reward), "set_final_reward")
+
+    def set_returned(self, returned: Any, name: str = "the agent") -> None:
+        self._wait(self._session.set_returned(returned, name), "set_returned")
+
+    def finalize(
+        self,
+        final_reward: Reward | None = None,
+        *,
+        await_reward: bool = False,
+        deadline: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> SessionInfo:
+        ending = self._session.finalize(
+            final_reward,
+            await_reward=await_reward,
+            deadline=deadline,
+            idempotency_key=idempotency_key,
+        )
+        return self._wait(ending, "finalize")
+
+    def abort(
+        self, reason: str = "aborted by its agent", *, keep_place: bool = False
+    ) -> SessionInfo:
+        return self._wait(self._session.abort(reason, keep_place=keep_place), "abort")
+
+    def info(self) -> SessionInfo:
+        return self._wait(self._session.info(), "info")
+
+    def detach(self) -> None:
+        self._session.detach()
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
+        return wait_for(coroutine, self._session._loop, what=f"session.{what}")
+
+
+class AgentSession:
+    """``async with AgentSession("task-1") as session`` gives an :class:`AsyncSession`, ``with`` a
+    :class:`Session` that blocks.
+
+    Left normally it is finalized, unless that was done; left by an exception it is aborted. Inside,
+    unmodified aiohttp, httpx, httpx2 and requests clients that call the service make their calls in
+    it, in this task or thread and in those that copy its context.
+
+    ``url`` and ``api_key`` are by default those of the environment (`find_service`). Fields of
+    :class:`any_agent.protocol.StartSession`: ``task_id``, ``group_id``, ``group_size``, ``mode``,
+    ``metadata``, ``version``, ``ttl`` (seconds). ``wait``: seconds to wait for a slot.
+    ``retry_for``: seconds to try again while the service is away. ``idempotency_key``: whoever has
+    opened a session with it before gets that one again. ``on_missing_reward``: what leaving it
+    normally without any reward does: raise (and abort), abort, or await the reward, which somebody
+    else gives then.
+    """
+
+    def __init__(
+        self,
+        task_id: str | None = None,
+        *,
+        group_id: str | None = None,
+        group_size: int | None = None,
+        mode: Literal["train", "eval"] = "train",
+        metadata: dict[str, Any] | None = None,
+        version: int | Literal["current"] | None = None,
+        ttl: float | None = None,
+        url: str | None = None,
+        api_key: str | None = None,
+        wait: float = 300.0,
+        retry_for: float = 60.0,
+        idempotency_key: str | None = None,
+        on_missing_reward: OnMissingReward = "raise",
+    ) -> None:
+        """ConfigError if no service is named, or its key is no key that opens sessions;
+        InvalidRequest for a field that no service takes."""
+        self.service = find_service(url, api_key)
+        self._fields: dict[str, Any] = {
+            "task_id": task_id,
+            "group_id": group_id,
+            "group_size": group_size,
+            "mode": mode,
+            "metadata": metadata or {},
+            "version": version,
+            "ttl": ttl,
+        }
+        _check(self._fields)
+        self._wait = wait
+        self._retry_for = retry_for
+        self._idempotency_key = idempotency_key
+        self._on_missing_reward = on_missing_reward
+        self._session: AsyncSession | None = None
+        self._membership: ambient.Membership | None = None
+
+    async def __aenter__(self) -> AsyncSession:
+        session = await self._open()
+        self._join(session)
+        return session
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._leave()
+        await self._close(error)
+
+    def __enter__(self) -> Session:
+        session = wait_for(
+            self._open(),
+            sdk_thread().loop,
+            what="with AgentSession(...)",
+            within=self._wait + self._retry_for + 120,
+        )
+        self._join(session)
+        return session.blocking
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._leave()
+        wait_for(self._close(error), sdk_thread().loop, what="leaving the session")
+
+    # -- in the caller's context ---------------------------------------------------------------
+
+    def _join(self, session: AsyncSession) -> None:
+        patches.acquire()
+        self._membership = ambient.join(session.url, session.api_key)
+
+    def _leave(self) -> None:
+        assert self._membership is not None
+        ambient.leave(self._membership)
+        patches.release()
+
+    # -- on the session's event loop -----------------------------------------------------------
+
+    async def _open(self) -> AsyncSession:
+        if self._session is not None:
+            raise RuntimeError("this AgentSession was used already: make another one")
+        client = borrow_client(self.service, retry_for=self._retry_for)
+        try:
+            started = await opened(
+                client,
+                self.service,
+                self._fields,
+                wait=self._wait,
+                idempotency_key=self._idempotency_key,
+            )
+        except BaseException:
+            await return_client(self.service, retry_for=self._retry_for)
+            raise
+        self._session = AsyncSession(self.service, client, started)
+        heartbeats().add(self.service, started)
+        return self._session
+
+    async def _close(self, error: BaseException | None) -> None:
+        session = self._session
+        assert session is not None
+        try:
+            if session.ended:
+                return
+            if error is not None:
+                await self._put_away(session, f"its agent raised {type(error).__name__}")
+                return
+            try:
+                await self._end(session)
+            except BaseException as refused:
+                await self._put_away(session, f"not finalized: {type(refused).__name__}")
+                raise
+        finally:
+            heartbeats().remove(session._started)
+            await return_client(self.service, retry_for=self._retry_for)
+
+    async def _end(self, session: AsyncSession) -> None:
+        try:
+            await session.finalize(await_reward=self._on_missing_reward == "await")
+        except Unprocessable as error:
+            if error.code != "no_reward" or self._on_missing_reward != "abort":
+                raise
+            await session.abort("it was given no reward")
+
+    async def _put_away(self, session: AsyncSession, reason: str) -> None:
+        """Nobody may wait long for it: a session that nobody ends expires."""
+        try:
+            async with asyncio.timeout(_ABORTS_WITHIN):
+                await session.abort(reason)
+        except (AnyAgentError, TimeoutError) as error:
+            log.info("session %s is left as it is: %s", session.session_id, error)
+
+
+def _check(fields: dict[str, Any]) -> None:
+    try:
+        StartSession(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the session"
+        raise InvalidRequest(f"{where}: {first['msg']}", param=where) from None
