@@ -1,26 +1,12 @@
-"""What runs in a grader's process: light, as each worker imports it anew.
-
-Only plain values leave it, whatever the grader returns or raises.
-"""
+"""How a grader's process begins: light, as each worker imports it anew."""
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-import importlib
-import inspect
-import math
 import os
 import signal
-from collections.abc import Mapping
-from typing import Any, TypeAlias
-
-Outcome: TypeAlias = tuple[bool, Any]
-"""Whether it worked, and the reward or what went wrong."""
 
 _PR_SET_PDEATHSIG = 1
-_MAX_SAID = 160
-"""Characters of what a grader failed with that are kept."""
 
 
 def die_with(parent: int) -> None:
@@ -30,48 +16,3 @@ def die_with(parent: int) -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def find(name: str) -> Outcome:
-    """Whether there is such a function."""
-    try:
-        return callable(_function(name)), f"{name} cannot be called"
-    except BaseException as error:  # also a module that exits
-        return False, _said(error)
-
-
-def grade(name: str, session: dict[str, Any]) -> Outcome:
-    """What the grader makes of the session: a number, or several by name."""
-    try:
-        returned = _function(name)(session)
-        if inspect.iscoroutine(returned):
-            returned = asyncio.run(returned)
-        return True, _plain(returned)
-    except BaseException as error:
-        return False, _said(error)
-
-
-def _function(name: str) -> Any:
-    module, _, function = name.rpartition(".")
-    return getattr(importlib.import_module(module), function)
-
-
-def _plain(returned: Any) -> Any:
-    if isinstance(returned, Mapping):
-        return {str(name): _plain(value) for name, value in returned.items()}
-    if isinstance(returned, bool | str | bytes) or returned is None:
-        raise TypeError(f"it returned {short(repr(returned))}, not a number")
-    number = float(returned)
-    if not math.isfinite(number):
-        raise ValueError(f"it returned {number}")
-    return number
-
-
-def _said(error: BaseException) -> str:
-    return short(f"{type(error).__name__}: {error}")
-
-
-def short(text: str) -> str:
-    """One line, cut off where it is long."""
-    text = " ".join(text.split())
-    return text if len(text) <= _MAX_SAID else text[: _MAX_SAID - 3] + "..."

@@ -15,11 +15,12 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from any_agent import grading
 from any_agent.config import SessionConfig
 from any_agent.errors import ConfigError
+from any_agent.grading import short
 from any_agent.protocol import as_reward
-from proxy_ext.sessions import grader_worker
-from proxy_ext.sessions.grader_worker import short
+from proxy_ext.sessions.grader_worker import die_with
 from proxy_ext.sessions.rewards import Parts, parts_of
 from proxy_ext.sessions.session import Session
 
@@ -72,11 +73,11 @@ class Grader:
 
     async def check(self) -> None:
         """GraderFailed if there is no such function, or importing it takes too long."""
-        await self._run(grader_worker.find, self.name)
+        await self._run(grading.find, self.name)
 
     async def grade(self, session: Mapping[str, Any]) -> Parts:
         """The final reward; GraderFailed. The caller has a worker that is ``free``."""
-        returned = await self._run(grader_worker.grade, self.name, dict(session))
+        returned = await self._run(grading.grade, self.name, dict(session))
         try:
             return parts_of(as_reward(returned))
         except ValueError as error:
@@ -96,7 +97,7 @@ class Grader:
         if self._pool is None:
             self._pool = ProcessPool(
                 max_workers=_WORKERS,
-                initializer=grader_worker.die_with,
+                initializer=die_with,
                 initargs=(os.getpid(),),
                 context=multiprocessing.get_context("spawn"),
             )
