@@ -22,7 +22,7 @@ _STEP_LIMIT, _END_LIMIT = 120.0, 10.0
 # What is on 127.0.0.1 is reached directly, whatever else is asked for fails at once: a client that
 # calls home, or fetches something on its way, neither does nor waits.
 _NOWHERE = "http://127.0.0.1:9"
-_APART = {
+APART = {
     **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), _NOWHERE),
     **dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), _NOWHERE),
     **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1"),
@@ -101,7 +101,7 @@ class Running:
         return answer
 
     def _start(self) -> subprocess.Popen[str]:
-        given = environment(**_APART, HOME=str(self._folder), **dict(self._client.variables))
+        given = environment(**APART, HOME=str(self._folder), **dict(self._client.variables))
         with open(self._folder / "stderr", "w") as stderr:
             process = self._process = subprocess.Popen(
                 self._command,

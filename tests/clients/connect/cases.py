@@ -1,0 +1,72 @@
+"""What runs each block of docs/connect, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+CLIENTS = Path(__file__).resolve().parents[1]
+CALL = '<tool_call>\n{"name": "%s", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where a page's blocks run: an environment of the live tests, by its name and its pins."""
+
+    name: str
+    pins: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One block. ``says``: what the model answers, a call each."""
+
+    says: tuple[str, ...] = ("42.",)
+    prints: str = "42."
+    sessions: int = 1
+    """Opened by it; each makes as many calls, and each goes on from the one before it."""
+
+
+def _pinned(name: str, folder: str, file: str = "requirements.txt") -> Environment:
+    return Environment(name, CLIENTS / folder / file)
+
+
+NPM = CLIENTS / "openai_npm" / "package.json"
+PYTHON: dict[str, tuple[Environment, ...]] = {
+    "anthropic": (_pinned("anthropic", "anthropic"),),
+    "camel": (_pinned("camel", "camel"),),
+    "claude-agent-sdk": (_pinned("claude-agent", "claude_agent"),),
+    "langchain": (_pinned("langchain", "langchain"),),
+    "openai-agents": (_pinned("openai-agents", "agents"),),
+    "openai-python": (
+        _pinned("openai-2", "openai", "openai-2.txt"),
+        _pinned("openai-3", "openai", "openai-3.txt"),
+    ),
+}
+"""Pages whose Python needs an environment; the others' runs in this one."""
+
+_ONCE = Case()
+_WITH_TOOL = Case(says=(CALL % "add", "It is 42."), prints="1.0")
+CASES: dict[str, Case] = {
+    "any-program/run": Case(says=("42.", "42."), prints="", sessions=2),
+    "anthropic/agent": _WITH_TOOL,
+    "anthropic/session": _ONCE,
+    "camel/agent": _WITH_TOOL,
+    "camel/session": _ONCE,
+    "claude-agent-sdk/agent": Case(says=(CALL % "mcp__sums__add", "It is 42."), prints="1.0"),
+    "claude-agent-sdk/session": _ONCE,
+    "curl/session": _ONCE,
+    "langchain/agent": _WITH_TOOL,
+    "langchain/anthropic": _ONCE,
+    "langchain/session": _ONCE,
+    "litellm/agent": _WITH_TOOL,
+    "litellm/session": _ONCE,
+    "openai-agents/agent": _WITH_TOOL,
+    "openai-agents/session": _ONCE,
+    "openai-node/program": Case(prints="42.\n1"),
+    "openai-node/run": Case(says=("42.", "42."), prints="", sessions=2),
+    "openai-node/session": _ONCE,
+    "openai-python/agent": _WITH_TOOL,
+    "openai-python/responses": Case(says=("42.", "43."), prints="42. 43."),
+    "openai-python/session": _ONCE,
+}

@@ -1,0 +1,144 @@
+"""Every block of docs/connect, as its reader would run it, against a live service."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.clients.client import APART
+from tests.clients.connect.cases import CASES, NPM, PYTHON, Case, Environment
+from tests.clients.connect.pages import Block, all_blocks
+from tests.clients.environment import component, node_with, python_with
+from tests.clients.live import Live
+from tests.e2e.serving import environment
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+BLOCKS = all_blocks()
+RUNS = [
+    pytest.param(block, where, id=f"{place}-{where.name}" if where else place)
+    for place, block in BLOCKS.items()
+    for where in (PYTHON.get(block.page, (None,)) if block.language == "python" else (None,))
+]
+FILES = {"agent": "my_agent.py", "program": "agent.mjs"}
+"""What a page's other blocks call these blocks."""
+_LIMIT = 240.0
+
+
+@pytest.fixture(scope="module")
+def training(live: Live) -> Iterator[Live]:
+    """It opens train sessions, as if a trainer were there."""
+    _put(live, "run", {"state": "training"})
+    _put(live, "capacity", {"limit": 1000, "ttl": 3600, "owner": "connect"})
+    yield live
+    _put(live, "run", {"state": "serving"})
+
+
+def _put(live: Live, what: str, body: dict[str, Any]) -> None:
+    answer = httpx.put(f"{live.url}/rl/v1/{what}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> dict[str, str]:
+    """The environment of a reader's shell, beside the service's URL."""
+    given = environment(**APART, HOME=str(tmp_path))
+    return {k: v for k, v in given.items() if not k.startswith(("PYTHON", "OPENAI", "ANTHROPIC"))}
+
+
+@pytest.mark.parametrize(("block", "where"), RUNS)
+def test_block(
+    training: Live,
+    shell: dict[str, str],
+    block: Block,
+    where: Environment | None,
+    tmp_path: Path,
+) -> None:
+    case = CASES[block.place]
+    training.engine.hush()
+    for text in case.says:
+        training.says(text)
+    before, recorded = opened(training), training.continued()
+    variables = {**shell, "ANY_AGENT_URL": training.url}
+    if block.name == "program":
+        # Its author runs it so before anything is trained: by the two variables alone.
+        session = training.open()
+        variables |= {"OPENAI_BASE_URL": f"{training.url}/v1"}
+        variables |= {"OPENAI_API_KEY": session["api_key"]}
+    printed = run(command(block, where, tmp_path), variables, tmp_path)
+    assert case.prints in printed
+    calls = len(case.says) // case.sessions
+    turns = {"first": case.sessions, "exact": case.sessions * (calls - 1)}
+    assert dict(training.continued() - recorded) == {k: n for k, n in turns.items() if n}
+    if block.name != "program":
+        rewarded(training, opened(training) - before, case, calls)
+
+
+def command(block: Block, where: Environment | None, folder: Path) -> list[str | Path]:
+    """What runs it; writes what that needs into ``folder``."""
+    files = {b.name: b for b in BLOCKS.values() if b.page == block.page}
+    for name, file in FILES.items():
+        if name in files:
+            (folder / file).write_text(files[name].code, encoding="utf-8")
+    if block.language == "bash":
+        _find_node(block, folder)
+        return ["bash", "-euo", "pipefail", "-c", block.code]
+    if block.language == "js":
+        _find_node(block, folder)
+        (folder / "block.mjs").write_text(block.code, encoding="utf-8")
+        return [component("node"), "block.mjs"]
+    assert block.language == "python", f"{block.place}: nothing runs {block.language} here"
+    # A class is run as docs/connect/README.md says.
+    program = BLOCKS["README/try"].code if block.name == "agent" else block.code
+    (folder / "block.py").write_text(program, encoding="utf-8")
+    if where is None:
+        return [sys.executable, folder / "block.py"]
+    (sdk,) = python_with("sdk", HERE / "requirements.txt").parents[1].glob("lib/*/site-packages")
+    python = python_with(where.name, where.pins)
+    return [python, "-I", HERE / "run_block.py", ROOT, sdk, folder / "block.py"]
+
+
+def _find_node(block: Block, folder: Path) -> None:
+    """npm's packages, where a page is of them."""
+    if block.page == "openai-node":
+        os.symlink(node_with("openai-npm", NPM) / "node_modules", folder / "node_modules")
+
+
+def run(command: list[str | Path], variables: dict[str, str], folder: Path) -> str:
+    """What it printed; fails with all that it said if it does not end well."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**variables, "PATH": path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout.strip()
+
+
+def opened(live: Live) -> set[str]:
+    """All sessions so far."""
+    answer = httpx.get(f"{live.url}/rl/v1/sessions", params={"limit": 1000}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return {str(session["session_id"]) for session in answer.json()}
+
+
+def rewarded(live: Live, ids: set[str], case: Case, calls: int) -> None:
+    """Each was finalized with the reward 1, or evaluated, and has recorded all of its calls."""
+    assert len(ids) == case.sessions
+    for id in ids:
+        session = httpx.get(f"{live.url}/rl/v1/sessions/{id}", timeout=60).json()
+        assert session["state"] == ("finalized" if session["mode"] == "train" else "evaluated")
+        assert session["interactions"] == calls
+        assert [entry["value"] for entry in session["reward_history"]] == [1.0]

@@ -1,0 +1,38 @@
+"""Every block of docs/connect is run by `make test-clients`, and every page is in the index."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.clients.connect.cases import CASES, PYTHON
+from tests.clients.connect.pages import FOLDER, all_blocks, blocks, pages
+
+
+def test_every_block_has_a_case_and_every_case_a_block() -> None:
+    # README/try is how a page's class is run: each case of an `agent` block runs it.
+    run = {*CASES, "README/try"}
+    assert set(all_blocks()) == run, "tests/clients/connect/cases.py"
+    assert set(PYTHON) <= {block.page for block in all_blocks().values()}
+
+
+@pytest.mark.parametrize("code", ["```python\nx = 1\n```\n", "  ~~~\nx\n  ~~~\n"])
+def test_a_block_without_a_name_is_found(code: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"<!-- test: one -->\n```bash\ntrue\n```\n\n{code}")
+    with pytest.raises(AssertionError, match=r"page.md has 2 blocks, of which 1 are named"):
+        blocks(page)
+
+
+def test_the_index_has_every_page() -> None:
+    index = (FOLDER / "README.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)\) \|", index, re.M))
+    assert linked == {page.name for page in pages()} - {"README.md"}
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert not [link for link in links if not (page.parent / link).exists()]
