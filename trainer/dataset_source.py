@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from any_agent.config import Config
 from any_agent.data import Positions, as_dataset
+from any_agent.errors import TrainingError
 from any_agent.protocol import Capacity
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.types import SampledSession
 from any_agent.workflow import RolloutWorkflow
-from trainer.batch import Group, without_signal
+from trainer.batch import Group
+from trainer.dull import DullGroups
 from trainer.manifests import Manifest
 
 GROUP = "data-"
@@ -48,7 +51,8 @@ class DatasetFed:
         self._config = config
         self._dataset = as_dataset(dataset, "train_dataset")
         self._workflow = workflow
-        self._accept = accept
+        self._accept = None if accept is None else partial(self._accepted, accept)
+        self._dull = DullGroups(config.train)
         self.executor = executor
         self.begun = False
         self._positions = Positions(
@@ -146,7 +150,25 @@ class DatasetFed:
         sessions = self._config.sessions
         if len(group) < min(sessions.min_group_size, sessions.group_size):
             return "group_too_small"
-        return without_signal(group, self._config.train)
+        reason = self._dull.without_signal(group)
+        self._require_lively()
+        return reason
+
+    def _accepted(self, accept: Callable[[Any], bool], tensors: Any) -> bool:
+        accepted = accept(tensors)
+        if not accepted:
+            self._dull.dull("not_accepted")
+            self._require_lively()
+        return accepted
+
+    def _require_lively(self) -> None:
+        """TrainingError where item after item teaches nothing: that would go on for ever."""
+        if self._dull.in_a_row >= self._config.rollout.max_dull_groups:
+            raise TrainingError(
+                f"{self._dull}. If that is the least an item can score the items are too hard, or "
+                "the reward function never finds what it looks for; if it is the most, they are "
+                "learned. rollout.max_dull_groups says how many are borne"
+            )
 
     def _leave_out(self, positions: Sequence[int]) -> None:
         with self._lock:

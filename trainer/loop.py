@@ -33,7 +33,6 @@ from trainer.batch import (
     tokens_of,
     training_batch,
     versions_in,
-    without_signal,
 )
 from trainer.checkpoint import (
     latest_checkpoint,
@@ -41,6 +40,7 @@ from trainer.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from trainer.dull import DullGroups
 from trainer.manifests import Manifest, Manifests
 from trainer.memory import Memory
 from trainer.metrics import TrainerMetrics, last_reported
@@ -58,6 +58,9 @@ log = logging.getLogger(__name__)
 _MAX_FAILED_STEPS = 5
 _TELL_EVERY = 60.0
 """Seconds of waiting for a batch after which a person is told."""
+
+_TELL_OF_DULL = 8
+"""Groups in a row."""
 
 
 class TrainingLoop:
@@ -82,6 +85,8 @@ class TrainingLoop:
         self._say = say
         self._evaluate = evaluate
         self._consumed = Memory()
+        self._dull = DullGroups(config.train)
+        """Of external agents."""
         self._epoch: int | None = None
         signer = signer_of(self.dir)
         self._executor = RolloutExecutor(
@@ -96,7 +101,7 @@ class TrainingLoop:
             config.rollout,
             owner=f"trainer-{uuid.uuid4().hex[:12]}",
             consumed=self._consumed,
-            reject=lambda episode: without_signal(episode, config.train),
+            reject=self._dull.without_signal,
         )
         self._source = make_source(self._executor)
         self.metrics = TrainerMetrics(lambda: self._source.rejected)
@@ -304,6 +309,8 @@ class TrainingLoop:
                 return [in_stable_order(g) for g in groups] if deterministic else groups
             except TimeoutError as error:
                 self._say(f"waiting   for trajectories: {error}")
+                if self._dull.in_a_row >= _TELL_OF_DULL:
+                    self._say(f"waiting   {self._dull}. Other tasks or rewards would help")
 
     # -- resume --------------------------------------------------------------------------------
 

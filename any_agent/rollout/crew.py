@@ -11,6 +11,7 @@ from typing import Any
 
 from any_agent import stats_tracker
 from any_agent.config import RolloutConfig
+from any_agent.errors import TrainingError
 from any_agent.rollout.board import Board
 from any_agent.rollout.episodes import Episodes, Outcome
 from any_agent.rollout.failures import Failures
@@ -268,6 +269,10 @@ class Crew:
         number = self._unusable.begin()
         try:
             reason = self._judge(job)
+        except TrainingError as error:
+            # Whoever judges says that all of it is to end.
+            self._board.fail(error)
+            return "unusable"
         except Exception as error:
             self._fail_if(self._unusable.failed(number, error, f"task {job.task_id}"))
             return "unusable"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class DataLab(Lab):
         *,
         items: int = 10,
         before: Lab | None = None,
+        accept: Callable[[Any], bool] | None = None,
     ) -> None:
         super().__init__(config, [], before=before)
         self.workflow = workflow or Alternating()
@@ -59,7 +60,7 @@ class DataLab(Lab):
             config,
             [{"n": n} for n in range(items)],
             self.workflow,
-            None,
+            accept,
             WorkflowExecutor(None, config.rollout),
         )
         self.trainer._source = self.source

@@ -335,3 +335,25 @@ def test_rows_that_are_gone_are_told_of(settings: list[str]) -> None:
     rows.write_bytes(rows.read_bytes()[:50])
     with pytest.raises(TrainingError, match=r"step-00000001.safetensors cannot be read"):
         DataLab(config, before=first).trainer.train()
+
+
+def test_items_that_teach_nothing_for_ever_end_it(settings: list[str]) -> None:
+    """Twelve items over and over, all of whose runs score 0.5."""
+    workflow = Alternating(dull=tuple(range(12)))
+    lab = DataLab(config_of(settings, "rollout.max_dull_groups=20"), workflow, items=12)
+    with pytest.raises(TrainingError, match=r"^20 groups in a row .*\(20 zero_variance\).* 0\.5\."):
+        lab.trainer.train()
+    assert lab.trainer.policy.steps == 0
+
+
+def test_items_that_no_filter_takes_end_it(settings: list[str]) -> None:
+    lab = DataLab(config_of(settings, "rollout.max_dull_groups=20"), accept=lambda _: False)
+    with pytest.raises(TrainingError, match=r"20 groups in a row .*\(20 not_accepted\)\. "):
+        lab.trainer.train()
+
+
+def test_an_item_that_teaches_something_begins_the_count_anew(settings: list[str]) -> None:
+    """Of ten items eight are dull in a row, in each pass."""
+    workflow = Alternating(dull=tuple(range(2, 10)))
+    lab = DataLab(config_of(settings, "rollout.max_dull_groups=9"), workflow)
+    assert lab.trainer.train()
