@@ -1,0 +1,312 @@
+"""A session around an agent's code: opened, rewarded, ended, in its blocking form as well."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from any_agent import AgentSession
+from any_agent.errors import (
+    AgentFailed,
+    AnyAgentError,
+    ConfigError,
+    InvalidRequest,
+    SessionClosed,
+    TooManyRequests,
+    Unauthenticated,
+    Unprocessable,
+)
+from any_agent.sdk import AsyncSession, Session
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.proxy_ext.proxy_lab import HELLO, until
+from tests.sdk.conftest import Serve, Served
+
+
+async def answered(session: AsyncSession) -> str:
+    """The id of one completion."""
+    async with session.openai() as client:
+        completion = await client.chat.completions.create(
+            model="default", messages=HELLO, max_tokens=4
+        )
+    return completion.id
+
+
+async def test_left_normally_it_is_finalized(served: Served) -> None:
+    async with AgentSession("task-1", group_size=2, metadata={"level": 3}) as session:
+        assert isinstance(session, AsyncSession)
+        assert session.base_url == f"{served.url}/v1"
+        assert (session.mode, session.version, session.task_id) == ("train", 0, "task-1")
+        await answered(session)
+        await session.set_reward(0.5)
+        assert (await session.info()).state == "open"
+    info = await served.info(session.session_id)
+    assert (info["state"], info["interactions"]) == ("finalized", 1)
+    assert list(info["rewards"].values()) == [0.5]
+    assert info["tenant"] == "agents"
+
+
+async def test_what_was_ended_is_left_as_it_is(served: Served) -> None:
+    async with AgentSession() as session:
+        await answered(session)
+        await session.finalize(2.0)
+    assert (await served.info(session.session_id))["final_reward"] == 2.0
+    async with AgentSession() as session:
+        await session.abort("no good")
+    info = await served.info(session.session_id)
+    assert (info["state"], info["reason"]) == ("aborted", "no good")
+    async with AgentSession() as session:
+        session.detach()
+    assert await served.state(session.session_id) == "open"
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, asyncio.CancelledError])
+async def test_left_by_an_exception_it_is_aborted(
+    served: Served, kind: type[BaseException]
+) -> None:
+    opened: list[AsyncSession] = []
+    with pytest.raises(kind):
+        async with AgentSession() as session:
+            opened.append(session)
+            raise kind("the password is hunter2")
+    info = await served.info(opened[0].session_id)
+    assert (info["state"], info["reason"]) == ("aborted", f"its agent raised {kind.__name__}")
+
+
+async def test_a_cancelled_task_aborts_its_session(served: Served) -> None:
+    ids: list[str] = []
+
+    async def agent() -> None:
+        async with AgentSession() as session:
+            ids.append(session.session_id)
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(agent())
+    await until(lambda: ids)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await served.state(ids[0]) == "aborted"
+
+
+async def test_rewards_by_name_by_completion_and_of_the_whole(served: Served) -> None:
+    async with AgentSession() as session:
+        first = await answered(session)
+        last = await answered(session)
+        await session.set_reward({"correct": 1.0, "format": 0.25}, first)
+        await session.set_reward(0.5)
+        await session.set_final_reward(3.0)
+    info = await served.info(session.session_id)
+    assert info["rewards"] == {first: 1.25, last: 0.5}
+    assert info["final_reward"] == 3.0
+
+
+async def test_what_a_function_returned(served: Served) -> None:
+    async with AgentSession() as session:
+        first, last = await answered(session), await answered(session)
+        await session.set_returned(None)
+        await session.set_returned(1)
+        await session.set_returned({first: True})
+        assert (await session.info()).rewards == {first: 1.0, last: 1.0}
+        with pytest.raises(AgentFailed, match="my_agent returned 'good'"):
+            await session.set_returned("good", "my_agent")
+        with pytest.raises(AgentFailed, match="'chatcmpl-other'.* no call of its session"):
+            await session.set_returned({"chatcmpl-other": 1.0})
+
+
+async def test_an_agent_that_makes_no_call(served: Served) -> None:
+    """Its calls went elsewhere, most probably: it is told where they should have come."""
+    with pytest.raises(Unprocessable, match=f"none came to {served.url}/v1") as refused:
+        async with AgentSession() as session:
+            pass
+    assert refused.value.code == "no_interactions"
+    assert await served.state(session.session_id) == "aborted"
+    with pytest.raises(AgentFailed, match="made no call") as failed:
+        async with AgentSession() as session:
+            await session.set_returned(1.0)
+    assert failed.value.code == "no_model_call"
+
+
+async def test_no_reward_is_an_error(served: Served) -> None:
+    with pytest.raises(Unprocessable) as refused:
+        async with AgentSession() as session:
+            await answered(session)
+    assert refused.value.code == "no_reward"
+    assert await served.state(session.session_id) == "aborted"
+
+
+async def test_no_reward_may_be_awaited_or_let_go(served: Served) -> None:
+    async with AgentSession(on_missing_reward="await") as session:
+        await answered(session)
+    assert await served.state(session.session_id) == "awaiting_reward"
+    async with AgentSession(on_missing_reward="abort") as session:
+        await answered(session)
+    info = await served.info(session.session_id)
+    assert (info["state"], info["reason"]) == ("aborted", "it was given no reward")
+
+
+async def test_rewards_after_the_end(served: Served) -> None:
+    async with AgentSession() as session:
+        await answered(session)
+        await session.set_reward(0.0)
+    async with AgentSession() as other:
+        await other.abort()
+        with pytest.raises(SessionClosed, match="aborted"):
+            await other.set_reward(1.0)
+
+
+async def test_an_eval_session(served: Served) -> None:
+    async with AgentSession(mode="eval", version="current") as session:
+        await answered(session)
+        await session.set_reward(1.0)
+    info = await served.info(session.session_id)
+    assert (info["state"], info["pinned_version"]) == ("evaluated", 0)
+
+
+async def test_the_same_key_gives_the_same_session(served: Served) -> None:
+    async with AgentSession(idempotency_key="run-1-0") as session:
+        session.detach()
+    async with AgentSession(idempotency_key="run-1-0") as again:
+        assert again.session_id == session.session_id
+        await answered(again)
+        await again.finalize(1.0, idempotency_key="run-1-0-end")
+        info = await again.finalize(1.0, idempotency_key="run-1-0-end")
+        assert info.state == "finalized"
+
+
+async def test_it_waits_for_a_slot(serve: Serve) -> None:
+    served = await serve(slots=0)
+    url, key = served.url, served.tenant_key
+    with pytest.raises(TooManyRequests):
+        async with AgentSession(url=url, api_key=key, wait=0):
+            pass
+    opening = AgentSession("a", group_size=1, url=url, api_key=key, on_missing_reward="abort")
+    waiting = asyncio.create_task(opening.__aenter__())
+    await until(lambda: served.proxy.service.sessions.admission.waiting)
+    await served.proxy.admit(5)
+    session = await waiting
+    await session.abort()
+    await opening.__aexit__(None, None, None)
+
+
+async def test_whoever_is_cancelled_while_it_waits_leaves_nothing_open(serve: Serve) -> None:
+    served = await serve(slots=0)
+    opening = AgentSession("a", group_size=1, url=served.url, api_key=served.tenant_key)
+    waiting = asyncio.create_task(opening.__aenter__())
+    admission = served.proxy.service.sessions.admission
+    await until(lambda: admission.waiting)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await until(lambda: not admission.waiting)
+    await served.proxy.admit(5)
+    assert (await served.proxy.capacity())["running"] == 0
+
+
+async def test_one_that_opened_while_its_opener_was_cancelled_is_aborted(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service has opened it, and its answer is on the way."""
+    from any_agent.client import RLClient
+
+    started, send = asyncio.Event(), RLClient._send
+
+    async def held(client: RLClient, method: str, path: str, *arguments: object, **how: object):  # type: ignore[no-untyped-def]
+        answer = await send(client, method, path, *arguments, **how)  # type: ignore[arg-type]
+        if path == "/start_session" and not started.is_set():
+            started.set()
+            await asyncio.sleep(60)
+        return answer
+
+    monkeypatch.setattr(RLClient, "_send", held)
+    opening = asyncio.create_task(AgentSession("lost").__aenter__())
+    await started.wait()
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    lines = [line async for line in served.proxy.client.sessions(task_id="lost")]
+    assert [(line.state, line.reason) for line in lines] == [
+        ("aborted", "its opener was cancelled")
+    ]
+
+
+async def test_keys_and_fields_that_are_refused(served: Served) -> None:
+    with pytest.raises(Unauthenticated, match="does not take the key of api_key"):
+        async with AgentSession(api_key="sk-tenant.0.wrong"):
+            pass
+    with pytest.raises(InvalidRequest, match="task_id"):
+        AgentSession("no name")
+    with pytest.raises(InvalidRequest, match="version pins an eval session"):
+        AgentSession(version=3)
+    async with AgentSession() as session:
+        with pytest.raises(ConfigError, match="key of one session"):
+            AgentSession(api_key=session.api_key)
+        assert session.api_key not in repr(session)
+        await session.abort()
+
+
+async def test_it_is_entered_once(served: Served) -> None:
+    one = AgentSession()
+    async with one as session:
+        await session.abort()
+    with pytest.raises(RuntimeError, match="make another one"):
+        await one.__aenter__()
+
+
+# -- blocking --------------------------------------------------------------------------------------
+
+
+async def test_the_blocking_form(served: Served) -> None:
+    def agent() -> str:
+        with AgentSession("task-1", group_size=1) as session:
+            assert isinstance(session, Session)
+            with session.openai() as client:
+                answer = client.chat.completions.create(
+                    model="default", messages=HELLO, max_tokens=4
+                )
+            session.set_reward(0.25, answer.id)
+            assert session.info().state == "open"
+            return session.session_id
+
+    id = await asyncio.to_thread(agent)
+    info = await served.info(id)
+    assert (info["state"], list(info["rewards"].values())) == ("finalized", [0.25])
+
+
+async def test_the_blocking_form_is_aborted_by_an_exception(served: Served) -> None:
+    opened: list[Session] = []
+
+    def agent() -> None:
+        with AgentSession() as session:
+            opened.append(session)
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await asyncio.to_thread(agent)
+    assert (await served.info(opened[0].session_id))["reason"] == "its agent raised KeyError"
+
+
+async def test_it_does_not_block_an_event_loop(served: Served) -> None:
+    with pytest.raises(RuntimeError, match="use `async with AgentSession"), AgentSession():
+        pass
+    async with AgentSession() as session:
+        with pytest.raises(RuntimeError, match="would block the event loop"):
+            session.blocking.set_reward(1.0)
+        await asyncio.to_thread(session.blocking.abort, "from a thread")
+    assert (await served.info(session.session_id))["reason"] == "from a thread"
+
+
+# -- beats -----------------------------------------------------------------------------------------
+
+
+async def test_a_slow_tool_does_not_let_it_expire(serve: Serve, engine: ScriptedEngine) -> None:
+    served = await serve("sessions.idle_timeout=0.6")
+    async with AgentSession(url=served.url, api_key=served.tenant_key) as session:
+        await answered(session)
+        await asyncio.sleep(1.5)
+        await session.set_reward(1.0)
+    assert await served.state(session.session_id) == "finalized"
+
+
+def test_its_errors_are_of_one_tree() -> None:
+    assert issubclass(AgentFailed, AnyAgentError)
