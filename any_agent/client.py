@@ -36,6 +36,7 @@ from any_agent.protocol import (
     Rejection,
     RewardSet,
     RunInfo,
+    SessionContent,
     SessionDetails,
     SessionInfo,
     SessionLine,
@@ -237,6 +238,11 @@ class RLClient:
         """What is recorded of a session, with every reward that it was given."""
         path = _path_of(session_id)
         return await self._call(SessionDetails, "GET", path, repeatable=True)
+
+    async def session_content(self, session_id: str, api_key: str | None = None) -> SessionContent:
+        """What was said in a session (under its own key, or ours); Conflict if it is not kept."""
+        path = f"{_path_of(session_id)}/content"
+        return await self._call(SessionContent, "GET", path, key=api_key, repeatable=True)
 
     async def abort_session(
         self, session_id: str, reason: str, *, keep_place: bool = False

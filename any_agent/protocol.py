@@ -280,6 +280,44 @@ class SessionDetails(SessionInfo):
     """How many there were in all."""
 
 
+class InteractionContent(BaseModel):
+    id: str
+    parent_id: str | None
+    message_delta: list[dict[str, Any]]
+    """What it adds to its parent's messages and answer."""
+    output_message: dict[str, Any]
+    finish_reason: str
+
+
+class SessionContent(BaseModel):
+    """What was said in a session: its calls of the policy, oldest first."""
+
+    session_id: str
+    mode: Literal["train", "eval"]
+    task_id: str | None
+    metadata: dict[str, Any]
+    interactions: list[InteractionContent]
+
+    def graded(self) -> dict[str, Any]:
+        """As a grader (`sessions.grader`) is given it: each interaction with its whole talk."""
+        talks: dict[str, list[dict[str, Any]]] = {}
+        interactions = []
+        for one in self.interactions:
+            before = talks[one.parent_id] if one.parent_id is not None else []
+            messages = [*before, *one.message_delta]
+            talks[one.id] = [*messages, one.output_message]
+            interactions.append(
+                {
+                    "id": one.id,
+                    "parent_id": one.parent_id,
+                    "messages": messages,
+                    "output_message": one.output_message,
+                    "finish_reason": one.finish_reason,
+                }
+            )
+        return self.model_dump(exclude={"interactions"}) | {"interactions": interactions}
+
+
 def read_places(text: str) -> dict[int, int]:
     """Where a list of sessions goes on: each rank's lowest number so far; ValueError."""
     found = {}

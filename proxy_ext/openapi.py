@@ -64,6 +64,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "POST /rl/v1/finalize": ("agents", "404 409 410 507"),
     "GET /rl/v1/sessions": ("agents", ""),
     "GET /rl/v1/sessions/{session_id}": ("agents", "404"),
+    "GET /rl/v1/sessions/{session_id}/content": ("agents", "404 409"),
     "DELETE /rl/v1/sessions/{session_id}": ("agents", "404 409 410 507"),
     "POST /rl/v1/sessions/{session_id}/heartbeat": ("agents", "404 410 507"),
     "POST /rl/v1/sessions/{session_id}/abort": ("agents", "404 409 410 507"),

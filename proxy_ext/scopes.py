@@ -65,6 +65,7 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     "POST /rl/v1/finalize": (AGENTS, ""),
     "GET /rl/v1/sessions": (OPENERS, ""),
     "GET /rl/v1/sessions/{session_id}": (AGENTS, ""),
+    "GET /rl/v1/sessions/{session_id}/content": (AGENTS, ""),
     "DELETE /rl/v1/sessions/{session_id}": (AGENTS, _AUDITED),
     "POST /rl/v1/sessions/{session_id}/heartbeat": (AGENTS, ""),
     "POST /rl/v1/sessions/{session_id}/abort": (AGENTS, _AUDITED),

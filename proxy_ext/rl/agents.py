@@ -15,6 +15,7 @@ from any_agent.protocol import (
     Heartbeat,
     RewardSet,
     RunInfo,
+    SessionContent,
     SessionDetails,
     SessionInfo,
     SessionStarted,
@@ -25,6 +26,7 @@ from any_agent.protocol import (
 )
 from proxy_ext.rl.common import Anyone, Once, Who
 from proxy_ext.rl.strict import StrictRoute
+from proxy_ext.sessions.content import content_of
 from proxy_ext.sessions.rewards import parts_of
 from proxy_ext.wire.http import while_present
 
@@ -100,6 +102,13 @@ async def finalize(
 async def get_session(session_id: str, request: Request, service: Anyone) -> SessionDetails:
     """What is recorded of a session: the caller's own, or any for the operator."""
     return await service.rewards.history(await service.auth.session(request, session_id))
+
+
+@router.get("/sessions/{session_id}/content", response_model=SessionContent)
+async def get_content(session_id: str, request: Request, service: Anyone) -> Response:
+    """What was said in a session, as graders are given it."""
+    session = await service.auth.session(request, session_id)
+    return Response(await content_of(service.sessions, session), media_type="application/json")
 
 
 @router.post("/sessions/{session_id}/heartbeat", response_model=Heartbeat)
