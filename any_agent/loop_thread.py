@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_ENDS_WITHIN = 10.0
+_ENDS_WITHIN = 5.0
+_JOINS_WITHIN = 2 * _ENDS_WITHIN
+"""Seconds."""
 
 
 class LoopThread:
@@ -54,17 +56,38 @@ class LoopThread:
         self.loop.call_soon_threadsafe(function, *arguments)
 
     def stop(self) -> None:
-        """End the loop; a thread that does not end in time is left to the end of the process."""
+        """End the loop: what still runs on it is cancelled, and has 5 s to end in.
+
+        A thread that does not end in time is left to the end of the process.
+        """
         self._stopping = True
         self.soon(self.loop.stop)
-        self._thread.join(_ENDS_WITHIN)
+        self._thread.join(_JOINS_WITHIN)
         if not self._thread.is_alive():
             self.loop.close()
 
     def _run(self) -> None:
         while not self._stopping:
-            try:
-                self.loop.run_forever()
-            except (SystemExit, KeyboardInterrupt) as error:
-                # Of some task, which has it as its result; the others go on.
-                log.warning("a task on the thread %s tried to end it: %r", self._thread.name, error)
+            self._until_stopped()
+        # What others have left: destroyed with the loop it would be told of as pending tasks.
+        end = self.loop.create_task(self._end_all())
+        end.add_done_callback(lambda _: self.loop.stop())
+        while not end.done():
+            self._until_stopped()
+
+    def _until_stopped(self) -> None:
+        try:
+            self.loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:
+            # Of some task, which has it as its result; the others go on.
+            log.warning("a task on the thread %s tried to end it: %r", self._thread.name, error)
+
+    async def _end_all(self) -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            _, late = await asyncio.wait(left, timeout=_ENDS_WITHIN)
+            if late:
+                log.warning("%d tasks do not end although they are cancelled: %r", len(late), late)
+        await self.loop.shutdown_asyncgens()

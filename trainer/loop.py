@@ -166,8 +166,10 @@ class TrainingLoop:
                 self._finish()
             return self._done
         finally:
-            self._source.stop()
-            self._executor.stop()
+            try:
+                self._source.stop()
+            finally:
+                self._executor.stop()
 
     def _finish(self) -> None:
         tell(self._executor, "finished", self._news)
