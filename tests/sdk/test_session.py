@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import httpx
 import pytest
 
 from any_agent import AgentSession
+from any_agent.client import RLClient
 from any_agent.errors import (
     AgentFailed,
     AnyAgentError,
@@ -110,7 +113,7 @@ async def test_what_a_function_returned(served: Served) -> None:
         assert (await session.info()).rewards == {first: 1.0, last: 1.0}
         with pytest.raises(AgentFailed, match="my_agent returned 'good'"):
             await session.set_returned("good", "my_agent")
-        with pytest.raises(AgentFailed, match="'chatcmpl-other'.* no call of its session"):
+        with pytest.raises(AgentFailed, match=r"'chatcmpl-other'.* no call of its session"):
             await session.set_returned({"chatcmpl-other": 1.0})
 
 
@@ -207,12 +210,12 @@ async def test_one_that_opened_while_its_opener_was_cancelled_is_aborted(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service has opened it, and its answer is on the way."""
-    from any_agent.client import RLClient
-
     started, send = asyncio.Event(), RLClient._send
 
-    async def held(client: RLClient, method: str, path: str, *arguments: object, **how: object):  # type: ignore[no-untyped-def]
-        answer = await send(client, method, path, *arguments, **how)  # type: ignore[arg-type]
+    async def held(
+        client: RLClient, method: str, path: str, *arguments: Any, **how: Any
+    ) -> httpx.Response:
+        answer = await send(client, method, path, *arguments, **how)
         if path == "/start_session" and not started.is_set():
             started.set()
             await asyncio.sleep(60)

@@ -1,0 +1,318 @@
+"""Which requests of unmodified clients join a session, and that its key goes nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+import requests
+
+from any_agent.sdk import ambient
+from any_agent.sdk.patches import patches
+from tests.sdk.hops import CLIENTS, Get, Server, serving
+
+KEY = "sk-v1.0.aaaaaaaaaaaaaaaaaaaaaaaa.bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
+OTHER = "sk-v1.0.cccccccccccccccccccccccc.dddddddddddddddddddddddddddddddd"
+# aiohttp's own authentication, which there still is.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:tests.sdk.hops")
+OURS, OTHERS = f"Bearer {KEY}", f"Bearer {OTHER}"
+
+
+@contextmanager
+def in_session(url: str, key: str = KEY) -> Iterator[None]:
+    patches.acquire()
+    membership = ambient.join(url, key)
+    try:
+        yield
+    finally:
+        ambient.leave(membership)
+        patches.release()
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Server]:
+    async with serving() as server:
+        yield server
+
+
+@pytest.fixture
+async def elsewhere() -> AsyncIterator[Server]:
+    async with serving() as server:
+        yield server
+
+
+@pytest.mark.parametrize("get", CLIENTS)
+async def test_calls_join(get: Get, service: Server, elsewhere: Server) -> None:
+    """Whatever key the client has of its own; and nobody else hears of the session's."""
+    own = {"Authorization": "Bearer sk-proj-mine", "x-api-key": "mine", "api-key": "mine"}
+    with in_session(service.url):
+        await get(f"{service.url}/v1/models", own)
+        await get(f"{elsewhere.url}/v1/models", own)
+    await get(f"{service.url}/v1/models", own)
+    assert service.keys[0] == OURS
+    assert not {"x-api-key", "api-key"} & set(service.seen[0][1])
+    assert KEY not in str(elsewhere.seen)
+    assert KEY not in str(service.seen[1])
+
+
+@pytest.mark.parametrize("get", CLIENTS)
+async def test_a_redirect_takes_no_key_elsewhere(
+    get: Get, service: Server, elsewhere: Server
+) -> None:
+    service.redirects["/v1/models"] = f"{elsewhere.url}/v1/models"
+    with in_session(service.url):
+        await get(f"{service.url}/v1/models", {})
+    assert service.keys == [OURS]
+    assert [path for path, _ in elsewhere.seen] == ["/v1/models"]
+    assert KEY not in str(elsewhere.seen)
+
+
+@pytest.mark.parametrize("get", CLIENTS)
+async def test_each_hop_is_judged_by_itself(get: Get, service: Server, elsewhere: Server) -> None:
+    """To the service from elsewhere, and from an agents' route there to one that is none."""
+    elsewhere.redirects["/models"] = f"{service.url}/models"
+    service.redirects["/models"] = f"{service.url}/rl/v1/sessions"
+    with in_session(service.url):
+        await get(f"{elsewhere.url}/models", {})
+    assert KEY not in str(elsewhere.seen)
+    assert service.keys[0] == OURS
+    assert service.seen[1][0] == "/rl/v1/sessions"
+    assert KEY not in str(service.seen[1])
+
+
+async def test_another_name_of_the_host_is_another_origin(service: Server) -> None:
+    with in_session(service.url):
+        await CLIENTS[0](f"{service.url.replace('127.0.0.1', 'localhost')}/v1/models", {})
+    assert service.keys == [None]
+
+
+@pytest.mark.parametrize(
+    ("path", "joins"),
+    [
+        ("/v1/chat/completions", True),
+        ("/chat/completions", True),
+        ("/v1/responses/resp_1/input_items", True),
+        ("/v1/messages/count_tokens", True),
+        ("/v1/models/gpt-4o", True),
+        ("/rl/v1/set_reward", True),
+        ("/rl/v1/finalize", True),
+        ("/rl/end_session", True),
+        ("/rl/v1/start_session", False),
+        ("/rl/v1/sessions/ses-0-0123456789abcdef", False),
+        ("/rl/v1/lease", False),
+        ("/rl/v1/set_reward/x", False),
+        ("/grant_capacity", False),
+        ("/export_trajectories", False),
+        ("/metrics", False),
+        ("/v1", False),
+        ("/", False),
+        (f"/{KEY}/v1/chat/completions", False),
+        ("/ses-0-0123456789abcdef/v1/chat/completions", False),
+    ],
+)
+def test_paths(path: str, joins: bool) -> None:
+    membership = ambient.join("http://service:8000", OTHER)
+    found = ambient.key_for("http", "service", 8000, path, {})
+    ambient.leave(membership)
+    assert found == (OTHER if joins else None)
+
+
+@pytest.mark.parametrize(
+    ("url", "asked", "joins"),
+    [
+        ("https://service", ("https", "service", None, "/v1/models"), True),
+        ("https://service", ("https", "service", 443, "/v1/models"), True),
+        ("https://service", ("http", "service", 443, "/v1/models"), False),
+        ("https://service", ("https", "service", 8443, "/v1/models"), False),
+        ("https://service", ("https", "service.example.org", 443, "/v1/models"), False),
+        ("https://Service/base", ("https", "service", 443, "/base/v1/models"), True),
+        ("https://service/base", ("https", "service", 443, "/v1/models"), False),
+        ("https://service/base", ("https", "service", 443, "/based/v1/models"), False),
+        ("http://[::1]:8000", ("http", "::1", 8000, "/v1/models"), True),
+        ("http://bücher.example", ("http", "xn--bcher-kva.example", 80, "/v1/models"), True),
+    ],
+)
+def test_origins(url: str, asked: tuple[str, str, int | None, str], joins: bool) -> None:
+    membership = ambient.join(url, KEY)
+    found = ambient.key_for(*asked, {})
+    ambient.leave(membership)
+    assert found == (KEY if joins else None)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": OTHERS},
+        {"authorization": f"bearer  {OTHER}"},
+        {"x-api-key": OTHER},
+        {"X-Any-Agent-Session": "ses-0-0123456789abcdef"},
+    ],
+)
+@pytest.mark.parametrize("get", [CLIENTS[0], CLIENTS[2], CLIENTS[5], CLIENTS[7]])
+async def test_a_request_that_names_a_session_is_left_alone(
+    get: Get, headers: dict[str, str], service: Server
+) -> None:
+    with in_session(service.url):
+        await get(f"{service.url}/v1/models", headers)
+    name, value = next(iter(headers.items()))
+    assert service.seen[0][1][name.lower()] == value
+    assert KEY not in str(service.seen)
+
+
+async def test_requests_keep_no_key(service: Server) -> None:
+    """An object that is sent again, in another session or elsewhere, has nothing of this one."""
+    url = f"{service.url}/v1/models"
+    async with httpx.AsyncClient() as http:
+        request = http.build_request("GET", url)
+        for key in (KEY, OTHER):
+            with in_session(service.url, key):
+                await http.send(request)
+        assert "authorization" not in request.headers
+    prepared = requests.Request("GET", url).prepare()
+    with in_session(service.url), requests.Session() as session:
+        await asyncio.to_thread(session.send, prepared)
+    assert "authorization" not in prepared.headers
+    assert service.keys == [OURS, OTHERS, OURS]
+
+
+# -- contexts --------------------------------------------------------------------------------------
+
+
+async def test_contexts_are_apart(service: Server) -> None:
+    """Tasks, and threads that copy the context, are in; others, begun before or after, are not."""
+
+    async def ask(name: str) -> None:
+        await CLIENTS[0](f"{service.url}/models/{name}", {})
+
+    def blocking(name: str) -> None:
+        requests.get(f"{service.url}/models/{name}", timeout=10)
+
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def ask_later() -> None:
+        begun.set()
+        await go.wait()
+        await ask("task-before")
+
+    before = asyncio.create_task(ask_later())
+    await begun.wait()
+    with in_session(service.url):
+        go.set()
+        await before
+        await asyncio.create_task(ask("task-in"))
+        await asyncio.to_thread(blocking, "thread-in")
+        context = contextvars.copy_context()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, context.run, blocking, "executor-in")
+        await loop.run_in_executor(None, blocking, "executor-out")
+        thread = threading.Thread(target=blocking, args=("thread-out",))
+        thread.start()
+        await asyncio.to_thread(thread.join)
+    keys = {path.rpartition("/")[2]: head.get("authorization") for path, head in service.seen}
+    assert keys == {
+        "task-before": None,
+        "task-in": OURS,
+        "thread-in": OURS,
+        "executor-in": OURS,
+        "executor-out": None,
+        "thread-out": None,
+    }
+
+
+async def test_the_innermost_session_has_the_calls(service: Server) -> None:
+    url = f"{service.url}/v1/models"
+    with in_session(service.url, OTHER):
+        await CLIENTS[0](url, {})
+        with in_session(service.url):
+            await CLIENTS[0](url, {})
+        await CLIENTS[0](url, {})
+    assert service.keys == [OTHERS, OURS, OTHERS]
+
+
+async def test_a_session_may_end_in_another_context(service: Server) -> None:
+    """As generators and fixtures do it; whoever began it goes on in it, and harms nobody."""
+    patches.acquire()
+    context = contextvars.copy_context()
+    membership = context.run(ambient.join, service.url, KEY)
+    ambient.leave(membership)
+    patches.release()
+    assert ambient.key_for("http", "127.0.0.1", None, "/v1/models", {}) is None
+
+
+# -- patches ---------------------------------------------------------------------------------------
+
+PLACES: list[tuple[Any, str]] = [
+    (httpx.Client, "_send_single_request"),
+    (httpx.AsyncClient, "_send_single_request"),
+    (aiohttp.ClientRequest, "send"),
+    (requests.adapters.HTTPAdapter, "send"),
+]
+
+
+def now() -> list[Any]:
+    return [vars(owner)[name] for owner, name in PLACES]
+
+
+def test_the_last_session_takes_the_patches_off() -> None:
+    originals = now()
+    patches.acquire()
+    patched = now()
+    patches.acquire()
+    assert now() == patched
+    patches.release()
+    assert now() == patched
+    patches.release()
+    assert now() == originals
+    assert not set(map(id, originals)) & set(map(id, patched))
+
+
+async def test_somebody_elses_patch_stays(service: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below it ours has no effect when no session is open, and the next session works again."""
+    seen: list[str] = []
+    with in_session(service.url):
+        ours = httpx.AsyncClient._send_single_request
+
+        async def theirs(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
+            seen.append(request.url.path)
+            return await ours(client, request)
+
+        monkeypatch.setattr(httpx.AsyncClient, "_send_single_request", theirs)
+    assert httpx.AsyncClient._send_single_request is theirs
+    get = CLIENTS[2]
+    await get(f"{service.url}/v1/models", {})
+    with in_session(service.url, OTHER):
+        await get(f"{service.url}/v1/models", {})
+    await get(f"{service.url}/v1/models", {})
+    assert service.keys == [None, OTHERS, None]
+    assert len(seen) == 3
+
+
+LATE = """
+import sys
+from any_agent.sdk.patches import patches
+assert not {"aiohttp", "requests", "httpx2", "openai"} & set(sys.modules)
+patches.acquire()
+import aiohttp, requests, httpx2
+owners = [aiohttp.ClientRequest, requests.adapters.HTTPAdapter]
+clients = [httpx2.Client, httpx2.AsyncClient]
+def ours():
+    methods = [owner.send for owner in owners] + [one._send_single_request for one in clients]
+    return [hasattr(method, "__wrapped__") for method in methods]
+assert ours() == [True] * 4, ours()
+patches.release()
+assert ours() == [False] * 4, ours()
+assert not any("any_agent" in type(finder).__module__ for finder in sys.meta_path)
+"""
+
+
+def test_clients_that_are_imported_later_are_found() -> None:
+    subprocess.run([sys.executable, "-c", LATE], check=True, timeout=60)
