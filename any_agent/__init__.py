@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from any_agent.inference import LocalModel, load_engine
     from any_agent.record import InteractionWithTokenLogpReward
     from any_agent.reward import AsyncRewardWrapper
-    from any_agent.sdk import AgentSession
+    from any_agent.sdk import AgentRunner, AgentSession
     from any_agent.types import (
         GenerationHyperparameters,
         Interaction,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AgentRunner": "any_agent.sdk",
     "AgentSession": "any_agent.sdk",
     "AnyAgentError": "any_agent.errors",
     "AsyncRewardWrapper": "any_agent.reward",
@@ -74,6 +75,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "AgentRunner",
     "AgentSession",
     "AnyAgentError",
     "AsyncRewardWrapper",

@@ -11,6 +11,7 @@ import pytest
 import any_agent
 
 PUBLIC = [
+    "AgentRunner",
     "AgentSession",
     "AnyAgentError",
     "AsyncRewardWrapper",

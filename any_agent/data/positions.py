@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from any_agent.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class Positions:
@@ -115,6 +116,9 @@ class Positions:
         self.hand_out_again()
 
     def _drawn(self, epoch: int) -> npt.NDArray[np.int64]:
+        # The light install reads datasets, too, and has no numpy.
+        import numpy as np
+
         # RandomState, because numpy promises never to change what it draws.
         words = [self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, epoch]
         return np.random.RandomState(words).permutation(self.length)

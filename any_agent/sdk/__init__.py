@@ -1,8 +1,21 @@
-"""For the authors of agents: a session around their code."""
+"""For the authors of agents: a session around their code, and runs of it on a dataset."""
 
 from __future__ import annotations
 
+from any_agent.sdk.progress import Progress
+from any_agent.sdk.results import RunResult, RunResults
+from any_agent.sdk.runner import AgentRunner
 from any_agent.sdk.service import Service, find_service
 from any_agent.sdk.session import AgentSession, AsyncSession, Session
 
-__all__ = ["AgentSession", "AsyncSession", "Service", "Session", "find_service"]
+__all__ = [
+    "AgentRunner",
+    "AgentSession",
+    "AsyncSession",
+    "Progress",
+    "RunResult",
+    "RunResults",
+    "Service",
+    "Session",
+    "find_service",
+]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from any_agent.ambient import WorkflowContext, get, set, use
-from any_agent.workflow.patience import SharedClient, patient_client
+from any_agent.patience import SharedClient, patient_client
 
 if TYPE_CHECKING:
     import aiohttp

@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from any_agent.workflow import context
-from any_agent.workflow.patience import PatientTransport
+from any_agent.patience import PatientTransport
 
 KEY = {"Authorization": "Bearer sk-v1.0.abc.def"}
 Answer = httpx.Response | Exception

@@ -1,0 +1,89 @@
+"""How far a run is: told to whoever wants to know, and shown on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TextIO
+
+_EVERY = 0.2
+"""Seconds between two pictures."""
+_WIDTH = 24
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counts of runs: one is an item, in an epoch, by a member of its group."""
+
+    total: int
+    done: int = 0
+    failed: int = 0
+    """Of those that are done."""
+    running: int = 0
+    rewarded: int = 0
+    rewards: float = 0.0
+    """The sum of the rewards so far."""
+
+    @property
+    def mean(self) -> float | None:
+        """The mean reward so far; None before the first."""
+        return self.rewards / self.rewarded if self.rewarded else None
+
+
+class Bar:
+    """One line of a terminal, drawn over itself."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._began = time.monotonic()
+        self._next = 0.0
+        self._drawn = 0
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now >= self._next or progress.done == progress.total:
+            self._next = now + _EVERY
+            self._draw(self._line(progress, now))
+
+    def end(self) -> None:
+        """Leave the line as it is, and go to the next one."""
+        if self._drawn:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._drawn = 0
+
+    def _line(self, progress: Progress, now: float) -> str:
+        share = progress.done / progress.total if progress.total else 1.0
+        filled = int(share * _WIDTH)
+        seconds = now - self._began
+        rate = progress.done / seconds if seconds > 0 else 0.0
+        parts = [
+            f"{'#' * filled}{'.' * (_WIDTH - filled)} {progress.done}/{progress.total} runs",
+            f"{progress.running} running",
+            f"{rate:.1f}/s",
+        ]
+        if progress.failed:
+            parts.append(f"{progress.failed} failed")
+        if progress.mean is not None:
+            parts.append(f"mean reward {progress.mean:.3f}")
+        return " | ".join(parts)
+
+    def _draw(self, line: str) -> None:
+        self._stream.write("\r" + line.ljust(self._drawn))
+        self._stream.flush()
+        self._drawn = len(line)
+
+
+def shown(progress: bool | Callable[[Progress], object] | None) -> Callable[[Progress], object]:
+    """What is called with each change: the caller's own; a bar for True, and, where there is a
+    terminal, for None; nothing for False."""
+    if callable(progress):
+        return progress
+    if progress or (progress is None and sys.stderr.isatty()):
+        return Bar()
+    return _nobody
+
+
+def _nobody(_: Progress) -> None: ...

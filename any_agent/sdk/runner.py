@@ -1,0 +1,225 @@
+"""`AgentRunner`: an agent's code on every item of a dataset, each run a session of the service."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from any_agent.errors import ConfigError
+from any_agent.patience import patient_client
+from any_agent.protocol import RunInfo
+from any_agent.sdk.agents import Agent, AgentLike
+from any_agent.sdk.attempts import Attempts, MissingReward, Terms
+from any_agent.sdk.plan import Header, Items, Plan, new_run
+from any_agent.sdk.progress import Bar, Progress, shown
+from any_agent.sdk.results import RunResults
+from any_agent.sdk.run_log import RunLog
+from any_agent.sdk.running import Policy, Running
+from any_agent.sdk.service import borrow_client, find_service, return_client
+
+log = logging.getLogger(__name__)
+
+
+class AgentRunner:
+    """Runs an agent on a dataset against a service that trains (or, with mode eval, serves).
+
+    ``AgentRunner(concurrency=32, group_size=8).run(agent, dataset)``: each item is run
+    ``group_size`` times, each time in a session of its own; all sessions of an item are one group,
+    the baseline of each other. ``docs/agent-runner.md`` has all of it.
+
+    ``concurrency``: runs at once. ``epochs``: passes over the dataset. ``results``: a JSONL file;
+    the same runner on the same dataset goes on from it, wherever it was killed. ``retries``:
+    further attempts at a run that fails, each in a new session that takes the failed one's place.
+    ``on_failure``: whether a run that fails for good is skipped, or stops all. ``max_failures`` of
+    them one after the other stop all in any case. ``timeout``: seconds that one attempt may take.
+    ``missing_reward``: what becomes of a run that gave no reward: `"fail"`, `"await"` (somebody
+    else gives it later), or a number that it is given. ``wait``: seconds to wait for a slot, of
+    which training gives out no more than it wants. ``retry_for``: seconds to try again while the
+    service is away. ``progress``: called with a :class:`Progress` at each change; True shows a
+    bar, None does on a terminal, False never. ``ttl`` and ``version`` are those of the sessions.
+    ``url`` and ``api_key`` are by default those of the environment (`find_service`).
+    """
+
+    def __init__(
+        self,
+        *,
+        concurrency: int = 32,
+        group_size: int = 8,
+        epochs: int = 1,
+        results: str | Path | None = None,
+        on_failure: Literal["skip", "stop"] = "skip",
+        retries: int = 2,
+        max_failures: int = 32,
+        timeout: float = 600.0,
+        missing_reward: MissingReward = "fail",
+        mode: Literal["train", "eval"] = "train",
+        version: int | Literal["current"] | None = None,
+        ttl: float | None = None,
+        wait: float = 3600.0,
+        retry_for: float = 60.0,
+        url: str | None = None,
+        api_key: str | None = None,
+        progress: bool | Callable[[Progress], object] | None = None,
+    ) -> None:
+        """ConfigError for a setting that is no good, naming it."""
+        for name, value in {"concurrency": concurrency, "group_size": group_size}.items():
+            _require(value >= 1, f"{name} is {value}: it must be at least 1")
+        for name, value in {"epochs": epochs, "max_failures": max_failures}.items():
+            _require(value >= 1, f"{name} is {value}: it must be at least 1")
+        _require(retries >= 0, f"retries is {retries}: it must be at least 0")
+        _require(timeout > 0, f"timeout is {timeout}: it must be above 0, in seconds")
+        _require(on_failure in ("skip", "stop"), f"on_failure is {on_failure!r}: skip or stop")
+        _require(mode in ("train", "eval"), f"mode is {mode!r}: train or eval")
+        _require(
+            missing_reward in ("fail", "await") or isinstance(missing_reward, int | float),
+            f"missing_reward is {missing_reward!r}: 'fail', 'await', or a number",
+        )
+        self._service = find_service(url, api_key)
+        self._group_size = group_size
+        self._epochs = epochs
+        self._path = Path(results) if results is not None else None
+        self._policy = Policy(concurrency, retries, on_failure, max_failures)
+        self._terms = Terms(
+            service=self._service,
+            mode=mode,
+            timeout=timeout,
+            missing_reward=missing_reward,
+            wait=wait,
+            retry_for=retry_for,
+            ttl=ttl,
+            version=version,
+        )
+        self._progress = progress
+
+    def run(
+        self,
+        agent: AgentLike,
+        dataset: Any,
+        *,
+        group_size: int | None = None,
+        agent_kwargs: Mapping[str, Any] | None = None,
+    ) -> RunResults:
+        """As :meth:`arun`, for code without an event loop.
+
+        Ctrl-C ends what runs and aborts its sessions; what is done is kept in the file of results.
+        A second one ends at once.
+        """
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            pass
+        else:
+            raise RuntimeError(
+                "AgentRunner.run would block the event loop that runs here: await runner.arun(...)"
+            )
+        running = self.arun(agent, dataset, group_size=group_size, agent_kwargs=agent_kwargs)
+        return asyncio.run(running)
+
+    async def arun(
+        self,
+        agent: AgentLike,
+        dataset: Any,
+        *,
+        group_size: int | None = None,
+        agent_kwargs: Mapping[str, Any] | None = None,
+    ) -> RunResults:
+        """Run the agent on every item, and say what became of each run.
+
+        ``agent``: ``fn(item)``, ``fn(item, session)``, an object or a class with ``run(data,
+        **extra_kwargs)`` (made with ``agent_kwargs``), or the dotted name of one; what blocks is
+        run in threads. It returns a reward (of its last completion), a dict of them by completion
+        id, or None where it has set them itself. ``dataset``: a list of items, what
+        `get_custom_dataset` returns, or a JSONL file. ``group_size``: instead of the
+        runner's.
+
+        Raises ConfigError for an agent, a dataset or a file that is no good; AgentFailed when runs
+        fail, as ``on_failure`` and ``max_failures`` say; and what the service refuses to all runs
+        alike: it is away, does not take the key, or has no slot for too long.
+        """
+        called = Agent(agent, agent_kwargs)
+        items = Items(dataset)
+        size = self._group_size if group_size is None else group_size
+        _require(size >= 1, f"group_size is {size}: it must be at least 1")
+        run_log = RunLog(self._path)
+        run_log.open()
+        client = borrow_client(self._service, retry_for=self._terms.retry_for)
+        show = shown(self._progress)
+        http = patient_client() if called.wants_http_client and not called.blocks else None
+        try:
+            info = await client.run_info()
+            plan = await self._planned(items, size, info, run_log)
+            attempts = Attempts(called, self._terms, plan, run_log, client, http)
+            running = Running(plan, items, called, attempts, run_log, self._policy, show)
+            if info.state == "finished" and self._terms.mode == "train":
+                return RunResults(
+                    running.results.values(),
+                    run=plan.header.run,
+                    stopped="the training has finished: it takes no more sessions",
+                )
+            try:
+                await running.run()
+            except BaseException as error:
+                self._say_what_is_kept(running, plan, error)
+                raise
+            return RunResults(
+                running.results.values(), run=plan.header.run, stopped=running.stopped
+            )
+        finally:
+            if isinstance(show, Bar):
+                show.end()
+            run_log.close()
+            if http is not None:
+                await http.end()
+            await return_client(self._service, retry_for=self._terms.retry_for)
+
+    async def _planned(self, items: Items, size: int, info: RunInfo, run_log: RunLog) -> Plan:
+        """The plan that the file has, or a new one. ConfigError for another run's file."""
+        wanted = Header(
+            run=run_log.header.run if run_log.header is not None else new_run(),
+            data=items.fingerprint(),
+            items=len(items),
+            group_size=size,
+            mode=self._terms.mode,
+            service=f"{info.experiment}/{info.trial}",
+        )
+        if run_log.header is None:
+            await run_log.begin(wanted)
+        elif run_log.header != wanted:
+            other = _difference(run_log.header, wanted)
+            raise ConfigError(
+                f"{run_log.path} has the results of another run: {other}. "
+                "Give this one a file of its own (results=), or remove that one"
+            )
+        return Plan(wanted, self._epochs)
+
+    def _say_what_is_kept(self, running: Running, plan: Plan, error: BaseException) -> None:
+        done, total = len(running.results), len(plan)
+        if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+            kept = (
+                f"; {self._path} has them, and the same run goes on from it" if self._path else ""
+            )
+            print(f"stopped: {done} of {total} runs are done{kept}", file=sys.stderr, flush=True)
+
+
+def _difference(there: Header, here: Header) -> str:
+    words = {
+        "data": "another dataset",
+        "items": "{} items, not {}",
+        "group_size": "group_size {}, not {}",
+        "mode": "mode {}, not {}",
+        "service": "sessions of {}, not of {}",
+    }
+    for name in ("service", "mode", "group_size", "items", "data"):
+        values = getattr(there, name), getattr(here, name)
+        if values[0] != values[1]:
+            return words[name].format(*values)
+    raise AssertionError("the same headers")
+
+
+def _require(good: bool, message: str) -> None:
+    if not good:
+        raise ConfigError(message)
