@@ -10,8 +10,14 @@ import httpx
 import pytest
 
 from any_agent.client import RLClient
-from any_agent.errors import Conflict, ServiceUnavailable, StoreUnavailable, TooManyRequests
-from any_agent.protocol import RunInfo
+from any_agent.errors import (
+    Conflict,
+    ServiceUnavailable,
+    StoreUnavailable,
+    TooManyRequests,
+    WrongService,
+)
+from any_agent.protocol import API_HEADER, API_VERSION, RunInfo
 
 STARTED = {
     "session_id": "s",
@@ -45,13 +51,18 @@ def client_with(*answers: Answer, retry_for: float = 5.0) -> tuple[RLClient, lis
     return client, seen
 
 
+def started(version: str | None = API_VERSION) -> httpx.Response:
+    headers = {} if version is None else {API_HEADER: version}
+    return httpx.Response(200, json=STARTED, headers=headers)
+
+
 def full(retry_after: str = "1") -> httpx.Response:
     error = {"error": {"message": "no slot", "code": "no_capacity"}}
     return httpx.Response(429, json=error, headers={"Retry-After": retry_after})
 
 
 async def test_paths_and_keys() -> None:
-    client, seen = client_with(httpx.Response(200, json=STARTED))
+    client, seen = client_with(started())
     session = await client.start_session(task_id="t")
     assert session.api_key == "k"
     assert str(seen[0].url) == "http://service/rl/v1/start_session"
@@ -73,6 +84,23 @@ async def test_a_key_that_changes_is_asked_for_at_each_attempt() -> None:
     assert RLClient("http://service", admin_key=lambda: "made")._key() == "made"
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (started(None), "is no service of any-agent, or one that is older"),
+        (started("2"), "speaks version 2 of its API and this client version 1: install"),
+        (httpx.Response(404, text="Not Found"), "status 404.* no service of any-agent"),
+        (httpx.Response(405, json={"detail": "Method Not Allowed"}), "check the URL"),
+        (httpx.Response(307, headers={"Location": "https://login.example"}), "status 307"),
+    ],
+)
+async def test_somebody_elses_service(answer: httpx.Response, said: str) -> None:
+    client, seen = client_with(answer)
+    with pytest.raises(WrongService, match=said):
+        await client.start_session()
+    assert len(seen) == 1
+
+
 async def test_an_error_is_raised_as_its_class_and_once() -> None:
     error = {"error": {"message": "use a new group_id", "code": "group_closed"}}
     client, seen = client_with(httpx.Response(409, json=error))
@@ -91,7 +119,7 @@ async def test_patience_asks_again_while_there_is_no_slot(
         slept.append(seconds)
 
     monkeypatch.setattr("any_agent.client.asyncio.sleep", no_sleep)
-    client, seen = client_with(full("3"), full("3"), httpx.Response(200, json=STARTED))
+    client, seen = client_with(full("3"), full("3"), started())
     await client.start_session(patience=60)
     assert len(seen) == 3
     assert all(2.3 < seconds < 3.7 for seconds in slept)
@@ -102,7 +130,7 @@ async def test_patience_asks_again_while_there_is_no_slot(
 
 
 async def test_a_connection_that_could_not_be_made_is_tried_again() -> None:
-    client, seen = client_with(httpx.ConnectError("refused"), httpx.Response(200, json=STARTED))
+    client, seen = client_with(httpx.ConnectError("refused"), started())
     await client.start_session()
     assert len(seen) == 2
 
@@ -133,7 +161,7 @@ async def test_what_may_have_happened_is_repeated_under_the_same_key(
 
 
 async def test_each_request_has_a_key_of_its_own() -> None:
-    client, seen = client_with(httpx.Response(200, json=STARTED))
+    client, seen = client_with(started())
     await client.start_session()
     await client.start_session()
     assert len({request.headers["idempotency-key"] for request in seen}) == 2
@@ -275,7 +303,8 @@ async def test_proxies_of_the_environment(trust_env: bool, monkeypatch: pytest.M
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         body = INFO.model_dump_json().encode()
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        head = b"HTTP/1.1 200 OK\r\nx-any-agent-api: 1\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % len(body) + body)
         writer.close()
 
     for name in ("no_proxy", "NO_PROXY", "all_proxy", "ALL_PROXY", "http_proxy", "HTTP_PROXY"):
