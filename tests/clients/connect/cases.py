@@ -37,11 +37,14 @@ PYTHON: dict[str, tuple[Environment, ...]] = {
     "camel": (_pinned("camel", "camel"),),
     "claude-agent-sdk": (_pinned("claude-agent", "claude_agent"),),
     "langchain": (_pinned("langchain", "langchain"),),
+    "langgraph": (_pinned("langgraph", "connect", "langgraph.txt"),),
+    "llama-index": (_pinned("llama-index", "connect", "llama-index.txt"),),
     "openai-agents": (_pinned("openai-agents", "agents"),),
     "openai-python": (
         _pinned("openai-2", "openai", "openai-2.txt"),
         _pinned("openai-3", "openai", "openai-3.txt"),
     ),
+    "pydantic-ai": (_pinned("pydantic-ai", "connect", "pydantic-ai.txt"),),
 }
 """Pages whose Python needs an environment; the others' runs in this one."""
 
@@ -59,8 +62,12 @@ CASES: dict[str, Case] = {
     "langchain/agent": _WITH_TOOL,
     "langchain/anthropic": _ONCE,
     "langchain/session": _ONCE,
+    "langgraph/agent": _WITH_TOOL,
+    "langgraph/session": _ONCE,
     "litellm/agent": _WITH_TOOL,
     "litellm/session": _ONCE,
+    "llama-index/agent": _WITH_TOOL,
+    "llama-index/session": _ONCE,
     "openai-agents/agent": _WITH_TOOL,
     "openai-agents/session": _ONCE,
     "openai-node/program": Case(prints="42.\n1"),
@@ -69,4 +76,7 @@ CASES: dict[str, Case] = {
     "openai-python/agent": _WITH_TOOL,
     "openai-python/responses": Case(says=("42.", "43."), prints="42. 43."),
     "openai-python/session": _ONCE,
+    "pydantic-ai/agent": _WITH_TOOL,
+    "pydantic-ai/program": Case(prints="42.\n1"),
+    "pydantic-ai/session": _ONCE,
 }

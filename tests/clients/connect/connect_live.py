@@ -27,9 +27,9 @@ RUNS = [
     for place, block in BLOCKS.items()
     for where in (PYTHON.get(block.page, (None,)) if block.language == "python" else (None,))
 ]
-FILES = {"agent": "my_agent.py", "program": "agent.mjs"}
+FILES = {("agent", "python"): "my_agent.py", ("program", "js"): "agent.mjs"}
 """What a page's other blocks call these blocks."""
-_LIMIT = 240.0
+_LIMIT = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +83,10 @@ def test_block(
 
 def command(block: Block, where: Environment | None, folder: Path) -> list[str | Path]:
     """What runs it; writes what that needs into ``folder``."""
-    files = {b.name: b for b in BLOCKS.values() if b.page == block.page}
-    for name, file in FILES.items():
-        if name in files:
-            (folder / file).write_text(files[name].code, encoding="utf-8")
+    for other in (b for b in BLOCKS.values() if b.page == block.page):
+        file = FILES.get((other.name, other.language))
+        if file is not None:
+            (folder / file).write_text(other.code, encoding="utf-8")
     if block.language == "bash":
         _find_node(block, folder)
         return ["bash", "-euo", "pipefail", "-c", block.code]
@@ -100,7 +100,7 @@ def command(block: Block, where: Environment | None, folder: Path) -> list[str |
     (folder / "block.py").write_text(program, encoding="utf-8")
     if where is None:
         return [sys.executable, folder / "block.py"]
-    (sdk,) = python_with("sdk", HERE / "requirements.txt").parents[1].glob("lib/*/site-packages")
+    (sdk,) = python_with("sdk", HERE / "sdk.txt").parents[1].glob("lib/*/site-packages")
     python = python_with(where.name, where.pins)
     return [python, "-I", HERE / "run_block.py", ROOT, sdk, folder / "block.py"]
 
