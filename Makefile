@@ -32,13 +32,13 @@ demo: $(TRAIN) ## make a tiny model, serve it, and train it on what agents do
 test: $(DEV) ## run the tests
 	@$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-clients: $(DEV) ## try agents' SDKs, each in an environment of its own, against a live service
+test-clients: $(DEV) ## try agents' SDKs and the examples, each in its own environment, against live services
 	@command -v npm >/dev/null || { \
 	  echo "setup    installing node and npm, for npm's openai"; \
 	  install="apt-get install -qq -y --no-install-recommends nodejs npm"; \
 	  { $$install || { apt-get update -qq && $$install; }; } >/dev/null || true; \
 	}
-	@$(RUN) -m pytest --timeout 900 tests/clients/*/*_live.py $(ARGS)
+	@$(RUN) -m pytest --timeout 900 tests/clients/*/*_live.py tests/examples/*_live.py $(ARGS)
 
 test-engines: $(DEV) ## try the engines' client against a real SGLang on the CPU (installs 3.5 GB)
 	@$(RUN) -m pytest --timeout 900 tests/engine/sglang/sglang_live.py $(ARGS)

@@ -1,6 +1,7 @@
 """A tiny Qwen3-shaped model and tokenizer, made by code: nothing is downloaded.
 
 Run as ``python -m any_agent.demo.model OUT --seed N``: the demo's processes never import torch.
+``--skill sums`` makes one that is taught to add (:mod:`any_agent.demo.sums`), for agents to try.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 448
+_PHRASE = 16
+"""Characters of a token that may be several words."""
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -75,15 +78,22 @@ CHAT_TEMPLATE = r"""
 
 
 def make_tokenizer(
-    texts: Iterable[str] | None = None, *, vocab_size: int = VOCAB_SIZE
+    texts: Iterable[str] | None = None, *, vocab_size: int = VOCAB_SIZE, phrases: bool = False
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of ``texts`` (the demo's), with Qwen3's special tokens and template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    """A byte-level BPE of ``texts`` (the demo's), with Qwen3's special tokens and template.
+
+    With ``phrases`` a token may be several words of one line, so that prompts are short.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            *([pre_tokenizers.Split(Regex(r"\n"), "isolated")] if phrases else []),
+            pre_tokenizers.ByteLevel(False, use_regex=not phrases),
+        ]
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -91,6 +101,7 @@ def make_tokenizer(
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
+        max_token_length=_PHRASE if phrases else None,
     )
     core.train_from_iterator(corpus() if texts is None else texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
@@ -163,13 +174,23 @@ def save_tiny_model(
 
 
 def main() -> None:
+    from any_agent.demo.sums import make_sums_model
     from any_agent.demo.warmup import warm_up
 
-    parser = argparse.ArgumentParser(description="Make the demo's tiny model.")
+    parser = argparse.ArgumentParser(description="Make a tiny model.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--warmup-steps", type=int, default=80)
+    parser.add_argument(
+        "--skill",
+        choices=("echo", "sums"),
+        default="echo",
+        help="what it is taught: the demo's task, or to add two digits, with a tool and without",
+    )
+    parser.add_argument("--warmup-steps", type=int, default=80, help="of echo")
     args = parser.parse_args()
+    if args.skill == "sums":
+        make_sums_model(args.out, args.seed)
+        return
     save_tiny_model(args.out, args.seed)
     if args.warmup_steps:
         warm_up(args.out, steps=args.warmup_steps, seed=args.seed)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 DIGITS = "0123456789"
 _IGNORED = -100
+_PART = 4096
+"""Tokens, padding included, in one pass through the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +129,8 @@ def teach(
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, 2 - 2 * step / steps)
-        loss = _loss(model, batch(step / steps))
         optimizer.zero_grad()
-        torch.autograd.backward(loss)
+        _backward(model, batch(step / steps))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     model.eval().save_pretrained(path)
@@ -151,8 +152,27 @@ def _padded(rows: Sequence[list[int]], fill: int) -> torch.Tensor:
     return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
 
 
+def _backward(model: PreTrainedModel, rows: Sequence[Row]) -> None:
+    """Mean cross-entropy over the answers' tokens of all rows, those of like length together."""
+    import torch
+
+    trained = sum(label != _IGNORED for row in rows for label in row.labels)
+    for some in _parts(rows):
+        torch.autograd.backward(_loss(model, some) / trained)
+
+
+def _parts(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows in parts of so many tokens, padding and all."""
+    parts: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: len(row.ids)):
+        if not parts or len(row.ids) * (len(parts[-1]) + 1) > _PART:
+            parts.append([])
+        parts[-1].append(row)
+    return parts
+
+
 def _loss(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
-    """Mean cross-entropy over the answers' tokens. Rows are padded right: causal attention
+    """Summed cross-entropy over the answers' tokens. Rows are padded right: causal attention
     never looks there, so no mask is needed."""
     import torch
 
@@ -160,4 +180,5 @@ def _loss(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
     labels = _padded([row.labels for row in rows], _IGNORED)[:, 1:]
     trained = labels != _IGNORED
     hidden: Any = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden[trained]), labels[trained])
+    logits = model.lm_head(hidden[trained])
+    return torch.nn.functional.cross_entropy(logits, labels[trained], reduction="sum")

@@ -1,0 +1,146 @@
+"""Examples as their READMEs say, on the embedded engine and a tiny model that can add.
+
+What is run is the README's own command, word for word, from the repository's folder; settings after
+it make it small.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.clients.environment import FOLDER, python_with
+from tests.e2e.serving import Served, environment, serve
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+_LIMIT = 600.0
+"""Seconds, for a whole example."""
+_MADE_BY = ("model", "sums", "talks", "warmup")
+"""Modules of `any_agent/demo` that a taught model is made by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What an example's command has left."""
+
+    said: str
+    """All that it printed."""
+    folder: Path
+    """The run's."""
+    steps: list[dict[str, Any]]
+    """The lines of `metrics.jsonl` that are of a step."""
+    evals: list[dict[str, Any]]
+    """Those that are of an evaluation."""
+    rows: list[dict[str, Any]]
+    """What training was given: of each row `prompt`, `completion` and `reward`, beside others."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of each step, the mean."""
+        return [step["reward"] for step in self.steps]
+
+
+def taught_model(skill: str = "sums") -> Path:
+    """A tiny model with this skill; made once, as the READMEs say, and kept beside the clients'
+    environments until what makes it is another one."""
+    code = b"".join(Path(ROOT, "any_agent/demo", f"{name}.py").read_bytes() for name in _MADE_BY)
+    made = FOLDER / "models" / f"{skill}-{hashlib.blake2b(code, digest_size=6).hexdigest()}"
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with open(made.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            half = made.with_suffix(".half")
+            shutil.rmtree(half, ignore_errors=True)
+            _run([sys.executable, "-m", "any_agent.demo.model", half, "--skill", skill])
+            half.rename(made)
+    return made
+
+
+def command_of(example: str) -> list[str]:
+    """The one line of its README that begins with `python examples/` or `any-agent run`."""
+    readme = EXAMPLES / example / "README.md"
+    found = re.findall(r"^((?:python examples/|any-agent run ).*)$", readme.read_text(), re.M)
+    assert len(found) == 1, f"{readme} has {len(found)} commands"
+    return shlex.split(str(found[0]))
+
+
+def small(folder: Path, *more: str, model: Path | None = None) -> list[str]:
+    """Settings of a training of two steps, each of two groups of four, on one rank here."""
+    return [
+        f"model.path={model or taught_model()}",
+        f"root={folder}/runs",
+        "server.ranks=1",
+        "server.port=0",
+        "rollout.dump_to_file=true",
+        "sessions.group_size=4",
+        "rollout.batch_size=8",
+        "rollout.max_concurrent=8",
+        "train.steps=2",
+        "train.lr=1e-3",
+        *more,
+    ]
+
+
+def run_example(
+    example: str, settings: Sequence[str], folder: Path, *, environment_of: str | None = None
+) -> Ran:
+    """Run a training's command to its end, with settings after it; fails with all that it said.
+
+    ``environment_of`` names the environment that its `requirements.txt` is installed in, beside
+    what is installed here.
+    """
+    python = sys.executable
+    if environment_of is not None:
+        pins = Path(__file__).parent / "pins" / f"{environment_of}.txt"
+        python = str(python_with(f"example-{environment_of}", pins, ours=True))
+    program, *words = command_of(example)
+    assert program == "python", program
+    said = _run([python, *words, *settings])
+    (metrics,) = (folder / "runs").rglob("metrics.jsonl")
+    lines = _lines(metrics)
+    return Ran(
+        said,
+        metrics.parent,
+        steps=[line for line in lines if "eval" not in line],
+        evals=[line["eval"] for line in lines if "eval" in line],
+        rows=[row for file in sorted(metrics.parent.glob("rollout/*/*")) for row in _lines(file)],
+    )
+
+
+@contextmanager
+def service(folder: Path, *settings: str) -> Iterator[Served]:
+    """`any-agent serve`, which trains on what an agent outside does, on the taught model."""
+    given = [*small(folder), "model.enable_thinking=false", *settings]
+    with serve(*given, cwd=folder) as served:
+        yield served
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _run(command: Sequence[str | Path]) -> str:
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT,
+    )
+    said = f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{shlex.join(map(str, command))}:\n{said}"
+    return said

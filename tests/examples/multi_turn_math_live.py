@@ -1,0 +1,26 @@
+"""The example of sums with a second try, by the command of its README."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from examples.multi_turn_math.agent import RETRY
+from tests.examples.lab import run_example, small
+
+
+def test_the_example_trains(tmp_path: Path) -> None:
+    run = run_example("multi_turn_math", small(tmp_path, "largest=4", "eval.every=2"), tmp_path)
+    assert [step["step"] for step in run.steps] == [1, 2]
+    # Groups whose runs all score the same teach nothing, and are in no step.
+    assert all(0 < reward < 1 for reward in run.rewards)
+    assert [0 < found["reward"] < 1 for found in run.evals] == [True]
+    second = [row for row in run.rows if RETRY in row["prompt"]]
+    first = [row for row in run.rows if RETRY not in row["prompt"]]
+    assert {row["reward"] for row in second} <= {0.0, 1.0}
+    # An answer that needed another one gets nine tenths of what that one got.
+    assert {round(row["reward"], 3) for row in first} == {0.0, 0.9, 1.0}
+    for row in run.rows:
+        a, b = re.findall(r"What is (\d) \+ (\d)\?", row["prompt"])[-1]
+        right = row["completion"] == f"{int(a) + int(b)}<|im_end|>"
+        assert right == (row["reward"] == 1.0), row
