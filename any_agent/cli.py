@@ -17,6 +17,7 @@ from any_agent.doctor.command import add_doctor_command
 from any_agent.errors import AnyAgentError, ConfigError, StartupError
 from any_agent.export_cli import add_export_command
 from any_agent.keys_cli import add_keys_commands
+from any_agent.run_cli import add_run_command
 from any_agent.sessions_cli import add_sessions_commands
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="print the settings that would be used, as YAML")
     add_service_arguments(config)
     config.set_defaults(run=_config)
+    add_run_command(commands)
     add_doctor_command(commands)
     add_sessions_commands(commands)
     add_export_command(commands)

@@ -29,7 +29,7 @@ VOCABULARY += ("access", "arguments", "audit", "conversation", "error_shapes", "
 VOCABULARY += ("watched", "frozen_models", "experiment", "stats_tracker", "ambient")
 VOCABULARY += ("by_name", "patience", "agent_environment", "returned_rewards")
 VOCABULARY += ("workers", "worker_process", "reward", "jitter", "loop_thread", "script_errors")
-VOCABULARY += ("with_parent", "grading")
+VOCABULARY += ("with_parent", "grading", "scores")
 LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
     ("chat", "data", "engine", "record"),
@@ -44,6 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "keys_commands",
         "export_cli",
         "sessions_cli",
+        "run_cli",
         "doctor",
     ),
 )
@@ -54,6 +55,7 @@ WITHIN |= {
     ("doctor", "launcher"),
     ("cli", "export_cli"),
     ("cli", "sessions_cli"),
+    ("cli", "run_cli"),
     ("cli", "keys_cli"),
     ("keys_cli", "keys_commands"),
     ("keys_commands", "keys_cli"),

@@ -1,0 +1,189 @@
+"""Where `any-agent run` takes a run's reward from: a command, a file, or a grader.
+
+Whatever goes wrong there is one AgentFailed that names the source and what it did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from any_agent.errors import AgentFailed, ConfigError
+from any_agent.protocol import SessionContent, as_reward
+from any_agent.sdk.command_child import Program, run_program
+
+Reward: TypeAlias = float | dict[str, float]
+
+_READS = 65_536
+"""Bytes at the end of a file that a reward, or what a program complains of, is looked for in."""
+_SHOWN = 120
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSource:
+    """At most one of ``command`` (for a shell), ``file`` and ``grader`` (`module.function`).
+
+    ``limit``: seconds that the command or the grader may take. ``env`` is theirs: their author's
+    own, not that of the session, because a judge that they ask is not the agent.
+    """
+
+    command: str | None = None
+    file: str | None = None
+    """`{run}` in it stands for the run's number."""
+    grader: str | None = None
+    limit: float = 60.0
+    env: Mapping[str, str] | None = None
+
+    def __str__(self) -> str:
+        if self.command is not None:
+            return "the reward command"
+        if self.grader is not None:
+            return f"the grader {self.grader}"
+        return "the reward file"
+
+    def file_of(self, index: int) -> Path | None:
+        """The file that a run is to write its reward into, if that was said."""
+        return Path(self.file.replace("{run}", str(index))) if self.file is not None else None
+
+
+class RewardFile:
+    """A file that a run may write: what lay there before the run is not its reward."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._before = self._state()
+
+    def read(self) -> Reward | None:
+        """None if the run has not written it; AgentFailed for what is no reward."""
+        if self._state() == self._before:
+            return None
+        return reward_in(self.path, f"the reward file {self.path}")
+
+    def _state(self) -> tuple[int, ...] | None:
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """A run that has ended well. ``stem``: what the names of its files of output begin with."""
+
+    mark: str
+    variables: Mapping[str, str]
+    stem: Path
+    stdout: Path
+    content: SessionContent | None = None
+    """What was said; for a grader."""
+
+
+async def check_source(source: RewardSource, folder: Path) -> None:
+    """ConfigError for a grader that is not there, before anything was started."""
+    if source.grader is None:
+        return
+    if "." not in source.grader:
+        raise ConfigError(f"--grader {source.grader}: name it as module.function")
+    program = _grader(source, folder / "grader-check", "--check", source.grader)
+    try:
+        ended = await run_program(program, limit=source.limit)
+    except AgentFailed as error:
+        raise ConfigError(f"--grader {source.grader}: {error.message}") from None
+    if not ended.well:
+        why = last_line(program.stderr) or str(ended)
+        raise ConfigError(f"--grader {source.grader} cannot be used: {why}")
+
+
+async def reward_from(source: RewardSource, run: Graded) -> Reward:
+    """Of its command, or of its grader."""
+    stem = run.stem.with_name(f"{run.stem.name}.reward")
+    if source.command is not None:
+        argv = ["/bin/sh", "-c", source.command]
+        program = _program(source, argv, stem, run.stdout, run.mark, run.variables)
+    else:
+        assert source.grader is not None and run.content is not None
+        given = stem.with_name(f"{stem.name}.json")
+        given.write_text(json.dumps(run.content.graded()), encoding="utf-8")
+        program = _grader(source, stem, source.grader, stdin=given, run=run)
+    ended = await run_program(program, limit=source.limit)
+    if not ended.well:
+        why = last_line(program.stderr)
+        raise _failed(f"{source} {ended}{f': {why}' if why else ''}")
+    return reward_in(program.stdout, str(source))
+
+
+def reward_in(path: Path, what: str) -> Reward:
+    """The number, or the JSON object of numbers by name, in a file's last line; AgentFailed."""
+    line = last_line(path)
+    if not line:
+        raise _failed(f"{what} says nothing: its last line must be a number")
+    try:
+        return reward_of(line)
+    except ValueError as error:
+        raise _failed(f"{what} says {_short(line)}: {error}") from None
+
+
+def last_line(path: Path) -> str:
+    """The last line of a file that is not blank; empty if there is none, or no such file."""
+    try:
+        if not path.is_file():  # to open a pipe would wait for its writer
+            return ""
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _READS))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return _short(lines[-1], 1000) if lines else ""
+
+
+def reward_of(text: str) -> Reward:
+    """What a text means as a reward: a number, or a JSON object of them by name; ValueError."""
+    try:
+        value = float(text)
+    except ValueError:
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            raise ValueError("that is no number") from None
+    return as_reward(value)
+
+
+def _grader(
+    source: RewardSource,
+    stem: Path,
+    *arguments: str,
+    stdin: Path = Path(os.devnull),
+    run: Graded | None = None,
+) -> Program:
+    argv = [sys.executable, "-m", "any_agent.sdk.command_grader", *arguments]
+    mark, variables = (run.mark, run.variables) if run else (f"ANY_AGENT_GRADER={stem}", {})
+    return _program(source, argv, stem, stdin, mark, variables)
+
+
+def _program(
+    source: RewardSource,
+    argv: list[str],
+    stem: Path,
+    stdin: Path,
+    mark: str,
+    variables: Mapping[str, str],
+) -> Program:
+    name, _, value = mark.partition("=")
+    env = {**(source.env if source.env is not None else os.environ), **variables, name: value}
+    out, err = (stem.with_name(f"{stem.name}.{end}") for end in ("out", "err"))
+    return Program(argv, env, mark, out, err, stdin)
+
+
+def _failed(message: str) -> AgentFailed:
+    return AgentFailed(message, code="invalid_reward")
+
+
+def _short(text: str, most: int = _SHOWN) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
