@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from any_agent.config import EvalConfig
 from any_agent.data import RowDataset
 from any_agent.launcher.progress import shown_evaluation
 from any_agent.rollout.workflow_executor import WorkflowExecutor
+from any_agent.scores import Estimate, estimate
 from any_agent.workflow import WorkflowLike
 from any_agent.workflow.base import TensorDict
 
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 _SCOPE = "eval-rollout"
 _AHEAD = 1024
 """Items that are handed to the executor before the results of the first of them are taken."""
-_Z95 = 1.96
-"""Standard errors on either side of the mean, for 95 %."""
 
 
 @dataclass(slots=True)
@@ -45,22 +43,18 @@ class Figures:
     @property
     def reward(self) -> float | None:
         """The mean over items of the mean over an item's runs; None if all runs failed."""
-        means = self._means()
-        return float(np.mean(means)) if means else None
+        found = self._estimate()
+        return found.mean if found is not None else None
 
     @property
     def ci95(self) -> tuple[float, float] | None:
         """Where it lies with 95 % confidence, had the items been others of their kind.
 
-        1.96 standard errors of the mean over items, the runs of one being no independent draws;
-        None for fewer than two items.
+        Student's interval of the mean over items, the runs of one being no independent draws; None
+        for fewer than two items.
         """
-        means = self._means()
-        if len(means) < 2:
-            return None
-        middle = float(np.mean(means))
-        half = _Z95 * float(np.std(means, ddof=1)) / math.sqrt(len(means))
-        return middle - half, middle + half
+        found = self._estimate()
+        return found.interval if found is not None else None
 
     @property
     def best(self) -> float | None:
@@ -68,8 +62,8 @@ class Figures:
         best = [max(scores) for scores in self.scores if scores]
         return float(np.mean(best)) if best else None
 
-    def _means(self) -> list[float]:
-        return [float(np.mean(scores)) for scores in self.scores if scores]
+    def _estimate(self) -> Estimate | None:
+        return estimate([float(np.mean(scores)) for scores in self.scores if scores])
 
     def line(self) -> dict[str, Any]:
         """As `metrics.jsonl` has it."""

@@ -1,0 +1,64 @@
+"""What scores of repeated runs on the items of a dataset say: means, intervals, pass@k.
+
+The items are the draws: runs of one item are alike, so more of them do not narrow an interval as
+more items do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_T975 = (
+    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
+    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
+    *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
+)
+"""Student's t: the 97.5 % quantiles for 1 to 30 degrees of freedom."""
+_Z975 = 1.959964
+
+
+class Estimate(NamedTuple):
+    """A mean over items, and where it lies with 95 % confidence, had the items been others of
+    their kind: None for fewer than two items."""
+
+    mean: float
+    interval: tuple[float, float] | None
+    items: int
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """The mean of one value per item, with Student's interval; None without any."""
+    count = len(values)
+    if not count:
+        return None
+    mean = math.fsum(values) / count
+    if count < 2:
+        return Estimate(mean, None, count)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    half = student975(count - 1) * math.sqrt(variance / count)
+    return Estimate(mean, (mean - half, mean + half), count)
+
+
+def student975(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t, to 4 digits: a table, then Fisher's expansion in 1/n
+    (Abramowitz and Stegun, 26.7.5)."""
+    if freedom <= len(_T975):
+        return _T975[freedom - 1]
+    z = _Z975
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+def pass_at_k(runs: int, passed: int, k: int) -> float:
+    """The chance that at least one of k runs passes, from ``passed`` of ``runs``, without bias:
+    1 - C(runs - passed, k) / C(runs, k) (Chen et al. 2021, arXiv:2107.03374).
+
+    ValueError unless 1 <= k <= runs and 0 <= passed <= runs.
+    """
+    if not (1 <= k <= runs and 0 <= passed <= runs):
+        raise ValueError(f"pass@{k} of {passed} in {runs} runs: k must be 1 to {runs}")
+    return 1.0 - math.comb(runs - passed, k) / math.comb(runs, k)

@@ -1,0 +1,60 @@
+"""Means, intervals and pass@k against what is known of them."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import pytest
+
+from any_agent.scores import estimate, pass_at_k, student975
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [(1, 12.7062), (3, 3.1824), (30, 2.0423), (31, 2.0395), (60, 2.0003), (1000, 1.9623)],
+)
+def test_students_quantiles(freedom: int, quantile: float) -> None:
+    """As tables have them (scipy.stats.t.ppf(0.975, freedom))."""
+    assert student975(freedom) == pytest.approx(quantile, abs=6e-5)
+
+
+def test_quantiles_fall_towards_the_normal_one() -> None:
+    quantiles = [student975(n) for n in range(1, 2000)]
+    assert quantiles == sorted(quantiles, reverse=True)
+    assert student975(10**9) == pytest.approx(1.959964)
+
+
+def test_an_estimate() -> None:
+    """Of 0, 1, 2 and 5: the mean is 2, the variance 14/3."""
+    found = estimate([0.0, 1.0, 2.0, 5.0])
+    assert found is not None and found.interval is not None
+    half = 3.1824 * math.sqrt(14 / 3 / 4)
+    assert (found.mean, found.items) == (2.0, 4)
+    assert found.interval == pytest.approx((2 - half, 2 + half))
+
+
+def test_too_few_items_for_an_interval() -> None:
+    assert estimate([]) is None
+    assert estimate([0.5]) == (0.5, None, 1)
+    assert estimate([0.5, 0.5]) == (0.5, (0.5, 0.5), 2)
+
+
+@pytest.mark.parametrize("runs", [1, 2, 3, 5, 8])
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_runs(runs: int) -> None:
+    for passed in range(runs + 1):
+        outcomes = [k < passed for k in range(runs)]
+        for k in range(1, runs + 1):
+            chosen = [any(some) for some in combinations(outcomes, k)]
+            assert pass_at_k(runs, passed, k) == pytest.approx(sum(chosen) / len(chosen))
+
+
+def test_pass_at_k_of_many_runs() -> None:
+    assert pass_at_k(10_000, 1, 10_000) == 1.0
+    assert pass_at_k(10_000, 1, 5_000) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("asked", [(4, 1, 0), (4, 1, 5), (4, 5, 1), (0, 0, 1)])
+def test_what_cannot_be_estimated(asked: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="k must be"):
+        pass_at_k(*asked)
