@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.connect.cases import CASES, PYTHON
+from tests.clients.connect.cases import CASES, HOW_A_CLASS_IS_RUN, PYTHON
 from tests.clients.connect.pages import FOLDER, all_blocks, blocks, pages
 
 
 def test_every_block_has_a_case_and_every_case_a_block() -> None:
-    # README/try is how a page's class is run: each case of an `agent` block runs it.
-    run = {*CASES, "README/try"}
-    assert set(all_blocks()) == run, "tests/clients/connect/cases.py"
+    run = {*CASES, HOW_A_CLASS_IS_RUN}
+    assert set(all_blocks()) == run, "tests/clients/connect/cases.py says how each is run"
     assert set(PYTHON) <= {block.page for block in all_blocks().values()}
 
 

@@ -31,6 +31,8 @@ def _pinned(name: str, folder: str, file: str = "requirements.txt") -> Environme
     return Environment(name, CLIENTS / folder / file)
 
 
+HOW_A_CLASS_IS_RUN = "README/try"
+"""This block runs the blocks named `agent` of all pages."""
 NPM = CLIENTS / "openai_npm" / "package.json"
 PYTHON: dict[str, tuple[Environment, ...]] = {
     "anthropic": (_pinned("anthropic", "anthropic"),),

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.clients.client import APART
-from tests.clients.connect.cases import CASES, NPM, PYTHON, Case, Environment
+from tests.clients.connect.cases import CASES, HOW_A_CLASS_IS_RUN, NPM, PYTHON, Case, Environment
 from tests.clients.connect.pages import Block, all_blocks
 from tests.clients.environment import component, node_with, python_with
 from tests.clients.live import Live
@@ -25,6 +25,7 @@ BLOCKS = all_blocks()
 RUNS = [
     pytest.param(block, where, id=f"{place}-{where.name}" if where else place)
     for place, block in BLOCKS.items()
+    if place != HOW_A_CLASS_IS_RUN
     for where in (PYTHON.get(block.page, (None,)) if block.language == "python" else (None,))
 ]
 FILES = {("agent", "python"): "my_agent.py", ("program", "js"): "agent.mjs"}
@@ -96,7 +97,7 @@ def command(block: Block, where: Environment | None, folder: Path) -> list[str |
         return [component("node"), "block.mjs"]
     assert block.language == "python", f"{block.place}: nothing runs {block.language} here"
     # A class is run as docs/connect/README.md says.
-    program = BLOCKS["README/try"].code if block.name == "agent" else block.code
+    program = BLOCKS[HOW_A_CLASS_IS_RUN].code if block.name == "agent" else block.code
     (folder / "block.py").write_text(program, encoding="utf-8")
     if where is None:
         return [sys.executable, folder / "block.py"]

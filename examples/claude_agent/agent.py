@@ -1,0 +1,54 @@
+"""An agent of the Claude Agent SDK with a tool over MCP.
+
+It runs as well against Anthropic: `await ClaudeAgent().run(task)` with ANTHROPIC_API_KEY set.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from claude_agent_sdk import (
+    ClaudeAgentOptions,
+    ResultMessage,
+    create_sdk_mcp_server,
+    query,
+    tool,
+)
+
+
+@tool("add", "Add two whole numbers.", {"a": int, "b": int})
+async def add(given: dict[str, Any]) -> dict[str, Any]:
+    return {"content": [{"type": "text", "text": str(given["a"] + given["b"])}]}
+
+
+def variables(base_url: str | None, api_key: str | None) -> dict[str, str]:
+    """What Claude Code's program is to see of the service, beside what this process has."""
+    given = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    if base_url is not None:
+        given["ANTHROPIC_BASE_URL"] = base_url.removesuffix("/v1")
+    if api_key is not None:
+        given["ANTHROPIC_API_KEY"] = api_key
+    return given
+
+
+class ClaudeAgent:
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """One task, ``{"question": ..., "answer": ...}``; the reward: whether it is solved."""
+        options = ClaudeAgentOptions(
+            env=variables(extra_kwargs.get("base_url"), extra_kwargs.get("api_key")),
+            system_prompt="Use your tools.",
+            mcp_servers={"calculator": create_sdk_mcp_server("calculator", tools=[add])},
+            allowed_tools=["mcp__calculator__add"],
+            # An agent of our own: none of Claude Code's tools, nothing of the user's settings.
+            tools=[],
+            setting_sources=[],
+            strict_mcp_config=True,
+            max_turns=6,
+        )
+        said = ""
+        async for message in query(prompt=data["question"], options=options):
+            if isinstance(message, ResultMessage):
+                said = message.result or ""
+        numbers = re.findall(r"-?\d+", said)
+        return float(numbers[-1:] == [data["answer"]])
