@@ -35,7 +35,7 @@ class Agent:
 
     def __init__(self, agent: AgentLike, kwargs: Mapping[str, Any] | None = None) -> None:
         found = import_by_name(agent, "agent") if isinstance(agent, str) else agent
-        self._call: Callable[..., Any] = _callable(found, dict(kwargs or {}))
+        self._call: Callable[..., Any] = callable_of(found, dict(kwargs or {}))
         self.name = _name(found)
         """For messages: what is called."""
         if hasattr(found, "run") and not inspect.isroutine(found):
@@ -111,7 +111,9 @@ class Agent:
             self.hanging += future.cancelled()
 
 
-def _callable(found: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
+def callable_of(found: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """What is called with an item: a function, or the method run of an object, made where a class
+    is given. ConfigError for anything else."""
     if inspect.isclass(found):
         if not callable(getattr(found, "run", None)):
             raise ConfigError(

@@ -184,7 +184,7 @@ class AgentRunner:
             items=len(items),
             group_size=size,
             mode=self._terms.mode,
-            service=f"{info.experiment}/{info.trial}",
+            service=f"{info.experiment}/{info.trial}{self._pinned}",
         )
         if run_log.header is None:
             await run_log.begin(wanted)
@@ -195,6 +195,12 @@ class AgentRunner:
                 "Give this one a file of its own (results=), or remove that one"
             )
         return Plan(wanted, self._epochs)
+
+    @property
+    def _pinned(self) -> str:
+        """Runs of two versions of a model are no one's results."""
+        version = self._terms.version
+        return f"@{version}" if isinstance(version, int) else ""
 
     def _say_what_is_kept(self, running: Running, plan: Plan, error: BaseException) -> None:
         done, total = len(running.results), len(plan)
