@@ -17,7 +17,7 @@ from camel.utils import BaseTokenCounter
 
 
 class Characters(BaseTokenCounter):
-    """Says when a conversation is too long. CAMEL's own fetches a vocabulary, and not the model's."""
+    """Says when a conversation is too long. CAMEL's own fetches a vocabulary of OpenAI's."""
 
     def count_tokens_from_messages(self, messages: list[Any]) -> int:
         return len(str(messages))

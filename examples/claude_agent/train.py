@@ -1,4 +1,7 @@
-"""Trains the agent: python examples/claude_agent/train.py --config examples/claude_agent/config.yaml"""
+"""Trains the agent:
+
+python examples/claude_agent/train.py --config examples/claude_agent/config.yaml
+"""
 
 from __future__ import annotations
 
