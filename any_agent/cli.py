@@ -15,6 +15,7 @@ from any_agent import __version__
 from any_agent.arguments import parse
 from any_agent.doctor.command import add_doctor_command
 from any_agent.errors import AnyAgentError, ConfigError, StartupError
+from any_agent.eval_cli import add_eval_command
 from any_agent.export_cli import add_export_command
 from any_agent.keys_cli import add_keys_commands
 from any_agent.run_cli import add_run_command
@@ -76,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     add_run_command(commands)
     add_doctor_command(commands)
     add_sessions_commands(commands)
+    add_eval_command(commands)
     add_export_command(commands)
     add_keys_commands(commands)
     return parser

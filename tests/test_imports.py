@@ -28,6 +28,7 @@ VOCABULARY += ("atomic", "client", "logs", "loop_lag", "loopback", "metrics", "p
 VOCABULARY += ("access", "arguments", "audit", "conversation", "error_shapes", "keystore")
 VOCABULARY += ("watched", "frozen_models", "experiment", "stats_tracker", "ambient")
 VOCABULARY += ("by_name", "patience", "agent_environment", "returned_rewards")
+VOCABULARY += ("connections",)
 VOCABULARY += ("workers", "worker_process", "reward", "jitter", "loop_thread", "script_errors")
 VOCABULARY += ("with_parent", "grading", "scores")
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -42,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cli",
         "keys_cli",
         "keys_commands",
+        "eval_cli",
         "export_cli",
         "sessions_cli",
         "run_cli",
@@ -53,6 +55,8 @@ WITHIN = {("cli", "launcher"), ("cli", "demo"), ("demo", "launcher")}
 WITHIN |= {
     ("cli", "doctor"),
     ("doctor", "launcher"),
+    ("cli", "eval_cli"),
+    ("eval_cli", "launcher"),
     ("cli", "export_cli"),
     ("cli", "sessions_cli"),
     ("cli", "run_cli"),

@@ -116,3 +116,18 @@ def latest_weights(config: Config) -> SavedWeights | None:
     saved = read_json(path / "trainer" / "state.json")
     # The version that just these weights were published as; later ones are other weights.
     return SavedWeights(path, int(saved["state"]["version"]), int(match[1]))
+
+
+def kept_weights(config: Config) -> dict[int, Weights]:
+    """All models that the trial still has, by version: the one that it began with, as 0, what was
+    published last, and whole checkpoints."""
+    run = trial_dir(config)
+    there = {0: Weights(Path(config.model.path), 0)} if config.model.path else {}
+    for path in run.weights.glob("v*"):
+        if match := _VERSION.fullmatch(path.name):
+            there[int(match[1])] = Weights(path, int(match[1]))
+    for path in run.checkpoints.glob("step-*"):
+        if _STEP.fullmatch(path.name) and checkpoint_problem(path) is None:
+            version = int(read_json(path / "trainer" / "state.json")["state"]["version"])
+            there[version] = Weights(path, version)
+    return there

@@ -1,0 +1,108 @@
+"""Running an evaluation: an agent on all items, against one service, to its figures."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from any_agent.sdk.evaluation import Evaluation
+from any_agent.sdk.runner import AgentRunner
+from any_agent.sdk.service import Service, borrow_client, return_client
+
+_LOOK_EVERY = 0.1
+_ANSWERS_WITHIN = 10.0
+"""Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalOptions:
+    """What is run, and how."""
+
+    agent: Callable[..., Any]
+    items: Sequence[Any]
+    runs: int
+    concurrency: int
+    timeout: float
+    retries: int
+    threshold: float
+    failed_score: float | None
+    out: str | None
+    version: int | Literal["current", "any"]
+    """The weight version that all tokens must be of: one, that which is served when it begins, or
+    whichever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What came of it, and whose model it was."""
+
+    model: str
+    """`experiment/trial`, as the service says."""
+    evaluation: Evaluation
+
+
+async def evaluate(
+    options: EvalOptions, service: Service, watch: Callable[[], object] | None = None
+) -> Evaluated:
+    """All runs of all items; ``watch`` is called ten times a second meanwhile, and ends it by what
+    it raises.
+
+    Raises what :meth:`AgentRunner.arun` raises, and VersionGone where the service has gone on to
+    other weights than those that it is pinned to.
+    """
+    work = asyncio.ensure_future(_evaluate(options, service))
+    if watch is None:
+        return await work
+    watching = asyncio.ensure_future(_watch(watch))
+    try:
+        await asyncio.wait([work, watching], return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            watching.result()
+        return await work
+    finally:
+        for task in (work, watching):
+            task.cancel()
+        for task in (work, watching):
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _watch(look: Callable[[], object]) -> None:
+    while True:
+        await asyncio.sleep(_LOOK_EVERY)
+        look()
+
+
+async def _evaluate(options: EvalOptions, service: Service) -> Evaluated:
+    client = borrow_client(service, retry_for=_ANSWERS_WITHIN)
+    try:
+        run = await client.run_info()
+    finally:
+        await return_client(service, retry_for=_ANSWERS_WITHIN)
+    version = {"current": run.version, "any": None}.get(str(options.version), options.version)
+    assert version is None or isinstance(version, int)
+    runner = AgentRunner(
+        url=service.url,
+        api_key=service.api_key,
+        mode="eval",
+        version=version,
+        concurrency=options.concurrency,
+        group_size=options.runs,
+        results=options.out,
+        retries=options.retries,
+        timeout=options.timeout,
+        # Where failures have a score, an agent that always fails is judged like any other.
+        max_failures=32 if options.failed_score is None else sys.maxsize,
+    )
+    results = await runner.arun(options.agent, options.items)
+    evaluation = Evaluation.of(
+        results,
+        runs=options.runs,
+        threshold=options.threshold,
+        failed_score=options.failed_score,
+    )
+    return Evaluated(f"{run.experiment}/{run.trial}", evaluation)
