@@ -234,7 +234,7 @@ def _tool(rng: Random, name: str, *, titles: bool, closed: bool) -> dict[str, An
     if closed:
         schema["additionalProperties"] = False
     does = rng.choice(("Add two numbers.", "Adds.", "Add two whole numbers.", _system(rng)[:80]))
-    function = {"name": name, "description": does, "parameters": schema}
+    function: dict[str, Any] = {"name": name, "description": does, "parameters": schema}
     if closed and rng.random() < 0.5:
         function["strict"] = True
     return {"type": "function", "function": function}

@@ -103,7 +103,7 @@ def run_example(
     """
     python = sys.executable
     if environment_of is not None:
-        pins = Path(__file__).parent / "pins" / f"{environment_of}.txt"
+        pins = Path(__file__).with_name("pins") / f"{environment_of}.txt"
         python = str(python_with(f"example-{environment_of}", pins, ours=True))
     program, *words = command_of(example)
     assert program == "python", program

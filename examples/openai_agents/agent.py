@@ -1,0 +1,70 @@
+"""An agent on OpenAI's Agents SDK with two tools, whose answers math-verify checks.
+
+It runs as well against OpenAI: `asyncio.run(CalculatorAgent().run(task))` with OPENAI_API_KEY set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agents import (
+    Agent,
+    MaxTurnsExceeded,
+    ModelBehaviorError,
+    OpenAIProvider,
+    RunConfig,
+    Runner,
+    function_tool,
+)
+from math_verify import parse, verify
+from openai import AsyncOpenAI
+
+from any_agent import AsyncRewardWrapper
+
+
+@function_tool
+def add(a: int, b: int) -> int:
+    """Add two whole numbers."""
+    return a + b
+
+
+@function_tool
+def multiply(a: int, b: int) -> int:
+    """Multiply two whole numbers."""
+    return a * b
+
+
+def solved(said: str, answer: str) -> float:
+    """Whether they are the same in mathematics: `\\boxed{6/2}` is 3."""
+    return float(verify(parse(answer), parse(said)))
+
+
+# math-verify computes for seconds now and then, and stops itself by a signal, which works in a main
+# thread only. So it runs in a process of its own, and holds up no other run.
+verdict = AsyncRewardWrapper(solved, timeout_seconds=30)
+
+
+class CalculatorAgent:
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """One task, ``{"question": ..., "answer": ...}``; the reward: whether it is solved."""
+        client = AsyncOpenAI(
+            base_url=extra_kwargs.get("base_url"),
+            api_key=extra_kwargs.get("api_key"),
+            http_client=extra_kwargs.get("http_client"),
+            max_retries=0,
+        )
+        try:
+            result = await Runner.run(
+                Agent(name="Calculator", instructions="Use your tools.", tools=[add, multiply]),
+                data["question"],
+                max_turns=6,
+                run_config=RunConfig(
+                    model_provider=OpenAIProvider(openai_client=client),
+                    model="policy",
+                    tracing_disabled=True,
+                ),
+            )
+        except (MaxTurnsExceeded, ModelBehaviorError):
+            # The model's own fault: it comes to no end, or calls what there is not.
+            return 0.0
+        return await verdict(str(result.final_output), data["answer"])
