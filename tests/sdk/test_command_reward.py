@@ -1,0 +1,205 @@
+"""Where rewards of programs come from, and what is said of what is none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from any_agent.errors import AgentFailed, ConfigError
+from any_agent.protocol import InteractionContent, SessionContent
+from any_agent.sdk.command_reward import (
+    Graded,
+    RewardFile,
+    RewardSource,
+    check_source,
+    last_line,
+    reward_from,
+    reward_in,
+)
+
+SAID = SessionContent(
+    session_id="s-0-1",
+    mode="train",
+    task_id=None,
+    metadata={"answer": "5"},
+    interactions=[
+        InteractionContent(
+            id="a",
+            parent_id=None,
+            message_delta=[{"role": "user", "content": "2 + 3?"}],
+            output_message={"role": "assistant", "content": "5."},
+            finish_reason="stop",
+        )
+    ],
+)
+
+
+def graded(folder: Path, printed: str = "") -> Graded:
+    out = folder / "s-0-1.out"
+    out.write_text(printed)
+    variables = {"ANY_AGENT_RUN_INDEX": "3"}
+    return Graded(f"ANY_AGENT_SESSION_ID={folder}", variables, folder / "s-0-1", out, SAID)
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("1", 1.0),
+        ("checked\n  0.25 \n\n", 0.25),
+        (".5", 0.5),
+        ("-1e-3\n", -0.001),
+        ('{"correct": 1, "format": 0.2}', {"correct": 1.0, "format": 0.2}),
+    ],
+)
+def test_the_last_line_counts(tmp_path: Path, text: str, reward: object) -> None:
+    file = tmp_path / "reward"
+    file.write_text(text)
+    assert reward_in(file, "it") == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "it says nothing: its last line must be a number"),
+        ("1\nvery good", "it says very good: that is no number"),
+        ("nan", "it says nan: a reward must be a finite number"),
+        ("-inf", "finite"),
+        ("2e6", "must lie between"),
+        ("true", "must be a number"),
+        ("[1]", "must be a number"),
+        ('{"a b": 1}', "is no name"),
+        ("[" * 100_000, "that is no number"),
+    ],
+)
+def test_what_is_no_reward_is_said(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "reward"
+    file.write_text(text)
+    with pytest.raises(AgentFailed) as refused:
+        reward_in(file, "it")
+    assert said in refused.value.message
+    assert len(refused.value.message) < 400
+
+
+def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "long"
+    file.write_bytes(b"\xff" * 300_000 + b"\n7\n")
+    assert last_line(file) == "7"
+    os.mkfifo(tmp_path / "pipe")
+    assert last_line(tmp_path / "pipe") == last_line(tmp_path) == last_line(tmp_path / "no") == ""
+
+
+def test_a_file_that_was_there_before_is_no_reward(tmp_path: Path) -> None:
+    path = tmp_path / "reward"
+    path.write_text("1")
+    file = RewardFile(path)
+    assert file.read() is None
+    path.write_text("1")
+    assert file.read() == 1.0
+    new = RewardFile(tmp_path / "new")
+    assert new.read() is None
+    new.path.write_text("bad")
+    with pytest.raises(AgentFailed, match="the reward file .*new says bad"):
+        new.read()
+
+
+async def test_a_command_reads_what_was_printed(tmp_path: Path) -> None:
+    source = RewardSource(command='wc -l; echo "$ANY_AGENT_RUN_INDEX$MINE"', env={"MINE": "9"})
+    assert await reward_from(source, graded(tmp_path, "one\ntwo\n")) == 39.0
+    source = RewardSource(command="echo said; grep -c two")
+    assert await reward_from(source, graded(tmp_path, "one\ntwo\n")) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("echo fine", "the reward command says fine: that is no number"),
+        (":", "the reward command says nothing"),
+        ("echo 1; echo no judge >&2; exit 3", "ended with exit code 3: no judge"),
+        ("sleep 600", "the reward command took more than 0.5 s"),
+        ("kill -9 $$", "the reward command was killed by SIGKILL"),
+    ],
+)
+async def test_a_command_that_gives_none(tmp_path: Path, command: str, said: str) -> None:
+    with pytest.raises(AgentFailed) as refused:
+        await reward_from(RewardSource(command=command, limit=0.5), graded(tmp_path))
+    assert said in refused.value.message
+
+
+GRADER = """
+import os, time
+
+def answered(session):
+    print("graded", session["session_id"])
+    talk = session["interactions"][-1]
+    assert [m["role"] for m in talk["messages"]] == ["user"]
+    return float(session["metadata"]["answer"] in talk["output_message"]["content"])
+
+async def named(session):
+    return {"correct": 1, "format": 0.5}
+
+def raises(session):
+    raise RuntimeError("no judge is there")
+
+def dies(session):
+    os._exit(0)
+
+def hangs(session):
+    time.sleep(600)
+
+text = "no function"
+"""
+
+
+@pytest.fixture
+def grader_env(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "my_graders.py").write_text(GRADER)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    return {**os.environ, "PYTHONPATH": path}
+
+
+@pytest.mark.parametrize(
+    ("name", "reward"), [("answered", 1.0), ("named", {"correct": 1.0, "format": 0.5})]
+)
+async def test_a_grader_is_given_what_was_said(
+    tmp_path: Path, grader_env: dict[str, str], name: str, reward: object
+) -> None:
+    source = RewardSource(grader=f"my_graders.{name}", env=grader_env)
+    await check_source(source, tmp_path)
+    assert await reward_from(source, graded(tmp_path)) == reward
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("raises", "the grader my_graders.raises ended with exit code 1: RuntimeError: no judge"),
+        ("dies", "the grader my_graders.dies says nothing"),
+        ("hangs", "the grader my_graders.hangs took more than 3 s"),
+    ],
+)
+async def test_a_grader_that_gives_none(
+    tmp_path: Path, grader_env: dict[str, str], name: str, said: str
+) -> None:
+    source = RewardSource(grader=f"my_graders.{name}", env=grader_env, limit=3)
+    with pytest.raises(AgentFailed) as refused:
+        await reward_from(source, graded(tmp_path))
+    assert said in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("grader", "name it as module.function"),
+        ("my_graders.missing", "AttributeError: module 'my_graders' has no attribute 'missing'"),
+        ("no_such_module.grade", "No module named 'no_such_module'"),
+        ("my_graders.text", "my_graders.text cannot be called"),
+    ],
+)
+async def test_a_grader_that_is_not_there(
+    tmp_path: Path, grader_env: dict[str, str], name: str, said: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        await check_source(RewardSource(grader=name, env=grader_env), tmp_path)
+    assert said in refused.value.message
