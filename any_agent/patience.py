@@ -13,6 +13,7 @@ from typing import Self
 
 import httpx
 
+from any_agent.connections import Connections
 from any_agent.errors import from_response
 from any_agent.jitter import jittered
 from any_agent.keys import SESSION_KEY_PREFIX
@@ -102,12 +103,12 @@ class SharedClient(httpx.AsyncClient):
 
 def patient_client(*, patience: float = 300.0) -> SharedClient:
     """A client for any number of agents' calls at once, of the event loop it is used in first."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=30)
-    inner = httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
     # OpenAI's own: a long answer takes its time; connecting does not.
     timeout = httpx.Timeout(600.0, connect=10.0)
     return SharedClient(
-        transport=PatientTransport(inner, patience=patience), timeout=timeout, trust_env=False
+        transport=PatientTransport(Connections(), patience=patience),
+        timeout=timeout,
+        trust_env=False,
     )
 
 

@@ -91,6 +91,11 @@ class AsyncSession:
         return self._started.group_id
 
     @property
+    def expires_in(self) -> float:
+        """Seconds from its opening until its time is up, whatever happens."""
+        return self._started.expires_in
+
+    @property
     def blocking(self) -> Session:
         """The same session for code in other threads: its methods block them."""
         return Session(self)
@@ -249,6 +254,10 @@ class Session:
     @property
     def group_id(self) -> str | None:
         return self._session.group_id
+
+    @property
+    def expires_in(self) -> float:
+        return self._session.expires_in
 
     @property
     def ended(self) -> bool:

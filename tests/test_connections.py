@@ -1,0 +1,99 @@
+"""Connections for many requests at once, against a server that counts them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from aiohttp import web
+
+from any_agent import connections
+from any_agent.connections import Connections, connections_of
+
+
+class Counting:
+    """A server that answers when as many requests as it waits for are there."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.together = 1
+        self.running = 0
+        self.peers: list[object] = []
+        self._all = asyncio.Event()
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        assert request.transport is not None
+        self.peers.append(request.transport.get_extra_info("peername"))
+        self.running += 1
+        if self.running >= self.together:
+            self._all.set()
+        await self._all.wait()
+        if request.path != "/long":
+            return web.Response(text=request.path)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(1000):
+            await response.write(b"x" * 10_000)
+        return response
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Counting]:
+    server = Counting()
+    runner = web.ServerRunner(web.Server(server.answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield server
+    await runner.cleanup()
+
+
+async def test_requests_wait_for_nobody(server: Counting) -> None:
+    server.together = 150
+    async with httpx.AsyncClient(transport=Connections(False)) as http:
+        urls = [f"{server.url}/{k}" for k in range(server.together)]
+        answers = await asyncio.gather(*map(http.get, urls))
+        assert [answer.text for answer in answers] == [f"/{k}" for k in range(server.together)]
+        assert len(set(server.peers)) == server.together
+        transport = http._transport
+        assert isinstance(transport, Connections)
+        assert transport._kept == connections._KEPT
+
+
+async def test_a_connection_is_used_again(server: Counting) -> None:
+    async with httpx.AsyncClient(transport=Connections(False)) as http:
+        for _ in range(3):
+            assert (await http.get(f"{server.url}/a")).text == "/a"
+    assert len(set(server.peers)) == 1
+
+
+async def test_a_body_that_is_left_holds_nothing(server: Counting) -> None:
+    async with httpx.AsyncClient(transport=Connections(False)) as http:
+        async with http.stream("GET", f"{server.url}/long") as response:
+            async for _ in response.aiter_raw():
+                break
+        assert (await http.get(f"{server.url}/a")).text == "/a"
+
+
+async def test_errors_are_httpxs(server: Counting) -> None:
+    server.together = 2
+    async with httpx.AsyncClient(transport=Connections(False)) as http:
+        with pytest.raises(httpx.ReadTimeout):
+            await http.get(f"{server.url}/a", timeout=0.2)
+        task = asyncio.create_task(http.get(f"{server.url}/a"))
+        assert (await http.get(f"{server.url}/b")).text == "/b"
+        assert (await task).text == "/a"
+        with pytest.raises(httpx.ConnectError):
+            await http.get("http://127.0.0.1:1/")
+
+
+def test_proxies_of_the_environment_are_left_to_httpx(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    assert connections_of(trust_env=True, tls=None) is not None
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
+    assert connections_of(trust_env=True, tls=None) is None
+    assert connections_of(trust_env=False, tls=None) is not None
