@@ -67,6 +67,8 @@ CASES: dict[str, Case] = {
     "langgraph/agent": _WITH_TOOL,
     "langgraph/session": _ONCE,
     "litellm/agent": _WITH_TOOL,
+    "litellm/anthropic": _ONCE,
+    "litellm/program": Case(prints="42.\n1"),
     "litellm/session": _ONCE,
     "llama-index/agent": _WITH_TOOL,
     "llama-index/session": _ONCE,
