@@ -16,7 +16,7 @@ import httpx
 from pydantic import BaseModel
 
 from any_agent import errors
-from any_agent.connections import connections_of
+from any_agent.connections import connections_to
 from any_agent.jitter import jittered
 from any_agent.protocol import (
     AFTER_HEADER,
@@ -89,7 +89,9 @@ class RLClient:
             limits=httpx.Limits(max_connections=None),
             trust_env=trust_env,
             verify=True if tls is None else tls,
-            transport=connections_of(trust_env=trust_env, tls=tls),
+            transport=connections_to(
+                url if isinstance(url, str) else None, trust_env=trust_env, tls=tls
+            ),
         )
 
     @property

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import cast
-from urllib.request import getproxies
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
@@ -84,6 +85,12 @@ class _Stream(httpx.AsyncByteStream):
                 await give_back()
 
 
-def connections_of(*, trust_env: bool, tls: ssl.SSLContext | None) -> Connections | None:
-    """A client's transport; None where the environment names proxies that it must go through."""
-    return None if trust_env and getproxies() else Connections(True if tls is None else tls)
+def connections_to(
+    url: str | None, *, trust_env: bool, tls: ssl.SSLContext | None
+) -> Connections | None:
+    """A client's transport; None where the environment names proxies on the way there."""
+    proxies = getproxies() if trust_env else {}
+    host = urlsplit(url).netloc if url is not None else ""
+    if proxies.keys() & {"http", "https", "all"} and not (host and proxy_bypass(host)):
+        return None
+    return Connections(True if tls is None else tls)

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from any_agent import connections
-from any_agent.connections import Connections, connections_of
+from any_agent.connections import Connections, connections_to
 
 
 class Counting:
@@ -93,7 +93,11 @@ def test_proxies_of_the_environment_are_left_to_httpx(monkeypatch: pytest.Monkey
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-    assert connections_of(trust_env=True, tls=None) is not None
+    url = "http://service:8000/v1"
+    assert connections_to(url, trust_env=True, tls=None) is not None
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
-    assert connections_of(trust_env=True, tls=None) is None
-    assert connections_of(trust_env=False, tls=None) is not None
+    assert connections_to(url, trust_env=True, tls=None) is None
+    assert connections_to(url, trust_env=False, tls=None) is not None
+    monkeypatch.setenv("no_proxy", "service")
+    assert connections_to(url, trust_env=True, tls=None) is not None
+    assert connections_to(None, trust_env=True, tls=None) is None

@@ -1,0 +1,244 @@
+"""A crowd of agents in one process, each in a session of its own, by unmodified clients.
+
+Run as a program it is given nothing but the environment that agents have, and prints a line of JSON
+for each kind of client: what each session was asked, by session. An answer that is of another
+session ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack
+from os import environ
+from typing import Any, TypeAlias
+
+from any_agent import AgentSession
+
+TURNS = 2
+_OF_SESSION = "x-any-agent-session"
+_FULL = 429
+
+Headers: TypeAlias = Any
+AsyncAsk: TypeAlias = Callable[[str], Awaitable[Headers]]
+Ask: TypeAlias = Callable[[str], Headers]
+"""One call with this text; the headers of its answer."""
+
+
+def _chat(text: str) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+
+
+def _url() -> str:
+    return f"{environ['OPENAI_BASE_URL']}/chat/completions"
+
+
+def _own_key() -> dict[str, str]:
+    return {"Authorization": f"Bearer {environ['OPENAI_API_KEY']}"}
+
+
+# -- on one event loop: one client for all sessions ------------------------------------------------
+
+
+async def aiohttp(stack: AsyncExitStack) -> AsyncAsk:
+    import aiohttp
+
+    http = await stack.enter_async_context(aiohttp.ClientSession(headers=_own_key()))
+
+    async def ask(text: str) -> Headers:
+        while True:
+            async with http.post(_url(), json=_chat(text)) as response:
+                await response.read()
+            if response.status != _FULL:
+                return response.headers
+            await asyncio.sleep(0.1)
+
+    return ask
+
+
+async def httpx(stack: AsyncExitStack) -> AsyncAsk:
+    import httpx
+
+    return await _httpx(stack, httpx)
+
+
+async def httpx2(stack: AsyncExitStack) -> AsyncAsk:
+    import httpx2
+
+    return await _httpx(stack, httpx2)
+
+
+async def _httpx(stack: AsyncExitStack, module: Any) -> AsyncAsk:
+    http = await stack.enter_async_context(module.AsyncClient(timeout=60, headers=_own_key()))
+
+    async def ask(text: str) -> Headers:
+        while True:
+            response = await http.post(_url(), json=_chat(text))
+            if response.status_code != _FULL:
+                return response.headers
+            await asyncio.sleep(0.1)
+
+    return ask
+
+
+async def openai(stack: AsyncExitStack) -> AsyncAsk:
+    from openai import AsyncOpenAI
+
+    client = await stack.enter_async_context(AsyncOpenAI(max_retries=20))
+
+    async def ask(text: str) -> Headers:
+        response = await client.chat.completions.with_raw_response.create(**_chat(text))
+        return response.headers
+
+    return ask
+
+
+async def anthropic(stack: AsyncExitStack) -> AsyncAsk:
+    from anthropic import AsyncAnthropic
+
+    client = await stack.enter_async_context(AsyncAnthropic(max_retries=20))
+
+    async def ask(text: str) -> Headers:
+        return (await client.messages.with_raw_response.create(**_chat(text))).headers
+
+    return ask
+
+
+# -- in threads ------------------------------------------------------------------------------------
+
+
+def requests_blocking(stack: ExitStack) -> Ask:
+    import requests
+
+    return _blocking(stack.enter_context(requests.Session()))
+
+
+def httpx_blocking(stack: ExitStack) -> Ask:
+    import httpx
+
+    return _blocking(stack.enter_context(httpx.Client(timeout=60)))
+
+
+def httpx2_blocking(stack: ExitStack) -> Ask:
+    import httpx2
+
+    return _blocking(stack.enter_context(httpx2.Client(timeout=60)))
+
+
+def _blocking(http: Any) -> Ask:
+    def ask(text: str) -> Headers:
+        while True:
+            response = http.post(_url(), json=_chat(text), headers=_own_key())
+            if response.status_code != _FULL:
+                return response.headers
+            threading.Event().wait(0.1)
+
+    return ask
+
+
+def openai_blocking(stack: ExitStack) -> Ask:
+    from openai import OpenAI
+
+    client = stack.enter_context(OpenAI(max_retries=20))
+    return lambda text: client.chat.completions.with_raw_response.create(**_chat(text)).headers
+
+
+def anthropic_blocking(stack: ExitStack) -> Ask:
+    from anthropic import Anthropic
+
+    client = stack.enter_context(Anthropic(max_retries=20))
+    return lambda text: client.messages.with_raw_response.create(**_chat(text)).headers
+
+
+ON_A_LOOP = (aiohttp, httpx, httpx2, openai, anthropic)
+IN_THREADS = (
+    requests_blocking,
+    httpx_blocking,
+    httpx2_blocking,
+    openai_blocking,
+    anthropic_blocking,
+)
+
+Asked: TypeAlias = dict[str, list[str]]
+"""By session, in the order of asking."""
+
+
+async def on_a_loop(
+    client: Callable[[AsyncExitStack], Awaitable[AsyncAsk]], count: int, kind: str
+) -> Asked:
+    """So many sessions at once, all open before the first call."""
+    asked: Asked = {}
+    together = asyncio.Barrier(count)
+
+    async def agent(number: int, ask: AsyncAsk) -> None:
+        async with AgentSession(mode="eval", on_missing_reward="abort") as session:
+            asked[session.session_id] = []
+            await together.wait()
+            for turn in range(TURNS):
+                await asyncio.sleep(random.random() * 0.05)
+                text = f"{kind} {number} {turn}"
+                _check(session.session_id, await ask(text))
+                asked[session.session_id].append(text)
+            await session.set_reward(number)
+
+    async with AsyncExitStack() as stack:
+        ask = await client(stack)
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(count):
+                tasks.create_task(agent(number, ask))
+    return asked
+
+
+def in_threads(client: Callable[[ExitStack], Ask], count: int, kind: str) -> Asked:
+    """So many threads at once, whose sessions are all open before the first call."""
+    asked: Asked = {}
+    failed: list[BaseException] = []
+    together = threading.Barrier(count, timeout=120)
+
+    def agent(number: int, ask: Ask) -> None:
+        try:
+            with AgentSession(mode="eval", on_missing_reward="abort") as session:
+                asked[session.session_id] = []
+                together.wait()
+                for turn in range(TURNS):
+                    text = f"{kind} {number} {turn}"
+                    _check(session.session_id, ask(text))
+                    asked[session.session_id].append(text)
+                session.set_reward(number)
+        except BaseException as error:
+            failed.append(error)
+            together.abort()
+
+    with ExitStack() as stack:
+        ask = client(stack)
+        threads = [threading.Thread(target=agent, args=(k, ask)) for k in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if failed:
+        raise failed[0]
+    return asked
+
+
+def _check(session_id: str, headers: Headers) -> None:
+    found = headers.get(_OF_SESSION)
+    if found != session_id:
+        raise AssertionError(f"a call of {session_id} landed in {found}")
+
+
+def main(count: int) -> None:
+    for client in ON_A_LOOP:
+        kind = f"{client.__name__} on a loop"
+        print(json.dumps([kind, asyncio.run(on_a_loop(client, count, kind))]), flush=True)
+    for blocking in IN_THREADS:
+        kind = f"{blocking.__name__} in threads"
+        print(json.dumps([kind, in_threads(blocking, count, kind)]), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,50 @@
+"""Sessions side by side in one process: every call of an unmodified client lands in its own.
+
+`make test-clients` has the same with 200 of each, and with both versions of OpenAI's client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.sdk import crowd
+from tests.sdk.conftest import Served
+
+COUNT = 8
+
+
+@pytest.fixture(autouse=True)
+def of_anthropic(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANTHROPIC_BASE_URL", served.url)
+    monkeypatch.setenv("ANTHROPIC_API_KEY", served.tenant_key)
+    monkeypatch.delenv("ANTHROPIC_AUTH_TOKEN", raising=False)
+
+
+async def recorded(served: Served, asked: crowd.Asked) -> crowd.Asked:
+    """What the service has of these sessions."""
+    found: crowd.Asked = {}
+    for session_id in asked:
+        calls = await served.proxy.recorded(session_id)
+        found[session_id] = [_text(call.message_delta[-1]["content"]) for call in calls]
+    return found
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else str(content[0]["text"])
+
+
+@pytest.mark.parametrize("client", crowd.ON_A_LOOP)
+async def test_on_one_loop(client: Any, served: Served) -> None:
+    asked = await crowd.on_a_loop(client, COUNT, client.__name__)
+    assert len(asked) == COUNT
+    assert await recorded(served, asked) == asked
+
+
+@pytest.mark.parametrize("client", crowd.IN_THREADS)
+async def test_over_threads(client: Any, served: Served) -> None:
+    asked = await asyncio.to_thread(crowd.in_threads, client, COUNT, client.__name__)
+    assert len(asked) == COUNT
+    assert await recorded(served, asked) == asked
