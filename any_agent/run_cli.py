@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from any_agent.sdk.command_reward import RewardSource
     from any_agent.sdk.command_run import CommandRun, RunOptions
     from any_agent.sdk.command_runs import CommandRuns
+    from any_agent.sdk.service import Service
 
 _DESCRIPTION = (
     "Run a program as a session: its OpenAI or Anthropic client finds the service in its "
@@ -119,7 +120,6 @@ def _options(arguments: argparse.Namespace, folder: Path) -> RunOptions:
 
     from any_agent.errors import ConfigError
     from any_agent.sdk.command_run import RunOptions
-    from any_agent.sdk.service import find_service
 
     program = arguments.program[arguments.program[:1] == ["--"] :]
     if not program:
@@ -134,7 +134,7 @@ def _options(arguments: argparse.Namespace, folder: Path) -> RunOptions:
         )
     return RunOptions(
         command=program,
-        service=find_service(arguments.url, _api_key(arguments.api_key_file)),
+        service=_service(arguments.url, arguments.api_key_file),
         folder=folder,
         n=n,
         concurrency=concurrency,
@@ -163,6 +163,22 @@ def _source(arguments: argparse.Namespace) -> RewardSource:
         limit=arguments.reward_timeout,
         env=environment_of_rewards(os.environ),
     )
+
+
+def _service(url: str | None, key_file: str | None) -> Service:
+    import os
+    from dataclasses import replace
+
+    from any_agent.errors import ConfigError
+    from any_agent.sdk.service import find_service
+
+    if not any((url, os.environ.get("ANY_AGENT_URL"), os.environ.get("OPENAI_BASE_URL"))):
+        raise ConfigError(
+            "no service is named: give --url, or set ANY_AGENT_URL (or OPENAI_BASE_URL), to what "
+            "`any-agent serve` or `any-agent train` prints, like http://127.0.0.1:8000"
+        )
+    service = find_service(url, _api_key(key_file))
+    return replace(service, key_from="--api-key-file") if key_file is not None else service
 
 
 def _api_key(path: str | None) -> str | None:

@@ -24,6 +24,7 @@ from any_agent.sdk.command_child import Program
 from any_agent.sdk.command_echo import Echo
 from any_agent.sdk.command_reward import check_source
 from any_agent.sdk.command_run import CommandRun, RunOptions, run_in
+from any_agent.sdk.opening import key_refused
 from any_agent.sdk.service import borrow_client, return_client
 from any_agent.sdk.session import AgentSession
 
@@ -54,8 +55,9 @@ class CommandRuns:
     async def run(self) -> None:
         """Until all have ended.
 
-        ConfigError for a command or a grader that is not there.
+        ConfigError for a command or a grader that is not there, and for names that none takes.
         """
+        self._require_fields()
         require_program(self.options.command[0], self.options.environ)
         await check_source(self.options.source, self.options.folder)
         try:
@@ -72,12 +74,20 @@ class CommandRuns:
         for echo in self._echoes:
             echo.finish()
 
+    def _require_fields(self) -> None:
+        try:
+            self._session()
+        except InvalidRequest as error:
+            raise ConfigError(error.message) from None
+
     async def _reach(self) -> None:
         """So that it is said once, and soon, that the service is away or its training has ended."""
         service = self.options.service
         client = borrow_client(service, retry_for=_ANSWERS_WITHIN)
         try:
             info = await client.run_info()
+        except Unauthenticated as error:
+            raise key_refused(error, service) from None
         except ValueError:
             raise WrongService(
                 f"what answers at {service.url} is no service of any-agent: check the URL"

@@ -43,7 +43,7 @@ async def opened(
             pause = jittered(error.retry_after or 1.0, 0.8, 1.2)
             await asyncio.sleep(min(pause, remaining))
         except Unauthenticated as error:
-            raise _with_key(error, service) from None
+            raise key_refused(error, service) from None
         except asyncio.CancelledError:
             await _undo(client, fields, key)
             raise
@@ -57,7 +57,8 @@ async def _undo(client: RLClient, fields: dict[str, Any], key: str) -> None:
             await client.abort(started, "its opener was cancelled")
 
 
-def _with_key(error: Unauthenticated, service: Service) -> Unauthenticated:
+def key_refused(error: Unauthenticated, service: Service) -> Unauthenticated:
+    """The same, which says where the key came from."""
     if service.api_key is None:
         message = (
             f"{service.url} wants a key: pass api_key=, or set ANY_AGENT_API_KEY (or "

@@ -101,7 +101,7 @@ def test_a_file_that_was_there_before_is_no_reward(tmp_path: Path) -> None:
     new = RewardFile(tmp_path / "new")
     assert new.read() is None
     new.path.write_text("bad")
-    with pytest.raises(AgentFailed, match="the reward file .*new says bad"):
+    with pytest.raises(AgentFailed, match=r"the reward file .*new says bad"):
         new.read()
 
 

@@ -92,7 +92,7 @@ async def test_a_program_gets_its_session_and_nothing_else_of_ours(
     does = "ask(); print(json.dumps(dict(os.environ)))"
     result = await only(make(does, environ=environ, failure_reward=0, mode="eval"))
     assert result.state == "finalized" and result.stdout is not None
-    env = json.loads(Path(result.stdout).read_text())
+    env = json.loads((tmp_path / result.stdout).read_text())
     assert served.tenant_key not in env.values() and "operators" not in env.values()
     assert env["MINE"] == "stays"
     assert env["OPENAI_BASE_URL"] == f"{served.url}/v1" == env["OPENAI_API_BASE"]
