@@ -1,0 +1,58 @@
+"""Every block of docs/sdk.md runs as it is written."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from any_agent.rundir import RunDir
+from tests.sdk.conftest import Served
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "sdk.md"
+_NAMED = re.compile(r"^<!-- test: ([a-z-]+) -->\n```python\n(.*?)^```$", re.M | re.S)
+BLOCKS: dict[str, str] = dict(_NAMED.findall(PAGE.read_text(encoding="utf-8")))
+RUN = ("session", "ambient", "runner", "inference")
+
+
+def test_every_block_has_a_test() -> None:
+    assert tuple(BLOCKS) == RUN
+    assert PAGE.read_text(encoding="utf-8").count("```") == 2 * len(RUN)
+
+
+async def run(name: str) -> None:
+    """As a program, without its process: that would take longer than what it does."""
+    code = compile(BLOCKS[name], f"docs/sdk.md:{name}", "exec")
+    await asyncio.to_thread(exec, code, {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize(("name", "sessions"), [("session", 1), ("ambient", 4), ("runner", 2)])
+async def test_its_sessions(
+    name: str, sessions: int, served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run(name)
+    lines = [line async for line in served.proxy.client.sessions()]
+    assert [line.state for line in lines] == ["finalized"] * sessions
+    assert [(line.interactions, line.rewards_given) for line in lines] == [(1, 1)] * sessions
+    if name == "runner":
+        assert "2" in capsys.readouterr().out
+
+
+async def test_the_model_that_came_of_it(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A trial's folder with a checkpoint, as training leaves it."""
+    monkeypatch.chdir(tmp_path)
+    trial = RunDir.of(Path("runs"), "me", "sums", "first")
+    trial.create()
+    shutil.copytree(tiny_model_dir, trial.checkpoints / "step-00000001")
+    (trial.checkpoints / "latest").write_text("step-00000001\n")
+    (trial.path / "config.yaml").write_text("model: {path: unused}\n")
+    await run("inference")
+    assert capsys.readouterr().out.endswith("\n")
