@@ -6,7 +6,9 @@ import argparse
 import math
 import signal
 import sys
-from contextlib import ExitStack
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -99,19 +101,15 @@ def add_eval_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
 def _run(arguments: argparse.Namespace) -> int:
     from any_agent.errors import Forbidden, ServiceUnavailable, Unauthenticated, WrongService
 
-    before = signal.signal(signal.SIGTERM, _terminated)
     try:
-        return _evaluate(arguments)
+        with _terminable():
+            return _evaluate(arguments)
     except (Unauthenticated, Forbidden, ServiceUnavailable, WrongService) as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 3
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    import asyncio
-
     from any_agent.errors import ConfigError
     from any_agent.sdk.evaluating import evaluate
 
@@ -135,10 +133,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             from any_agent.sdk.service import find_service
 
             service = find_service(arguments.url, _key(arguments.api_key_file))
-            done = asyncio.run(evaluate(options, service))
+            done = _until_signal(evaluate(options, service))
         else:
             service, watch = _serve(arguments, stack)
-            done = asyncio.run(evaluate(options, service, watch))
+            done = _until_signal(evaluate(options, service, watch))
     _report(arguments, done, ks or done.evaluation.default_ks(), len(options.items))
     return 1 if done.evaluation.failed and options.failed_score is None else 0
 
@@ -266,6 +264,38 @@ def _report(arguments: argparse.Namespace, done: Evaluated, ks: list[int], items
 def _say(line: str) -> None:
     """Standard output is for what was found."""
     print(line, file=sys.stderr, flush=True)
+
+
+def _until_signal(evaluation: Coroutine[Any, Any, Evaluated]) -> Evaluated:
+    """What comes of it. SystemExit for a signal, once open sessions are aborted."""
+    import asyncio
+
+    from any_agent.sdk.until_signal import run_until_signal
+
+    found: list[Evaluated] = []
+
+    async def evaluated() -> None:
+        found.append(await evaluation)
+
+    if threading.current_thread() is not threading.main_thread():
+        # Where no signal arrives.
+        asyncio.run(evaluated())
+    elif (number := run_until_signal(evaluated())) is not None:
+        raise SystemExit(128 + number)
+    return found[0]
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """What was started so far is ended at SIGTERM, too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _terminated(number: int, frame: object) -> NoReturn:

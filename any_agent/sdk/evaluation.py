@@ -55,7 +55,7 @@ class Evaluation:
                 score = failed_score
             if score is not None:
                 of_item.append(score)
-            if result.task_id is not None:
+            if result.task_id is not None and not result.task_id.startswith(f"{results.run}-"):
                 tasks[result.item] = result.task_id
             if result.version is not None:
                 versions.add(result.version)
@@ -106,7 +106,7 @@ class Evaluation:
         """The same for people, a line each."""
         rows = [("reward", self.reward), *((f"pass@{k}", self.pass_at(k)) for k in ks)]
         width = max(len(name) for name, _ in rows)
-        lines = [f"{'':{width}}   mean    95 % interval      items"]
+        lines = [f"{'':{width}}     mean      95 % interval  items"]
         return lines + [f"{name:{width}}  {_row(found)}" for name, found in rows]
 
     def said_of_versions(self) -> str:
@@ -137,9 +137,9 @@ def _plain(found: Estimate | None) -> dict[str, Any] | None:
 
 def _row(found: Estimate | None) -> str:
     if found is None:
-        return "     -          -          -      0"
-    interval = f"{'-':^18}"
+        return f"{'-':>7}  {'-':>17}  {0:5}"
+    interval = f"{'-':>17}"
     if found.interval is not None:
         low, high = found.interval
-        interval = f"{low:7.4f} .. {high:7.4f}"
-    return f"{found.mean:7.4f}  {interval}  {found.items:5}"
+        interval = f"{f'{low:.3f} .. {high:.3f}':>17}"
+    return f"{found.mean:7.3f}  {interval}  {found.items:5}"

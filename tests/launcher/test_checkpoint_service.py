@@ -1,0 +1,151 @@
+"""Models that a trial has kept, by name; what cannot be served is told before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from any_agent.config import Config, load_config
+from any_agent.errors import ConfigError
+from any_agent.launcher.checkpoint_service import Kept, find_kept, served
+from any_agent.launcher.trial import kept_weights, trial_dir
+from any_agent.rundir import RunDir
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANY_AGENT_SERVER__ADMIN_KEY", raising=False)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """The folder of the model that the trial began with."""
+    path = tmp_path / "base"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path, base: Path) -> RunDir:
+    config = load_config(
+        None,
+        [
+            *(f"root={tmp_path / 'runs'}", "user=me", "experiment=exp", "trial=one"),
+            *(f"model.path={base}", "server.host=0.0.0.0", "model.enable_thinking=false"),
+        ],
+        environ={},
+    )
+    run = trial_dir(config)
+    run.create()
+    (run.path / "config.yaml").write_text(yaml.safe_dump(config.dump()))
+    return run
+
+
+def checkpoint(run: RunDir, step: int, version: int) -> Path:
+    """One that is whole, as far as it is looked at, and the latest."""
+    path = run.checkpoints / f"step-{step:08d}"
+    (path / "trainer").mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    (path / "trainer" / "state.json").write_text(json.dumps({"state": {"version": version}}))
+    (path / "manifest.json").write_text(json.dumps({"files": {"config.json": 2}}))
+    (run.checkpoints / "latest").write_text(f"{path.name}\n")
+    return path
+
+
+def find(run: RunDir, name: str, *more: str) -> Kept:
+    return find_kept(name, [f"root={run.path.parents[2]}", "user=me", *more])
+
+
+def test_the_latest_checkpoint(run: RunDir) -> None:
+    checkpoint(run, 20, 21)
+    path = checkpoint(run, 40, 42)
+    found = find(run, "exp/one")
+    assert (found.name, found.weights.path, found.weights.version) == ("exp/one@42", path, 42)
+    assert found.config.model.enable_thinking is False, "its settings are the trial's"
+
+
+def test_one_version(run: RunDir, base: Path) -> None:
+    path = checkpoint(run, 20, 21)
+    checkpoint(run, 40, 42)
+    assert find(run, "exp/one@21").weights.path == path
+    assert find(run, "exp/one@0").weights.path == base
+    published = run.weights / "v00000045"
+    published.mkdir(parents=True)
+    assert find(run, "exp/one@45").weights.path == published
+
+
+def test_settings_of_ones_own(run: RunDir) -> None:
+    checkpoint(run, 1, 1)
+    found = find(run, "exp/one", "server.ranks=1", "sampling.temperature=0.5")
+    assert (found.config.server.ranks, found.config.sampling.temperature) == (1, 0.5)
+
+
+def test_versions_that_are_not_there(run: RunDir) -> None:
+    with pytest.raises(ConfigError, match=r"no whole checkpoint yet; there are exp/one@0 \(0 is"):
+        find(run, "exp/one")
+    checkpoint(run, 20, 21)
+    (checkpoint(run, 40, 42) / "config.json").write_text("{ }")
+    said = r"exp/one has not kept version 42; there are exp/one@0, exp/one@21 \(0 is the model"
+    with pytest.raises(ConfigError, match=said):
+        find(run, "exp/one@42")
+
+
+def test_runs_that_are_not_there(run: RunDir) -> None:
+    with pytest.raises(ConfigError, match=r"no run exp/two in .*root=.*; there are exp/one$"):
+        find(run, "exp/two")
+    for name in ("exp", "a/b/c", "exp/one@x", ""):
+        with pytest.raises(ConfigError, match="neither experiment/trial"):
+            find(run, name)
+
+
+def test_a_base_model_that_is_gone(run: RunDir, base: Path) -> None:
+    (base / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"no model folder"):
+        find(run, "exp/one@0")
+
+
+def test_a_models_folder(base: Path, tmp_path: Path) -> None:
+    found = find_kept(str(base), [f"root={tmp_path}"])
+    assert (found.name, found.weights.version) == (str(base), 0)
+    other = tmp_path / "other" / "base"
+    other.mkdir(parents=True)
+    (other / "config.json").write_text("{}")
+    assert found.config.trial.startswith("base-")
+    assert find_kept(str(other)).config.trial != found.config.trial
+
+
+def test_all_that_is_kept(run: RunDir) -> None:
+    checkpoint(run, 20, 21)
+    (run.checkpoints / "step-00000030.tmp").mkdir()
+    assert set(kept_weights(_config(run))) == {0, 21}
+
+
+def _config(run: RunDir) -> Config:
+    return load_config(run.path / "config.yaml", environ={})
+
+
+def test_engines_elsewhere_have_weights_of_their_own(run: RunDir, tmp_path: Path) -> None:
+    checkpoint(run, 1, 1)
+    elsewhere = ["engine.urls=[http://10.0.0.1:3]", "server.ranks=1"]
+    with (
+        pytest.raises(ConfigError, match=r"engines elsewhere \(engine.urls\)"),
+        served(find(run, "exp/one", *elsewhere), tmp_path / "kept", print),
+    ):
+        pass
+
+
+def test_the_light_install_serves_nothing(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(run, 1, 1)
+    monkeypatch.setattr("any_agent.launcher.checkpoint_service.find_spec", lambda name: None)
+    with (
+        pytest.raises(ConfigError, match=r'needs torch, .*pip install "any-agent-rl\[serve\]"'),
+        served(find(run, "exp/one"), tmp_path / "kept", print),
+    ):
+        pass
+    assert not (tmp_path / "kept").exists()
