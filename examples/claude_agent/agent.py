@@ -24,7 +24,12 @@ async def add(given: dict[str, Any]) -> dict[str, Any]:
 
 def variables(base_url: str | None, api_key: str | None) -> dict[str, str]:
     """What Claude Code's program is to see of the service, beside what this process has."""
-    given = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    given = {
+        # No calls of its own, such as one for a title: they would be in the session.
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        # Nothing of this machine, its folders and the date behind each question.
+        "CLAUDE_CODE_SIMPLE": "1",
+    }
     if base_url is not None:
         given["ANTHROPIC_BASE_URL"] = base_url.removesuffix("/v1")
     if api_key is not None:
@@ -36,6 +41,7 @@ class ClaudeAgent:
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         """One task, ``{"question": ..., "answer": ...}``; the reward: whether it is solved."""
         options = ClaudeAgentOptions(
+            model="claude-sonnet-4-5",  # whose API it speaks; the policy answers whatever it says
             env=variables(extra_kwargs.get("base_url"), extra_kwargs.get("api_key")),
             system_prompt="Use your tools.",
             mcp_servers={"calculator": create_sdk_mcp_server("calculator", tools=[add])},

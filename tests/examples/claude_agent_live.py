@@ -9,6 +9,6 @@ from tests.examples.tool_rows import check_rows
 
 
 def test_the_example_trains(tmp_path: Path) -> None:
-    settings = small(tmp_path, "largest=4")
+    settings = small(tmp_path, "largest=4", "rollout.max_concurrent=4")
     run = run_example("claude_agent", settings, tmp_path, environment_of="claude_agent")
     check_rows(run, tool="mcp__calculator__add")
