@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from any_agent import errors
 from any_agent.connections import connections_to
 from any_agent.jitter import jittered
+from any_agent.lean_http import Answer, LeanHttp
 from any_agent.protocol import (
     AFTER_HEADER,
     API_HEADER,
@@ -65,7 +66,8 @@ class RLClient:
     rest may. Without ``trust_env`` proxies named in the environment are not used. ``admin_key`` (or
     a trainer's, or a tenant's) may be a function, too, for a key that changes. ``epoch`` is the
     number of the trainer's start: once a later one was heard of, StaleOwner is raised. ``tls``: a
-    context that is there already, as reading all authorities' certificates takes 30 ms.
+    context that is there already, as reading all authorities' certificates takes 30 ms. ``http``:
+    what sends the requests instead of httpx, for those who send many.
     """
 
     def __init__(
@@ -78,13 +80,14 @@ class RLClient:
         retry_for: float = 30.0,
         trust_env: bool = True,
         tls: ssl.SSLContext | None = None,
+        http: LeanHttp | None = None,
     ) -> None:
         self._where = url
         self._key = admin_key if callable(admin_key) else lambda: admin_key or ""
         self._epoch = {EPOCH_HEADER: str(epoch)} if epoch is not None else {}
         self._retry_for = retry_for
         self._timeout = timeout
-        self._http = httpx.AsyncClient(
+        self._http: LeanHttp | httpx.AsyncClient = http or httpx.AsyncClient(
             timeout=timeout,
             limits=httpx.Limits(max_connections=None),
             trust_env=trust_env,
@@ -355,7 +358,7 @@ class RLClient:
         once: bool | str = False,
         repeatable: bool = False,
         retry_for: float | None = None,
-    ) -> httpx.Response:
+    ) -> httpx.Response | Answer:
         """``once``: it must not happen twice (a text is its Idempotency-Key); ``repeatable``: it
         may."""
         content = body.model_dump_json(exclude_none=True) if body is not None else None
@@ -410,7 +413,7 @@ class RLClient:
         return response
 
 
-def _require_our_api(response: httpx.Response, url: str | None) -> None:
+def _require_our_api(response: httpx.Response | Answer, url: str | None) -> None:
     """WrongService unless it is answered by a service that speaks our version."""
     version = response.headers.get(API_HEADER)
     if version == API_VERSION:
@@ -427,7 +430,7 @@ def _require_our_api(response: httpx.Response, url: str | None) -> None:
     )
 
 
-def _quota_wait(response: httpx.Response) -> float | None:
+def _quota_wait(response: httpx.Response | Answer) -> float | None:
     """Seconds until the tenant's quota lets the same request in; None of any other answer."""
     if response.status_code != 429:
         return None

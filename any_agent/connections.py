@@ -89,8 +89,13 @@ def connections_to(
     url: str | None, *, trust_env: bool, tls: ssl.SSLContext | None
 ) -> Connections | None:
     """A client's transport; None where the environment names proxies on the way there."""
-    proxies = getproxies() if trust_env else {}
-    host = urlsplit(url).netloc if url is not None else ""
-    if proxies.keys() & {"http", "https", "all"} and not (host and proxy_bypass(host)):
+    if trust_env and proxied(url):
         return None
     return Connections(True if tls is None else tls)
+
+
+def proxied(url: str | None) -> bool:
+    """Whether the environment names proxies on the way there; None: wherever that is."""
+    host = urlsplit(url).netloc if url is not None else ""
+    named = getproxies().keys() & {"http", "https", "all"}
+    return bool(named) and not (host and proxy_bypass(host))

@@ -14,10 +14,14 @@ from weakref import WeakKeyDictionary
 import httpx
 
 from any_agent.client import RLClient
+from any_agent.connections import proxied
 from any_agent.errors import ConfigError
 from any_agent.keys import SESSION_KEY_PREFIX
+from any_agent.lean_http import LeanHttp
 
 _URLS = ("ANY_AGENT_URL", "OPENAI_BASE_URL")
+_TIMEOUT = 60.0
+"""Seconds for an answer, beyond what a request asks to wait."""
 _KEYS = ("ANY_AGENT_API_KEY", "OPENAI_API_KEY")
 
 
@@ -119,8 +123,14 @@ def borrow_client(service: Service, *, retry_for: float) -> RLClient:
         of_loop = _clients.setdefault(asyncio.get_running_loop(), {})
     shared = of_loop.get((service, retry_for))
     if shared is None:
+        tls = tls_context()
         client = RLClient(
-            service.url, admin_key=service.api_key, retry_for=retry_for, tls=tls_context()
+            service.url,
+            admin_key=service.api_key,
+            retry_for=retry_for,
+            tls=tls,
+            http=None if proxied(service.url) else LeanHttp(timeout=_TIMEOUT, tls=tls),
+            timeout=_TIMEOUT,
         )
         shared = of_loop[service, retry_for] = _Shared(client)
     shared.users += 1

@@ -1,0 +1,271 @@
+"""The SDK's HTTP client against a server that says exactly what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TypeAlias
+
+import httpx
+import pytest
+
+from any_agent import lean_http
+from any_agent.lean_http import Answer, LeanHttp
+
+Handler: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nX-A: 1\r\nx-a: 2\r\n\r\nok"
+
+
+class Server:
+    """Answers each connection by a function; counts them."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self.connections = 0
+        self.requests: list[bytes] = []
+        self.asked = asyncio.Event()
+        self.url = ""
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[Server]:
+        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield self
+        finally:
+            server.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            await self._handler(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            return
+        finally:
+            writer.close()
+
+    async def request(self, reader: asyncio.StreamReader) -> bytes:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = 0
+        for line in head.split(b"\r\n"):
+            if line.startswith(b"content-length:"):
+                length = int(line.partition(b":")[2])
+        self.requests.append(head + await reader.readexactly(length))
+        self.asked.set()
+        return self.requests[-1]
+
+
+Saying: TypeAlias = Callable[..., Awaitable[Server]]
+
+
+@pytest.fixture
+async def saying() -> AsyncIterator[Saying]:
+    """A server that answers every request with these parts, one after the other."""
+    async with AsyncExitStack() as stack:
+
+        async def make(*parts: bytes, close: bool = False) -> Server:
+            async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                while True:
+                    await server.request(reader)
+                    for part in parts:
+                        writer.write(part)
+                        await writer.drain()
+                        await asyncio.sleep(0.001)
+                    if close:
+                        return
+
+            server = Server(handler)
+            return await stack.enter_async_context(server.serve())
+
+        yield make
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[LeanHttp]:
+    http = LeanHttp(timeout=5.0)
+    yield http
+    await http.aclose()
+
+
+async def ask(http: LeanHttp, url: str, method: str = "GET", content: str | None = None) -> Answer:
+    return await http.request(method, url, content=content, headers={"a": "b"}, timeout=5.0)
+
+
+async def test_one_connection_for_one_request_after_another(saying: Saying, http: LeanHttp) -> None:
+    server = await saying(OK)
+    for _ in range(3):
+        answer = await ask(http, f"{server.url}/x?y=1", "POST", "{}")
+        assert (answer.status_code, answer.content, answer.headers["x-a"]) == (200, b"ok", "1, 2")
+    assert server.connections == 1
+    head, _, body = server.requests[0].partition(b"\r\n\r\n")
+    host = server.url.removeprefix("http://")
+    assert head.decode().split("\r\n") == [
+        "POST /x?y=1 HTTP/1.1",
+        f"host: {host}",
+        "accept: application/json",
+        "a: b",
+        "content-length: 2",
+    ]
+    assert body == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("parts", "body"),
+    [
+        ([OK[:5], OK[5:40], OK[40:-1], OK[-1:]], b"ok"),
+        ([b"HTTP/1.1 100 Continue\r\n\r\n" + OK], b"ok"),
+        ([b"HTTP/1.1 204 No Content\r\n\r\n"], b""),
+        (
+            [
+                b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3;x=y\r\nab",
+                b"c\r\n1",
+                b"0\r\n0123456789abcdef\r",
+                b"\n0\r\n\r",
+                b"\n",
+            ],
+            b"abc0123456789abcdef",
+        ),
+    ],
+)
+async def test_answers_in_pieces(
+    saying: Saying, http: LeanHttp, parts: list[bytes], body: bytes
+) -> None:
+    server = await saying(*parts)
+    for _ in range(2):
+        assert (await ask(http, server.url)).content == body
+    assert server.connections == 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 200 OK\r\n\r\nok",
+        b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok",
+    ],
+)
+async def test_connections_that_the_server_ends(
+    saying: Saying, http: LeanHttp, said: bytes
+) -> None:
+    server = await saying(said, close=True)
+    for _ in range(2):
+        assert (await ask(http, server.url)).content == b"ok"
+    assert server.connections == 2
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nok",
+    ],
+)
+async def test_an_answer_that_breaks_off_is_none(
+    saying: Saying, http: LeanHttp, said: bytes
+) -> None:
+    server = await saying(said, close=True)
+    with pytest.raises(httpx.ReadError):
+        await ask(http, server.url)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/1.1 yes\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: two\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: -2\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n",
+        b"x" * 70_000,
+    ],
+)
+async def test_what_is_no_answer(saying: Saying, http: LeanHttp, said: bytes) -> None:
+    server = await saying(said)
+    with pytest.raises(httpx.RemoteProtocolError):
+        await ask(http, server.url)
+    # It is not asked again.
+    with pytest.raises(httpx.RemoteProtocolError):
+        await ask(http, server.url)
+    assert server.connections == 2
+
+
+async def test_nobody_there(http: LeanHttp) -> None:
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+    with pytest.raises(httpx.ConnectError):
+        await ask(http, f"http://127.0.0.1:{port}")
+
+
+async def test_a_server_that_is_silent(saying: Saying, http: LeanHttp) -> None:
+    server = await saying()
+    with pytest.raises(httpx.ReadTimeout, match=r"0\.05 s"):
+        await http.request("GET", server.url, headers={}, timeout=0.05)
+
+
+@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://h:port", "http:///x"])
+async def test_what_is_no_url(http: LeanHttp, url: str) -> None:
+    with pytest.raises((httpx.UnsupportedProtocol, httpx.InvalidURL)):
+        await ask(http, url)
+
+
+async def test_a_header_holds_no_other_headers(saying: Saying, http: LeanHttp) -> None:
+    server = await saying(OK)
+    with pytest.raises(httpx.LocalProtocolError):
+        await http.request("GET", server.url, headers={"a": "b\r\nc: d"}, timeout=1.0)
+    assert not server.requests
+
+
+async def test_an_idle_connection_that_was_closed_is_not_used(
+    http: LeanHttp, saying: Saying
+) -> None:
+    server = await saying(OK, close=True)
+    for _ in range(3):
+        assert (await ask(http, server.url)).content == b"ok"
+        await asyncio.sleep(0.05)
+    assert server.connections == 3
+
+
+async def test_connections_are_few_however_many_ask(
+    http: LeanHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those that wait there leave some to the others."""
+    monkeypatch.setattr(lean_http, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(lean_http, "_POLLS", 2)
+    few = LeanHttp(timeout=5.0)
+    answered = asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            if b"GET /poll" in await server.request(reader):
+                await answered.wait()
+            writer.write(OK)
+
+    server = Server(handler)
+    async with server.serve():
+        polls = [
+            asyncio.create_task(few.request("GET", f"{server.url}/poll", headers={}, timeout=9.0))
+            for _ in range(8)
+        ]
+        for _ in range(3):
+            await asyncio.gather(*(ask(few, server.url) for _ in range(20)))
+        assert sum(b"GET /poll" in request for request in server.requests) == 2
+        answered.set()
+        await asyncio.gather(*polls)
+        assert server.connections <= 4
+        await few.aclose()
+
+
+async def test_a_request_that_is_cancelled_leaves_nothing(saying: Saying, http: LeanHttp) -> None:
+    silent = await saying()
+    task = asyncio.create_task(ask(http, silent.url))
+    await silent.asked.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not http._open
