@@ -11,6 +11,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from importlib.abc import MetaPathFinder
@@ -136,7 +137,8 @@ class _Patches:
         with self._lock:
             self._users -= 1
             if not self._users:
-                sys.meta_path.remove(self._watch)
+                with suppress(ValueError):
+                    sys.meta_path.remove(self._watch)
                 while self._on:
                     _unpatch(*self._on.pop())
 
@@ -180,7 +182,7 @@ class _Watch(MetaPathFinder):
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
+            if spec is not None and hasattr(spec.loader, "exec_module"):
                 self._tell_of(spec)
                 return spec
         return None

@@ -22,6 +22,8 @@ from any_agent import AgentSession
 TURNS = 2
 _OF_SESSION = "x-any-agent-session"
 _FULL = 429
+_PATIENCE = 300.0
+"""Seconds: httpx's own pools are slow with hundreds of threads."""
 
 Headers: TypeAlias = Any
 AsyncAsk: TypeAlias = Callable[[str], Awaitable[Headers]]
@@ -73,7 +75,9 @@ async def httpx2(stack: AsyncExitStack) -> AsyncAsk:
 
 
 async def _httpx(stack: AsyncExitStack, module: Any) -> AsyncAsk:
-    http = await stack.enter_async_context(module.AsyncClient(timeout=60, headers=_own_key()))
+    http = await stack.enter_async_context(
+        module.AsyncClient(timeout=_PATIENCE, headers=_own_key())
+    )
 
     async def ask(text: str) -> Headers:
         while True:
@@ -120,13 +124,13 @@ def requests_blocking(stack: ExitStack) -> Ask:
 def httpx_blocking(stack: ExitStack) -> Ask:
     import httpx
 
-    return _blocking(stack.enter_context(httpx.Client(timeout=60)))
+    return _blocking(stack.enter_context(httpx.Client(timeout=_PATIENCE)))
 
 
 def httpx2_blocking(stack: ExitStack) -> Ask:
     import httpx2
 
-    return _blocking(stack.enter_context(httpx2.Client(timeout=60)))
+    return _blocking(stack.enter_context(httpx2.Client(timeout=_PATIENCE)))
 
 
 def _blocking(http: Any) -> Ask:
@@ -231,7 +235,33 @@ def _check(session_id: str, headers: Headers) -> None:
         raise AssertionError(f"a call of {session_id} landed in {found}")
 
 
+async def own_clients(kind: str) -> Asked:
+    """The clients that a session gives are its own also outside of its context."""
+    opening = AgentSession(mode="eval", on_missing_reward="abort")
+    session = await asyncio.create_task(opening.__aenter__())
+    asked = [f"{kind} {number}" for number in range(4)]
+    chat = session.openai().chat.completions.with_raw_response
+    _check(session.session_id, (await chat.create(**_chat(asked[0]))).headers)
+    messages = session.anthropic().messages.with_raw_response
+    _check(session.session_id, (await messages.create(**_chat(asked[1]))).headers)
+    blocking = session.blocking
+    with blocking.openai() as client:
+        chats = client.chat.completions.with_raw_response
+        answer = await asyncio.to_thread(chats.create, **_chat(asked[2]))
+        _check(session.session_id, answer.headers)
+    with blocking.anthropic() as client:
+        answer = await asyncio.to_thread(
+            client.messages.with_raw_response.create, **_chat(asked[3])
+        )
+        _check(session.session_id, answer.headers)
+    await session.finalize(1.0)
+    await asyncio.create_task(opening.__aexit__(None, None, None))
+    return {session.session_id: asked}
+
+
 def main(count: int) -> None:
+    kind = "clients of the session"
+    print(json.dumps([kind, asyncio.run(own_clients(kind))]), flush=True)
     for client in ON_A_LOOP:
         kind = f"{client.__name__} on a loop"
         print(json.dumps([kind, asyncio.run(on_a_loop(client, count, kind))]), flush=True)

@@ -9,7 +9,10 @@ import asyncio
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 
+from any_agent import AgentSession
+from tests.proxy_ext.proxy_lab import HELLO
 from tests.sdk import crowd
 from tests.sdk.conftest import Served
 
@@ -48,3 +51,18 @@ async def test_over_threads(client: Any, served: Served) -> None:
     asked = await asyncio.to_thread(crowd.in_threads, client, COUNT, client.__name__)
     assert len(asked) == COUNT
     assert await recorded(served, asked) == asked
+
+
+async def test_clients_of_a_session(served: Served) -> None:
+    asked = await crowd.own_clients("own")
+    assert await recorded(served, asked) == asked
+
+
+async def test_streams_join(served: Served) -> None:
+    async with AsyncOpenAI() as client, AgentSession() as session:
+        body: dict[str, Any] = {"model": "m", "messages": HELLO, "max_tokens": 4}
+        chunks = [
+            chunk async for chunk in await client.chat.completions.create(**body, stream=True)
+        ]
+        await session.set_reward(1.0, chunks[0].id)
+    assert (await served.info(session.session_id))["rewards"] == {chunks[0].id: 1.0}

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai import APIStatusError, AsyncOpenAI
 
 from any_agent import AgentSession
 from any_agent.client import RLClient
@@ -313,3 +314,28 @@ async def test_a_slow_tool_does_not_let_it_expire(serve: Serve, engine: Scripted
 
 def test_its_errors_are_of_one_tree() -> None:
     assert issubclass(AgentFailed, AnyAgentError)
+
+
+async def test_calls_outside_of_a_session_say_what_is_missing(served: Served) -> None:
+    async with AsyncOpenAI(max_retries=0) as client:
+        with pytest.raises(APIStatusError, match="calls belong to a session") as refused:
+            await client.chat.completions.create(model="m", messages=HELLO)
+        assert refused.value.status_code == 401
+        async with AgentSession() as session:
+            await answered(session)
+            await session.set_reward(1.0)
+
+            async def late() -> str:
+                await over.wait()
+                with pytest.raises(APIStatusError) as refused:
+                    await client.chat.completions.create(model="m", messages=HELLO)
+                return str(refused.value)
+
+            over = asyncio.Event()
+            left = asyncio.create_task(late())
+            await asyncio.sleep(0)
+        async with AgentSession() as another:
+            over.set()
+            assert "finalized" in await left
+            assert (await another.info()).interactions == 0
+            await another.abort()
