@@ -67,7 +67,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (here / "items.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "counting_eval_agent", raising=False)
+    for module in ("counting_eval_agent", "my_agent"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     return here
 
 
@@ -113,6 +114,20 @@ async def test_figures_of_a_running_service(served: Served, evaluate: Eval, fold
     # The same again is done already.
     assert (await evaluate("-n", "4", "--out", "runs.jsonl"))[1] == out
     assert await states(served) == ["evaluated"] * 12
+
+
+async def test_the_documents_agent(served: Served, evaluate: Eval, folder: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "eval.md").read_text()
+    source = text.partition("```python\n")[2].partition("```")[0]
+    (folder / "my_agent.py").write_text(source)
+    item = {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": ""}
+    (folder / "test.jsonl").write_text(json.dumps(item) + "\n")
+    ended, out, err = await evaluate("-n", "4", agent="my_agent.MathAgent", data="test.jsonl")
+    assert (ended, err) == (0, "")
+    shown = text.partition("```text\n")[2].partition("```")[0].splitlines()
+    lines = out.splitlines()
+    assert [line.split()[:1] for line in lines] == [line.split()[:1] for line in shown[1:]]
+    assert [len(line) for line in lines[4:]] == [len(line) for line in shown[5:]]
 
 
 async def test_options_for_the_agent_and_the_items(served: Served, evaluate: Eval) -> None:
