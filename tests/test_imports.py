@@ -205,9 +205,28 @@ HEAVY |= {"prometheus_client"}
         ("import any_agent.launcher", {"pydantic"}),
         ("from any_agent import RLClient, AnyAgentError, load_config", {"pydantic"}),
         ("from any_agent import AgentRunner, AgentSession", {"pydantic"}),
+        ("import any_agent.eval_cli, any_agent.sdk.evaluating", {"pydantic"}),
         ("import any_agent.engine, any_agent.workflow", HEAVY - {"torch", "litellm", "fastapi"}),
         ("import proxy_ext.app", HEAVY - {"torch", "litellm", "openai"}),
     ],
 )
 def test_imports_stay_light(code: str, allowed: set[str]) -> None:
     assert loaded_by(code) & HEAVY <= allowed
+
+
+SLOW = {"asyncio", "concurrent", "ctypes", "email", "http", "multiprocessing", "ssl", "unittest"}
+"""Of the standard library: what costs a tenth of a second together."""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import any_agent",
+        "from any_agent.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+    ],
+)
+def test_a_light_start(code: str) -> None:
+    """Milliseconds, whatever else is installed: nothing of anybody else is imported."""
+    loaded = loaded_by(code) - loaded_by("pass")
+    assert loaded - sys.stdlib_module_names == {"any_agent"}
+    assert not loaded & SLOW
