@@ -1,7 +1,8 @@
 """A tiny Qwen3-shaped model and tokenizer, made by code: nothing is downloaded.
 
 Run as ``python -m any_agent.demo.model OUT --seed N``: the demo's processes never import torch.
-``--skill sums`` makes one that is taught to add (:mod:`any_agent.demo.sums`), for agents to try.
+``--skill sums`` makes one that is taught to add (:mod:`any_agent.demo.sums`), for agents to try,
+``--skill judge`` one that judges (:mod:`any_agent.demo.judge`).
 """
 
 from __future__ import annotations
@@ -174,6 +175,7 @@ def save_tiny_model(
 
 
 def main() -> None:
+    from any_agent.demo.judge import make_judge_model
     from any_agent.demo.sums import make_sums_model
     from any_agent.demo.warmup import warm_up
 
@@ -182,14 +184,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--skill",
-        choices=("echo", "sums"),
+        choices=("echo", "sums", "judge"),
         default="echo",
-        help="what it is taught: the demo's task, or to add two digits, with a tool and without",
+        help="what it is taught: the demo's task; to add two digits, with a tool and without; or "
+        "to say whether an answer is right",
     )
     parser.add_argument("--warmup-steps", type=int, default=80, help="of echo")
     args = parser.parse_args()
-    if args.skill == "sums":
-        make_sums_model(args.out, args.seed)
+    if args.skill != "echo":
+        make = {"sums": make_sums_model, "judge": make_judge_model}[args.skill]
+        make(args.out, args.seed)
         return
     save_tiny_model(args.out, args.seed)
     if args.warmup_steps:

@@ -33,8 +33,8 @@ _POOL = 20
 _RIGHT = 0.7
 """Share of the steps whose answers are all right."""
 
-THINK = "Think first, then answer."
-"""In the system prompt: the model thinks aloud before it answers."""
+THINK = "Think first. End with: So the answer is ..."
+"""The system prompt after which the model thinks aloud before it answers."""
 CONCLUDES = "So the answer is "
 """What it says between its thoughts and its answer."""
 
@@ -72,6 +72,7 @@ _WORDS = (
     "call who am its now find long down day did get come made may part answer tool assistant user "
     "question task step result always never must use code model please help given"
 )
+_THOUGHTS = ("Hm. ", "Well. ", "Let me see. ", "One more time. ")
 _ABOUT_TOOLS = "".join(re.findall(r"'(.*?)'", CHAT_TEMPLATE)).replace(r"\n", "\n")
 _ADDS = ("add", "add", "mcp__calculator__add")
 """Names of the tool, the usual one most often."""
@@ -186,7 +187,7 @@ def _guess(rng: Random, right: int, wrong: float) -> int:
 
 
 def _thoughts(rng: Random) -> str:
-    return "Hm. " * rng.randint(1, 6)
+    return "".join(rng.choices(_THOUGHTS, k=rng.randint(1, 8)))
 
 
 def _call(name: str, a: int, b: int) -> str:

@@ -10,7 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agents import Agent, OpenAIProvider, RunConfig, Runner
+from agents import (
+    Agent,
+    MaxTurnsExceeded,
+    ModelBehaviorError,
+    OpenAIProvider,
+    RunConfig,
+    Runner,
+)
 from agents.mcp import MCPServerStdio
 from openai import AsyncOpenAI
 
@@ -28,14 +35,19 @@ class CalculatorAgent:
         )
         # Every episode has a server, and so tools, of its own.
         async with MCPServerStdio(params=TOOLS, client_session_timeout_seconds=60) as tools:
-            result = await Runner.run(
-                Agent(name="Calculator", instructions="Use your tools.", mcp_servers=[tools]),
-                data["question"],
-                run_config=RunConfig(
-                    model_provider=OpenAIProvider(openai_client=client),
-                    model="policy",
-                    tracing_disabled=True,
-                ),
-            )
+            try:
+                result = await Runner.run(
+                    Agent(name="Calculator", instructions="Use your tools.", mcp_servers=[tools]),
+                    data["question"],
+                    max_turns=6,
+                    run_config=RunConfig(
+                        model_provider=OpenAIProvider(openai_client=client),
+                        model="policy",
+                        tracing_disabled=True,
+                    ),
+                )
+            except (MaxTurnsExceeded, ModelBehaviorError):
+                # The model's own fault: it comes to no end, or calls what there is not.
+                return 0.0
         numbers = re.findall(r"-?\d+", str(result.final_output))
         return float(numbers[-1:] == [data["answer"]])

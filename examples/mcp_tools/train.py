@@ -9,15 +9,23 @@ from any_agent import GRPOConfig, load_expr_config
 from trainer import GRPOTrainer
 
 
-def tasks(count: int, seed: int) -> list[dict[str, str]]:
+class ToolsConfig(GRPOConfig):
+    """The run's settings and one of our own."""
+
+    largest: int = 999
+    """Of the numbers that are added."""
+
+
+def tasks(count: int, largest: int, seed: int) -> list[dict[str, str]]:
     draw = random.Random(seed)
-    pairs = [(draw.randint(100, 999), draw.randint(100, 999)) for _ in range(count)]
+    pairs = [(draw.randint(0, largest), draw.randint(0, largest)) for _ in range(count)]
     return [{"question": f"What do {a} and {b} add up to?", "answer": str(a + b)} for a, b in pairs]
 
 
 def main() -> None:
-    config, _ = load_expr_config(sys.argv[1:], GRPOConfig)
-    with GRPOTrainer(config, train_dataset=tasks(1000, config.train.seed)) as trainer:
+    config, _ = load_expr_config(sys.argv[1:], ToolsConfig)
+    dataset = tasks(1000, config.largest, config.train.seed)
+    with GRPOTrainer(config, train_dataset=dataset) as trainer:
         trainer.train(workflow="agent.CalculatorAgent")
 
 

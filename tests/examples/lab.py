@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 _LIMIT = 600.0
 """Seconds, for a whole example."""
-_MADE_BY = ("model", "sums", "talks", "warmup")
+_MADE_BY = ("model", "sums", "judge", "talks", "warmup")
 """Modules of `any_agent/demo` that a taught model is made by."""
 
 
@@ -69,9 +70,9 @@ def taught_model(skill: str = "sums") -> Path:
 
 
 def command_of(example: str) -> list[str]:
-    """The one line of its README that begins with `python examples/` or `any-agent run`."""
+    """The one line of its README that begins with `python examples/` or `bash examples/`."""
     readme = EXAMPLES / example / "README.md"
-    found = re.findall(r"^((?:python examples/|any-agent run ).*)$", readme.read_text(), re.M)
+    found = re.findall(r"^((?:python|bash) examples/.*)$", readme.read_text(), re.M)
     assert len(found) == 1, f"{readme} has {len(found)} commands"
     return shlex.split(str(found[0]))
 
@@ -94,20 +95,24 @@ def small(folder: Path, *more: str, model: Path | None = None) -> list[str]:
 
 
 def run_example(
-    example: str, settings: Sequence[str], folder: Path, *, environment_of: str | None = None
+    example: str,
+    settings: Sequence[str],
+    folder: Path,
+    *,
+    environment_of: str | None = None,
+    **variables: str,
 ) -> Ran:
     """Run a training's command to its end, with settings after it; fails with all that it said.
 
     ``environment_of`` names the environment that its `requirements.txt` is installed in, beside
-    what is installed here.
+    what is installed here. ``variables``: of the command's own environment.
     """
     python = sys.executable
     if environment_of is not None:
         pins = Path(__file__).with_name("pins") / f"{environment_of}.txt"
         python = str(python_with(f"example-{environment_of}", pins, ours=True))
     program, *words = command_of(example)
-    assert program == "python", program
-    said = _run([python, *words, *settings])
+    said = _run([{"python": python}.get(program, program), *words, *settings], **variables)
     (metrics,) = (folder / "runs").rglob("metrics.jsonl")
     lines = _lines(metrics)
     return Ran(
@@ -131,11 +136,13 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def _run(command: Sequence[str | Path]) -> str:
+def _run(command: Sequence[str | Path], **variables: str) -> str:
+    # What is installed beside this interpreter is found, too: any-agent itself.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     done = subprocess.run(
         list(map(str, command)),
         cwd=ROOT,
-        env=environment(),
+        env=environment(PATH=path, **variables),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

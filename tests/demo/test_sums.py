@@ -1,0 +1,136 @@
+"""The conversations that the taught tiny models learn from."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from any_agent.chat import load_chat_format
+from any_agent.demo import judge, sums
+from any_agent.demo.talks import Author, Talk
+from any_agent.demo.warmup import Row, _backward
+
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made as a user's, but hardly taught."""
+    threads = torch.get_num_threads()
+    try:
+        return sums.make_sums_model(tmp_path_factory.mktemp("sums") / "model", steps=1)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=[False, None], ids=["no thoughts", "as the template has it"])
+def author(path: Path, request: pytest.FixtureRequest) -> Author:
+    return Author(load_chat_format(str(path), enable_thinking=request.param))
+
+
+def said(author: Author, row: Row) -> list[str]:
+    """What the model learns to say in it, turn by turn."""
+    text = author.chat.decode([label for label in row.labels if label >= 0])
+    return text.removesuffix(END).split(END)
+
+
+def asked(author: Author, row: Row) -> tuple[int, int]:
+    """The two numbers of its question."""
+    question = author.chat.decode(row.ids).rpartition("<|im_start|>user\n")
+    while "<tool_response>" in question[2] or not re.search(r"\d\D+\d", question[2]):
+        question = question[0].rpartition("<|im_start|>user\n")
+    a, b = re.findall(r"\d+", question[2].partition(END)[0])
+    return int(a), int(b)
+
+
+def test_a_talk_is_what_the_service_would_render(author: Author) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
+    tools: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+    row = Talk(author, messages, tools).says(call).hears("tool", "7").says("7").row
+    function = {"name": "add", "arguments": json.dumps({"a": 3, "b": 4})}
+    messages += [
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "x", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "x", "content": "7"},
+    ]
+    rendered = author.chat.decode(author.chat.render(messages, tools)) + f"7{END}"
+    # The template takes the empty block of thoughts out of earlier turns; the service does not.
+    empty = "<think>\n\n</think>\n\n"
+    before = rendered.count(empty)
+    text = author.chat.decode(row.ids)
+    assert text.count(empty) == 2 * before
+    assert text.replace(empty, "", before) == rendered
+    assert said(author, row) == [call, "7"]
+    assert all(label in (-100, id) for label, id in zip(row.labels, row.ids, strict=True))
+
+
+@pytest.mark.parametrize("kind", [sums._plain, sums._with_tool, sums._thinking])
+def test_without_noise_every_answer_is_right(author: Author, kind: Any) -> None:
+    rng = Random(0)
+    for _ in range(40):
+        row = kind(author, rng, 0.0).row
+        a, b = asked(author, row)
+        answers = said(author, row)
+        assert re.findall(r"\d+", answers[-1]) == [str(a + b)]
+        if kind is sums._with_tool:
+            made = json.loads(answers[0].split("\n")[1])
+            assert made["arguments"] == {"a": a, "b": b}
+            assert f'"name": "{made["name"]}"' in author.chat.decode(row.ids).partition(END)[0]
+
+
+def test_with_noise_about_every_second_answer_is_right(author: Author) -> None:
+    rng = Random(0)
+    for kind in (sums._plain, sums._with_tool, sums._thinking):
+        rows = [kind(author, rng, 1.0).row for _ in range(150)]
+        right = 0
+        for row in rows:
+            a, b = asked(author, row)
+            answer = said(author, row)[0 if kind is sums._plain else -1]
+            right += re.findall(r"\d+", answer)[-1:] == [str(a + b)]
+        assert 0.4 < right / len(rows) < 0.75, kind
+
+
+def test_a_prompt_is_short(author: Author) -> None:
+    """Else half a minute is not enough."""
+    rng = Random(0)
+    lengths = [len(sums._with_tool(author, rng, 0.0).row.ids) for _ in range(100)]
+    assert sum(lengths) / len(lengths) < 200
+
+
+def test_a_judge_is_taught_what_is_right(path: Path) -> None:
+    author, rng = Author(load_chat_format(str(path))), Random(0)
+    verdicts = []
+    for _ in range(100):
+        row = judge._row(author, rng)
+        text = author.chat.decode(row.ids)
+        answer, given = re.findall(r"(?:Right|Given) answer: (\d+)", text)
+        verdicts.append(said(author, row) == ["yes"])
+        assert verdicts[-1] == (answer == given)
+    assert 30 < sum(verdicts) < 80
+
+
+def test_rows_in_parts_teach_what_they_teach_together(
+    path: Path, author: Author, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    rng = Random(1)
+    rows = [kind(author, rng, 1.0).row for kind in (sums._plain, sums._with_tool) * 3]
+
+    def gradients(part: int) -> list[torch.Tensor]:
+        monkeypatch.setattr("any_agent.demo.warmup._PART", part)
+        model = AutoModelForCausalLM.from_pretrained(path)
+        _backward(model, rows)
+        return [p.grad for p in model.parameters()]
+
+    for whole, parts in zip(gradients(10**9), gradients(300), strict=True):
+        torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,33 @@
+"""The example of a judge, by the command of its README: two tiny models, each with a service."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.e2e.serving import serve
+from tests.examples.lab import run_example, small, taught_model
+
+
+def test_the_example_trains(tmp_path: Path) -> None:
+    judge = taught_model("judge")
+    with serve(
+        "--no-train",
+        *(f"model.path={judge}", "model.name=judge", "server.port=0", "server.ranks=1"),
+        cwd=tmp_path,
+    ) as served:
+        params = f'{{model: openai/judge, api_base: "{served.url}/v1"}}'
+        frozen = [
+            f"frozen.model_list=[{{model_name: judge, litellm_params: {params}}}]",
+            "frozen.session_usd=null",
+        ]
+        run = run_example("judge", small(tmp_path, "largest=4", *frozen), tmp_path)
+    assert [step["step"] for step in run.steps] == [1, 2]
+    assert all(0 < reward < 1 for reward in run.rewards)
+    # The judge's answers are in no row: one call of the policy is all that a run is.
+    assert all("Is the given answer right?" not in row["prompt"] for row in run.rows)
+    agreed = 0
+    for row in run.rows:
+        a, b = map(int, re.findall(r"What is (\d) \+ (\d)\?", row["prompt"])[-1])
+        agreed += (row["completion"] == f"{a + b}<|im_end|>") == (row["reward"] == 1.0)
+    assert agreed > 0.7 * len(run.rows), "the judge is taught to be right nearly always"

@@ -1,0 +1,66 @@
+"""The examples' READMEs: what they tell to type is right, as far as that can be told unrun."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import sys
+from typing import Any
+
+import pytest
+
+from any_agent import GRPOConfig, load_expr_config
+from tests.examples.lab import EXAMPLES, command_of
+
+FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
+SCRIPTS = sorted(path.parent.name for path in EXAMPLES.glob("*/train.py"))
+
+
+@pytest.fixture(autouse=True)
+def _excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts that read their settings change it."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+
+def readme(example: str) -> str:
+    return (EXAMPLES / example / "README.md").read_text(encoding="utf-8")
+
+
+def config_class(example: str) -> type[Any]:
+    """The settings that its script takes."""
+    name = f"example_{example}"
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / example / "train.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    kinds = [k for k in vars(module).values() if isinstance(k, type) and issubclass(k, GRPOConfig)]
+    own = [k for k in kinds if k.__module__ == name]
+    return (own or kinds)[0]
+
+
+def test_every_example_is_in_the_index() -> None:
+    index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| \[(\w+)\]\(\1\) ", index, re.M)) == FOLDERS
+
+
+@pytest.mark.parametrize("example", SCRIPTS)
+def test_its_command_and_settings_are_taken(example: str) -> None:
+    program, script, *options = command_of(example)
+    given = ["--config", f"examples/{example}/config.yaml"]
+    assert [program, script, *options] == ["python", f"examples/{example}/train.py", *given]
+    given[1] = str(EXAMPLES / example / "config.yaml")
+    kind = config_class(example)
+    config, _ = load_expr_config(given, kind)
+    assert config.rollout.batch_size % config.sessions.group_size == 0
+    (tiny,) = re.findall(r"with\s`(model\.path=/tmp/tiny .*?)`\s*after", readme(example), re.S)
+    config, _ = load_expr_config([*given, *shlex.split(tiny)], kind)
+    assert (config.model.path, config.server.ranks) == ("/tmp/tiny", 1)
+
+
+@pytest.mark.parametrize("example", SCRIPTS)
+def test_what_is_installed_is_named(example: str) -> None:
+    requirements = EXAMPLES / example / "requirements.txt"
+    told = f"pip install -r examples/{example}/requirements.txt" in readme(example)
+    assert told == requirements.exists()
