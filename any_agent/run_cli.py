@@ -236,7 +236,7 @@ def _report(runs: CommandRuns, folder: _Folder) -> None:
 
     if any(run.session_id is not None or run.error is not None for run in runs.results):
         print(table(runs.results), file=sys.stderr)
-        if folder.kept and any(run.stdout for run in runs.results):
+        if folder.made and folder.wanted and any(run.stdout for run in runs.results):
             print(f"what they printed is in {folder.path}", file=sys.stderr)
     if runs.stopped is not None:
         print(f"error: {runs.stopped.message}", file=sys.stderr)
@@ -261,14 +261,15 @@ class _Folder:
         self.wanted = False
 
     @property
-    def kept(self) -> bool:
-        return self._given is not None or self.wanted
+    def made(self) -> bool:
+        """Whether it is a new one of ours."""
+        return self._given is None
 
     def __enter__(self) -> Self:
         from any_agent.errors import ConfigError
 
         try:
-            if self._given is None:
+            if self.made:
                 self.path = Path(tempfile.mkdtemp(prefix="any-agent-run-"))
             else:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -277,5 +278,5 @@ class _Folder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not self.kept:
+        if self.made and not self.wanted:
             shutil.rmtree(self.path, ignore_errors=True)

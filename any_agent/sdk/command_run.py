@@ -35,7 +35,7 @@ _NO_CALL = (
 )
 _NO_REWARD = (
     "was given no reward: take one by --reward-cmd, --reward-file or --grader, or let the program "
-    "write it into $ANY_AGENT_REWARD_FILE, or post it to $OPENAI_BASE_URL/rl/set_reward"
+    "write it into $ANY_AGENT_REWARD_FILE, or post it to $ANTHROPIC_BASE_URL/rl/v1/set_reward"
 )
 
 
