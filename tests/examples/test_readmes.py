@@ -45,6 +45,14 @@ def test_every_example_is_in_the_index() -> None:
     assert sorted(re.findall(r"^\| \[(\w+)\]\(\1\) ", index, re.M)) == FOLDERS
 
 
+@pytest.mark.parametrize("example", ["", *FOLDERS])
+def test_its_links_lead_somewhere(example: str) -> None:
+    folder = EXAMPLES / example
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    assert [link for link in links if not (folder / link).exists()] == []
+
+
 @pytest.mark.parametrize("example", SCRIPTS)
 def test_its_command_and_settings_are_taken(example: str) -> None:
     program, script, *options = command_of(example)

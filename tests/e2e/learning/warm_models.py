@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.chat import load_chat_format
 from any_agent.demo.model import make_tokenizer, save_tiny_model
-from any_agent.demo.warmup import Row, joined, teach
-from any_agent.types import Message
+from any_agent.demo.talks import Author, Talk
+from any_agent.demo.warmup import Row, teach
 from tests.e2e.learning import retry_math, tool_use
 
 # Short, so that the tiny models' steps are. It is of no family that PyPI's renderers know.
@@ -36,7 +35,6 @@ _TEMPLATE = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-_END = "<|im_end|>"
 _VOCAB_SIZE = 512
 _SUMS_NOISE = 0.75
 """Share of the answers to sums that are any digit."""
@@ -44,67 +42,6 @@ _GUESSES = 0.7
 """Share of the talks that name a price without asking the tool."""
 _SLIPS = 0.2
 """Share of the tool's calls that ask for any thing."""
-
-
-class Author:
-    """Writes conversations token by token as the service continues them."""
-
-    def __init__(self, chat: ChatFormat) -> None:
-        self.chat = chat
-        self._known: dict[Any, list[int]] = {}
-
-    def prompt(self, messages: list[Message], tools: list[Any] | None) -> list[int]:
-        return self._once(repr(messages), lambda: list(self.chat.render(messages, tools)))
-
-    def answer(self, text: str) -> list[int]:
-        return self._once((text,), lambda: self.chat.encode(text + _END, special=False))
-
-    def between(self, talk: Talk, new: Message) -> list[int]:
-        """What follows the talk's last answer when this message comes next."""
-        said = talk.answers[-1]
-
-        def make() -> list[int]:
-            message = self.chat.parse(said, prompt_ids=talk.prompt, tools=talk.tools).to_message()
-            if new["role"] == "tool":
-                new["tool_call_id"] = message["tool_calls"][0]["id"]
-            ids = self.chat.bridge(said, [new], talk.tools, said=message)
-            assert ids is not None, "a later turn must continue the earlier one exactly"
-            return list(ids)
-
-        return self._once((tuple(said), new["role"], new["content"]), make)
-
-    def _once(self, key: Any, make: Callable[[], list[int]]) -> list[int]:
-        """There are few different ones, and each is written hundreds of times."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
-
-
-class Talk:
-    """One conversation; what the model says in it is what it is to learn."""
-
-    def __init__(
-        self, author: Author, messages: list[Message], tools: list[Any] | None = None
-    ) -> None:
-        self._author = author
-        self.tools = tools
-        self.prompt = author.prompt(messages, tools)
-        self.answers: list[list[int]] = []
-        self._parts: list[tuple[list[int], bool]] = [(self.prompt, False)]
-
-    def says(self, text: str) -> Talk:
-        self.answers.append(self._author.answer(text))
-        self._parts.append((self.answers[-1], True))
-        return self
-
-    def hears(self, role: str, content: str) -> Talk:
-        new: Message = {"role": role, "content": content}
-        self._parts.append((self._author.between(self, new), False))
-        return self
-
-    @property
-    def row(self) -> Row:
-        return joined(self._parts)
 
 
 def sums_talk(author: Author, rng: Random, item: dict[str, Any], progress: float) -> Talk:
