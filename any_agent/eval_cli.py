@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import signal
 import sys
 import threading
@@ -125,6 +126,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             "with it, as in --model my-exp/trial-1@20"
         )
     options = _options(arguments)
+    _require_writable(arguments.json)
     ks = arguments.k or None
     if ks and max(ks) > options.runs:
         raise ConfigError(f"--k {max(ks)} needs as many runs of each item: -n is {options.runs}")
@@ -232,6 +234,7 @@ def _serve(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Service, An
 def _report(arguments: argparse.Namespace, done: Evaluated, ks: list[int], items: int) -> None:
     import json
 
+    from any_agent.atomic import write_whole
     from any_agent.errors import ConfigError
 
     evaluation = done.evaluation
@@ -244,11 +247,6 @@ def _report(arguments: argparse.Namespace, done: Evaluated, ks: list[int], items
         "data": arguments.data,
         **evaluation.figures(ks),
     }
-    if arguments.json not in (None, "-"):
-        try:
-            Path(arguments.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {arguments.json}: {error.strerror}") from None
     if arguments.json == "-":
         print(json.dumps(figures))
         return
@@ -258,7 +256,23 @@ def _report(arguments: argparse.Namespace, done: Evaluated, ks: list[int], items
     if said := evaluation.said_of_failed():
         print(f"failed    {said}")
     print()
-    print("\n".join(evaluation.table(ks)))
+    print("\n".join(evaluation.table(ks)), flush=True)
+    if arguments.json is not None:
+        try:
+            write_whole(Path(arguments.json), json.dumps(figures, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write {arguments.json}: {error.strerror}") from None
+
+
+def _require_writable(path: str | None) -> None:
+    """ConfigError now, and not when all runs are made."""
+    from any_agent.errors import ConfigError
+
+    if path in (None, "-"):
+        return
+    folder = Path(path or "").absolute().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)) or Path(path or "").is_dir():
+        raise ConfigError(f"--json {path} cannot be written")
 
 
 def _say(line: str) -> None:

@@ -114,6 +114,10 @@ async def test_figures_of_a_running_service(served: Served, evaluate: Eval, fold
     # The same again is done already.
     assert (await evaluate("-n", "4", "--out", "runs.jsonl"))[1] == out
     assert await states(served) == ["evaluated"] * 12
+    # What is of another evaluation is not taken for it.
+    for others, said in ((("-n", "2"), "group_size 4, not 2"), (("--version", "any"), "@0")):
+        code, _, err = await evaluate("-n", "4", *others, "--out", "runs.jsonl")
+        assert code == 2 and said in err
 
 
 async def test_the_documents_agent(served: Served, evaluate: Eval, folder: Path) -> None:
@@ -178,6 +182,7 @@ async def test_what_is_refused_before_anything_runs(
         (("train.lr=1",), {}, "settings are those of a service that is started for --model"),
         (("--model", "a/b", "--version", "3"), {}, "--model my-exp/trial-1@20"),
         (("--api-key-file", "none"), {}, "cannot read --api-key-file none"),
+        (("--json", "no/such/folder.json"), {}, "--json no/such/folder.json cannot be written"),
     ]
     for options, named, said in refused:
         code, out, err = await evaluate(*options, **named)
