@@ -124,13 +124,21 @@ def requests_blocking(stack: ExitStack) -> Ask:
 def httpx_blocking(stack: ExitStack) -> Ask:
     import httpx
 
-    return _blocking(stack.enter_context(httpx.Client(timeout=_PATIENCE)))
+    return _blocking(stack.enter_context(httpx.Client(timeout=_PATIENCE, limits=_limits(httpx))))
 
 
 def httpx2_blocking(stack: ExitStack) -> Ask:
     import httpx2
 
-    return _blocking(stack.enter_context(httpx2.Client(timeout=_PATIENCE)))
+    return _blocking(stack.enter_context(httpx2.Client(timeout=_PATIENCE, limits=_limits(httpx2))))
+
+
+def _limits(module: Any) -> Any:
+    """Kept connections without end: with less, httpcore's pool closes some that another thread has
+    just been given (its issue 1110), and that one waits in vain."""
+    return module.Limits(
+        max_connections=None, max_keepalive_connections=None, keepalive_expiry=None
+    )
 
 
 def _blocking(http: Any) -> Ask:
@@ -145,16 +153,21 @@ def _blocking(http: Any) -> Ask:
 
 
 def openai_blocking(stack: ExitStack) -> Ask:
-    from openai import OpenAI
+    import openai
 
-    client = stack.enter_context(OpenAI(max_retries=20))
+    # httpx's up to 2.x, httpx2's since 3.0.
+    package = openai.DefaultHttpxClient.__base__.__module__.split(".")[0]
+    http = openai.DefaultHttpxClient(limits=_limits(sys.modules[package]))
+    client = stack.enter_context(openai.OpenAI(max_retries=20, http_client=http))
     return lambda text: client.chat.completions.with_raw_response.create(**_chat(text)).headers
 
 
 def anthropic_blocking(stack: ExitStack) -> Ask:
-    from anthropic import Anthropic
+    import anthropic
+    import httpx2
 
-    client = stack.enter_context(Anthropic(max_retries=20))
+    http = anthropic.DefaultHttpxClient(limits=_limits(httpx2))
+    client = stack.enter_context(anthropic.Anthropic(max_retries=20, http_client=http))
     return lambda text: client.messages.with_raw_response.create(**_chat(text)).headers
 
 

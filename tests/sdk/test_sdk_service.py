@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import httpx
 import pytest
@@ -124,8 +125,10 @@ async def test_sessions_share_their_loops_connections(serve: Serve) -> None:
     assert borrow_client(find_service(served.url, "other"), retry_for=1.0) is not first
     await return_client(service, retry_for=1.0)
     assert (await first.run_info()).version == 0
+    connections: Any = first._http
+    assert len(connections._open) == 1
     await return_client(service, retry_for=1.0)
-    assert first._http.is_closed
+    assert not connections._open
     assert borrow_client(service, retry_for=1.0) is not first
     await return_client(service, retry_for=1.0)
     await return_client(find_service(served.url, "other"), retry_for=1.0)
