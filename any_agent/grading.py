@@ -1,7 +1,8 @@
 """Calling a grader, `module.function`: it takes a session as a dict and returns its reward.
 
 Runs in a process of its own, which it may crash or hang. Only plain values leave it, whatever the
-grader returns or raises.
+grader returns or raises. ``python -m any_agent.grading [--check] module.function`` is such a
+process: it reads the session as JSON from standard input and prints the reward as its last line.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import json
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 Outcome: TypeAlias = tuple[bool, Any]
@@ -63,3 +66,20 @@ def short(text: str) -> str:
     """One line, cut off where it is long."""
     text = " ".join(text.split())
     return text if len(text) <= _MAX_SAID else text[: _MAX_SAID - 3] + "..."
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code: 0 if there is a reward, or, with ``--check``, such a function."""
+    if argv[0] == "--check":
+        worked, said = find(argv[1])
+    else:
+        worked, said = grade(argv[0], json.load(sys.stdin))
+    if not worked:
+        print(said, file=sys.stderr)
+        return 1
+    print(f"\n{json.dumps(said)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -154,14 +154,14 @@ def _source(arguments: argparse.Namespace) -> RewardSource:
     import os
 
     from any_agent.sdk.command_reward import RewardSource
-    from any_agent.sdk.command_run import environment_of_rewards
+    from any_agent.sdk.command_run import without_ours
 
     return RewardSource(
         command=arguments.reward_cmd,
         file=arguments.reward_file,
         grader=arguments.grader,
         limit=arguments.reward_timeout,
-        env=environment_of_rewards(os.environ),
+        env=without_ours(os.environ),
     )
 
 

@@ -162,7 +162,7 @@ def _grader(
     stdin: Path = Path(os.devnull),
     run: Graded | None = None,
 ) -> Program:
-    argv = [sys.executable, "-m", "any_agent.sdk.command_grader", *arguments]
+    argv = [sys.executable, "-m", "any_agent.grading", *arguments]
     mark, variables = (run.mark, run.variables) if run else (f"ANY_AGENT_GRADER={stem}", {})
     return _program(source, argv, stem, stdin, mark, variables)
 

@@ -84,22 +84,10 @@ class CommandRun:
     stderr: str | None = None
 
 
-def environment_of_agents(environ: Mapping[str, str]) -> dict[str, str]:
-    """What programs inherit: nothing of ours, an operator's or a tenant's key least of all."""
-    inherited = {name: value for name, value in environ.items() if not _is_ours(name)}
-    # What a Python program prints is to be seen while it runs.
-    inherited.setdefault("PYTHONUNBUFFERED", "1")
-    return inherited
-
-
-def environment_of_rewards(environ: Mapping[str, str]) -> dict[str, str]:
-    """What reward commands and graders inherit: their author's environment, with his own keys of
-    whatever judge they ask, but for ours."""
-    return {name: value for name, value in environ.items() if not _is_ours(name)}
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith(ENV_PREFIX)
+def without_ours(environ: Mapping[str, str]) -> dict[str, str]:
+    """What programs, and what rewards them, inherit: no setting of ours, and no operator's or
+    tenant's key."""
+    return {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
 
 
 async def run_in(
@@ -139,7 +127,8 @@ async def _run(
         "ANY_AGENT_RUN_INDEX": str(result.run),
         "ANY_AGENT_REWARD_FILE": str(file.path.absolute()),
     }
-    env = environment_of_agents(options.environ) | session.env() | variables
+    # What a Python program prints is to be seen while it runs.
+    env = {"PYTHONUNBUFFERED": "1"} | without_ours(options.environ) | session.env() | variables
     mark = f"ANY_AGENT_SESSION_ID={session.session_id}"
     program = Program(options.command, env, mark, beside(stem, "out"), beside(stem, "err"))
     result.stdout, result.stderr = str(program.stdout), str(program.stderr)
@@ -156,7 +145,7 @@ async def _run(
         graded = Graded(mark, variables, stem, program.stdout)
         reward = await _reward(session, options, graded, file)
     else:
-        result.error = _complaint(end, program)
+        result.error = _complaint(end, program).replace(session.api_key, "(its key)")
         if options.failure_reward is None:
             raise AgentFailed(result.error)
         reward = options.failure_reward

@@ -28,7 +28,7 @@ while kill -0 "$trainer" 2> /dev/null; do
   rm -rf "$logs"
   code=0
   any-agent run --n "$group" --task "add-$a-$b" --timeout 300 --logs "$logs" \
-    --metadata "{\"answer\": \"$((a + b))\"}" --grader grader.correct --reward-on-failure 0 \
+    --metadata "{\"answer\": \"$((a + b))\"}" --grader grader.correct \
     -- node "$here/agent.mjs" "What is $a + $b?" || code=$?
   case $code in
     0 | 1) ;;  # some may fail: they are thrown away

@@ -119,6 +119,7 @@ async def test_rewards_are_given_in_their_authors_environment(make: Make, served
     ("does", "said", "code"),
     [
         ("ask(); sys.exit('no luck')", "ended with exit code 1: no luck", 1),
+        ("ask(); sys.exit(os.environ['OPENAI_API_KEY'])", "ended with exit code 1: (its key)", 1),
         ("ask(); os.kill(os.getpid(), 9)", "was killed by SIGKILL", -9),
         ("ask(); time.sleep(600)", "took more than 2 s", None),
     ],
