@@ -19,6 +19,8 @@ from any_agent.errors import ConfigError
 from any_agent.sdk.plan import Header, Place
 from any_agent.sdk.results import RunResult
 
+_WRITES_WITHIN = 10.0
+"""Seconds; a file that is still being written to stays open until the process ends."""
 _OPENED, _VOID, _REGROUPED = "opened", "void", "regrouped"
 
 
@@ -68,7 +70,7 @@ class RunLog:
         except OSError as error:
             raise ConfigError(f"cannot write results to {self.path}: {error.strerror}") from None
         if not _locked(self._file):
-            self.close()
+            self._close()
             raise ConfigError(
                 f"another runner writes to {self.path} now: wait for it, or give this one a file "
                 "of its own (results=)"
@@ -76,7 +78,7 @@ class RunLog:
         try:
             self._read(self.path)
         except BaseException:
-            self.close()
+            self._close()
             raise
 
     def _read(self, path: Path) -> None:
@@ -134,7 +136,14 @@ class RunLog:
     async def ended(self, result: RunResult) -> None:
         await self._append(result.as_dict())
 
-    def close(self) -> None:
+    async def end(self) -> None:
+        """Write what is left to be written, and let others have the file."""
+        if self._writer is not None:
+            await asyncio.wait([self._writer], timeout=_WRITES_WITHIN)
+        if self._writer is None:
+            self._close()
+
+    def _close(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -158,20 +158,20 @@ class AgentRunner:
                 return RunResults(
                     running.results.values(),
                     run=plan.header.run,
-                    stopped="the training has finished: it takes no more sessions",
+                    stopped="training has ended: it takes no more sessions",
                 )
             try:
                 await running.run()
             except BaseException as error:
+                _end(show)
                 self._say_what_is_kept(running, plan, error)
                 raise
             return RunResults(
                 running.results.values(), run=plan.header.run, stopped=running.stopped
             )
         finally:
-            if isinstance(show, Bar):
-                show.end()
-            run_log.close()
+            _end(show)
+            await run_log.end()
             if http is not None:
                 await http.end()
             await return_client(self._service, retry_for=self._terms.retry_for)
@@ -203,12 +203,17 @@ class AgentRunner:
         return f"@{version}" if isinstance(version, int) else ""
 
     def _say_what_is_kept(self, running: Running, plan: Plan, error: BaseException) -> None:
-        done, total = len(running.results), len(plan)
-        if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
-            kept = (
-                f"; {self._path} has them, and the same run goes on from it" if self._path else ""
-            )
-            print(f"stopped: {done} of {total} runs are done{kept}", file=sys.stderr, flush=True)
+        kept = f"; {self._path} has them, and the same run goes on from it" if self._path else ""
+        said = f"{len(running.results)} of {len(plan)} runs are done{kept}"
+        if isinstance(error, asyncio.CancelledError):
+            print(f"stopped: {said}", file=sys.stderr, flush=True)
+        else:
+            error.add_note(said)
+
+
+def _end(show: Callable[[Progress], object]) -> None:
+    if isinstance(show, Bar):
+        show.end()
 
 
 def _difference(there: Header, here: Header) -> str:

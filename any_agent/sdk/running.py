@@ -57,7 +57,11 @@ class Running:
         self._log = run_log
         self._policy = policy
         self._show = show
-        self.results = dict(run_log.known.results)
+        self.results = {
+            place: result
+            for place, result in run_log.known.results.items()
+            if place.epoch < plan.epochs
+        }
         self.stopped: str | None = None
         """Why nothing more is begun."""
         self._progress = Progress(len(plan))
@@ -86,13 +90,18 @@ class Running:
             asyncio.create_task(self._work()) for _ in range(min(self._policy.concurrency, left))
         ]
         self._show(self._progress)
+        if not workers:
+            return
         try:
-            await asyncio.gather(*workers)
+            # No `gather`: it would cancel them, too, and a second time is too much for those that
+            # are aborting their sessions.
+            ended, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for worker in workers:
                 worker.cancel()
-            if workers:
-                await asyncio.wait(workers, timeout=_ENDS_WITHIN)
+            await asyncio.wait(workers, timeout=_ENDS_WITHIN)
+        for worker in ended:
+            worker.result()
 
     # -- what is next --------------------------------------------------------------------------
 
@@ -192,8 +201,9 @@ class Running:
         return outcome
 
     async def _done(self, result: RunResult) -> None:
-        await self._log.ended(result)
+        # Whatever comes in between: it is done, and the service knows that, too.
         self.results[Place(*result.place)] = result
+        await self._log.ended(result)
         self._count(result)
         self._show(self._progress)
         if result.ok:

@@ -1,0 +1,397 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from any_agent import AgentRunner, AnyAgentError
+from any_agent.errors import (
+    AgentFailed,
+    ConfigError,
+    DatasetError,
+    ServiceUnavailable,
+    TooManyRequests,
+    Unauthenticated,
+)
+from any_agent.sdk import AsyncSession, Progress, RunResults, Session
+from tests.sdk.conftest import Serve, Served
+from tests.sdk.runner_lab import ITEMS, asker, leased, places
+
+
+def runner(**settings: Any) -> AgentRunner:
+    return AgentRunner(**{"group_size": 2, "concurrency": 4, "progress": False, **settings})
+
+
+def codes(results: RunResults) -> list[str | None]:
+    return [result.code for result in results]
+
+
+async def test_each_item_is_a_group_of_runs(served: Served, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    async with asker() as one:
+
+        async def agent(item: dict[str, Any]) -> float:
+            await one.ask(item)
+            return float(item["question"][4])
+
+        file = tmp_path / "deep" / "results.jsonl"
+        ran = runner(results=file, epochs=2, progress=seen.append)
+        results = await ran.arun(agent, ITEMS[:3])
+    assert [result.place for result in results] == [
+        (epoch, item, member) for epoch in range(2) for item in range(3) for member in range(2)
+    ]
+    assert [result.reward for result in results] == [0, 0, 1, 1, 2, 2] * 2
+    assert {result.state for result in results} == {"finalized"}
+    assert results.mean == 1.0 and results.rewards == [0, 0, 1, 1, 2, 2] * 2
+    assert (results.failed, results.stopped) == ([], None)
+    assert str(results.summary()) == "12 runs: 12 ok; mean reward 1"
+    assert [r.member for r in results.of_item(1, epoch=1)] == [0, 1]
+    trained = places(await leased(served.proxy))
+    assert trained == {
+        f"{results.run}-{epoch}-{item}": [(epoch, item, 0), (epoch, item, 1)]
+        for epoch in range(2)
+        for item in range(3)
+    }
+    assert (seen[-1].done, seen[-1].total, seen[-1].mean) == (12, 12, 1.0)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert (lines[0]["any_agent_run"], lines[0]["run"]) == (1, results.run)
+    assert sum("state" in line for line in lines) == 12
+    assert served.tenant_key not in file.read_text()
+
+
+async def test_what_an_agent_may_be(served: Served) -> None:
+    """Functions, classes and objects; coroutines and what blocks; with a session or without."""
+    url = f"{served.url}/v1"
+
+    async def with_session(item: dict[str, Any], session: AsyncSession) -> None:
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {session.api_key}"}) as h:
+            await h.post(f"{session.base_url}/chat/completions", json=_body(item))
+        await session.set_reward({"good": 1.0, "short": 0.5})
+
+    async def by_id(item: dict[str, Any], *, session: AsyncSession) -> dict[str, float]:
+        async with httpx.AsyncClient() as http:
+            answer = await http.post(f"{url}/chat/completions", json=_body(item))
+        return {answer.json()["id"]: 1.5}
+
+    def blocking(item: dict[str, Any]) -> float:
+        assert threading.current_thread() is not threading.main_thread()
+        httpx.post(f"{url}/chat/completions", json=_body(item)).raise_for_status()
+        return 1.5
+
+    def blocking_with_session(item: dict[str, Any], session: Session) -> None:
+        httpx.post(f"{url}/chat/completions", json=_body(item)).raise_for_status()
+        session.set_final_reward(1.5)
+
+    class AsInTraining:
+        def __init__(self, reward: float = 1.5) -> None:
+            self.reward = reward
+
+        async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+            http = extra_kwargs["http_client"]
+            headers = {"authorization": f"Bearer {extra_kwargs['api_key']}"}
+            where = f"{extra_kwargs['base_url']}/chat/completions"
+            (await http.post(where, json=_body(data), headers=headers)).raise_for_status()
+            return self.reward
+
+    agents = (with_session, by_id, blocking, blocking_with_session, AsInTraining)
+    for agent in (*agents, AsInTraining(1.5)):
+        results = await runner().arun(agent, ITEMS[:1])
+        assert [result.reward for result in results] == [1.5, 1.5], (agent, results)
+    assert len(await leased(served.proxy)) == 12
+
+
+ENDS = {
+    "raises": "agent_failed",
+    "exits": "agent_failed",
+    "cancels": "agent_failed",
+    "hangs": "agent_timeout",
+    "nan": "invalid_reward",
+    "text": "invalid_reward",
+    "id": "invalid_reward",
+    "silent": "no_reward",
+    "elsewhere": "no_model_call",
+    "no call": "no_model_call",
+}
+"""What an agent does, and what its run fails with."""
+
+
+async def test_failures_cost_their_run_alone(served: Served) -> None:
+    calls: dict[str, int] = {}
+    async with asker() as one:
+
+        async def agent(item: dict[str, Any]) -> Any:
+            what = item["what"]
+            calls[what] = calls.get(what, 0) + 1
+            if what == "no call":
+                return 1.0
+            if what == "elsewhere":
+                return None
+            done = await one.ask(item)
+            if what == "raises":
+                raise ValueError(f"no {done[:2]}")
+            if what == "exits":
+                raise SystemExit(3)
+            if what == "cancels":
+                raise asyncio.CancelledError
+            if what == "hangs":
+                await asyncio.sleep(60)
+            return {"nan": math.nan, "text": "good", "id": {"chatcmpl-0": 1.0}}.get(what)
+
+        items = [{"question": "What?", "what": what} for what in ENDS]
+        results = await runner(group_size=1, retries=1, timeout=1.0).arun(agent, items)
+    assert dict(zip(ENDS, codes(results), strict=True)) == ENDS
+    again = {"raises", "exits", "cancels", "hangs"}
+    assert calls == {item["what"]: 2 if item["what"] in again else 1 for item in items}
+    assert [r.attempts for r in results] == [calls[item["what"]] for item in items]
+    assert results[0].error == "ValueError: no ch"
+    assert "1 s" in str(results[3].error)
+    for result in results:
+        assert result.session_id is not None and result.reward is None
+        info = await served.info(result.session_id)
+        assert info["state"] == "aborted" and info["reason"].startswith(f"{result.code}: ")
+    assert results.summary().reasons["agent_failed"] == 3
+    assert "10 failed (3 " in str(results.summary())
+    assert await leased(served.proxy) == []
+
+
+async def test_a_failed_run_leaves_its_place_to_the_next_attempt(served: Served) -> None:
+    failed: set[int] = set()
+    async with asker() as one:
+
+        async def agent(item: dict[str, Any], session: AsyncSession) -> float:
+            await one.ask(item)
+            number = int(item["question"][4])
+            if number not in failed:
+                failed.add(number)
+                raise OSError("the tool is away")
+            return 1.0
+
+        results = await runner(group_size=3).arun(agent, ITEMS)
+    assert len(results) == 12 and not results.failed
+    assert sorted(result.attempts for result in results) == [1] * 8 + [2] * 4
+    trained = places(await leased(served.proxy))
+    assert [len(set(members)) for members in trained.values()] == [3] * 4
+    assert (await served.proxy.capacity())["reserved"] == 0
+
+
+async def test_a_failed_run_gives_its_place_up_at_last(served: Served) -> None:
+    async with asker() as one:
+
+        async def agent(item: dict[str, Any], session: AsyncSession) -> float:
+            await one.ask(item)
+            info = await session.info()
+            if item["question"] == "Say 1." and info.interactions and one.asked["Say 1."] % 3 == 1:
+                raise OSError("the tool is away")
+            return 1.0
+
+        results = await runner(group_size=3, retries=0).arun(agent, ITEMS[:2])
+    assert [result.ok for result in results] == [True] * 3 + [False, True, True]
+    trained = places(await leased(served.proxy))
+    assert sorted(map(len, trained.values())) == [2, 3]
+
+
+async def test_stop_at_the_first_failure(served: Served, tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    async with asker() as one:
+
+        async def agent(item: dict[str, Any]) -> float:
+            await one.ask(item)
+            if item["question"] == "Say 1.":
+                raise ValueError("broken")
+            return 1.0
+
+        with pytest.raises(AgentFailed, match=r"item 1 \(epoch 0, run 0\) failed: ValueError: bro"):
+            await runner(
+                group_size=1, concurrency=1, retries=0, on_failure="stop", results=file
+            ).arun(agent, ITEMS)
+        assert len(await leased(served.proxy)) == 1
+        # What is done stays done; what was not begun is made now.
+        again = runner(group_size=1, concurrency=1, retries=0, results=file)
+        results = await again.arun(agent, ITEMS)
+    assert [result.ok for result in results] == [True, False, True, True]
+    assert one.asked == {f"Say {number}.": 1 for number in range(4)}
+
+
+async def test_too_many_failures_in_a_row(served: Served) -> None:
+    made = 0
+
+    async def agent(item: dict[str, Any]) -> float:
+        nonlocal made
+        made += 1
+        return 1.0
+
+    with pytest.raises(AgentFailed, match=r"3 runs failed one after the other .*no_model|made no"):
+        await runner(group_size=1, concurrency=1, max_failures=3).arun(agent, ITEMS)
+    assert made == 3
+
+
+async def test_a_reward_that_is_missing(served: Served) -> None:
+    async with asker() as one:
+
+        async def agent(item: dict[str, Any]) -> None:
+            await one.ask(item)
+
+        zero = await runner(missing_reward=0.0).arun(agent, ITEMS[:1])
+        late = await runner(missing_reward="await").arun(agent, ITEMS[:1])
+    assert [(r.state, r.reward) for r in zero] == [("finalized", 0.0)] * 2
+    assert [(r.state, r.reward) for r in late] == [("awaiting_reward", None)] * 2
+    assert len(await leased(served.proxy)) == 2
+
+
+async def test_an_agent_may_end_its_session_itself(served: Served) -> None:
+    async with asker() as one:
+
+        async def agent(item: dict[str, Any], session: AsyncSession) -> None:
+            await one.ask(item)
+            if item["question"] == "Say 0.":
+                await session.finalize(0.5)
+            elif item["question"] == "Say 1.":
+                await session.abort("not worth it")
+            else:
+                # As an agent that knows nothing of the SDK does.
+                async with httpx.AsyncClient() as http:
+                    answer = await http.post(
+                        f"{served.url}/rl/v1/finalize", json={"final_reward": 2}
+                    )
+                    answer.raise_for_status()
+
+        results = await runner(group_size=1).arun(agent, ITEMS[:3])
+    assert [(r.ok, r.reward, r.attempts) for r in results] == [
+        (True, 0.5, 1),
+        (False, None, 1),
+        (True, 2.0, 1),
+    ]
+    assert "not worth it" in str(results[1].error)
+
+
+async def test_evaluations(serve: Serve) -> None:
+    """They need no slot, belong to no group, and are pinned."""
+    served = await serve(slots=0)
+
+    async def agent(item: dict[str, Any], session: AsyncSession) -> float | None:
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {session.api_key}"}) as h:
+            await h.post(f"{session.base_url}/chat/completions", json=_body(item))
+        return 0.25 if item["question"] == "Say 0." else None
+
+    settings = {"mode": "eval", "version": "current", "url": served.url}
+    results = await runner(**settings, api_key=served.tenant_key).arun(agent, ITEMS[:2])
+    assert [(r.state, r.reward, r.code, r.group_id) for r in results] == [
+        *[("evaluated", 0.25, None, None)] * 2,
+        *[("failed", None, "no_reward", None)] * 2,
+    ]
+    assert results[0].version == 0
+
+
+async def test_runs_wait_for_slots(serve: Serve) -> None:
+    served = await serve(slots=2)
+    most = at_once = 0
+
+    async def agent(item: dict[str, Any], session: AsyncSession) -> float:
+        nonlocal most, at_once
+        at_once += 1
+        most = max(most, at_once)
+        await served.proxy.complete(session.api_key)
+        at_once -= 1
+        await served.proxy.admit(100)
+        return 1.0
+
+    settings = {"url": served.url, "api_key": served.tenant_key}
+    results = await runner(**settings, concurrency=8).arun(agent, ITEMS)
+    assert len(results) == 8 and not results.failed and most >= 2
+
+
+async def test_no_slot_for_too_long(serve: Serve) -> None:
+    served = await serve(slots=0)
+    with pytest.raises(TooManyRequests, match="no slot"):
+        await runner(url=served.url, api_key=served.tenant_key, wait=0.2).arun(_never, ITEMS)
+
+
+async def test_what_the_service_refuses_to_all_alike(served: Served) -> None:
+    with pytest.raises(Unauthenticated):
+        await runner(api_key="wrong").arun(_never, ITEMS)
+    with pytest.raises(ServiceUnavailable, match="is it running"):
+        await runner(url="http://127.0.0.1:9", retry_for=0.1).arun(_never, ITEMS)
+    with pytest.raises(AnyAgentError, match="group_size 100 exceeds"):
+        await runner(group_size=100).arun(_never, ITEMS)
+
+
+async def test_training_that_has_finished_ends_the_run(served: Served, tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    async with asker() as one:
+
+        async def agent(item: dict[str, Any]) -> float:
+            await one.ask(item)
+            if item["question"] == "Say 1.":
+                await served.proxy.client.set_run("finished", step=1, checkpoint=None)
+            return 1.0
+
+        settings = {"group_size": 1, "concurrency": 1, "results": file}
+        for _ in range(2):
+            results = await runner(**settings).arun(agent, ITEMS)
+            assert len(results) == 2 and not results.failed
+            assert "training has ended" in str(results.stopped)
+    assert one.asked.total() == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"concurrency": 0}, "concurrency"),
+        ({"group_size": 0}, "group_size"),
+        ({"epochs": 0}, "epochs"),
+        ({"retries": -1}, "retries"),
+        ({"timeout": 0}, "timeout"),
+        ({"max_failures": 0}, "max_failures"),
+        ({"on_failure": "shrug"}, "on_failure"),
+        ({"mode": "test"}, "mode"),
+        ({"missing_reward": "zero"}, "missing_reward"),
+        ({"api_key": "sk-v1.0.a.b"}, "one session"),
+        ({"url": "localhost:8000"}, "no URL"),
+    ],
+)
+def test_settings_that_are_no_good(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        AgentRunner(**{"url": "http://127.0.0.1:9", **settings})
+
+
+async def test_datasets_that_are_no_good(served: Served, tmp_path: Path) -> None:
+    broken = tmp_path / "items.jsonl"
+    broken.write_text('{"question": "a"}\n\n{"question": \n')
+    with pytest.raises(DatasetError, match=r"items\.jsonl line 3 is no JSON"):
+        await runner().arun(_never, broken)
+    for data, named in (
+        ([], "empty"),
+        (tmp_path / "none.jsonl", "there is no file"),
+        ({"a": 1}, "is a dict"),
+        (7, "is a int"),
+        (iter(()), "empty"),
+    ):
+        with pytest.raises(DatasetError, match=named):
+            await runner().arun(_never, data)
+
+
+def test_run_is_for_code_without_an_event_loop() -> None:
+    one = AgentRunner(url="http://127.0.0.1:9", retry_for=0.1, progress=False)
+    with pytest.raises(ServiceUnavailable):
+        one.run(_never, ITEMS)
+
+    async def inside() -> None:
+        one.run(_never, ITEMS)
+
+    with pytest.raises(RuntimeError, match=r"await runner\.arun"):
+        asyncio.run(inside())
+
+
+async def _never(item: dict[str, Any]) -> float:
+    raise AssertionError("no agent is run")
+
+
+def _body(item: dict[str, Any]) -> dict[str, Any]:
+    messages = [{"role": "user", "content": item["question"]}]
+    return {"model": "gpt-4o", "messages": messages, "max_tokens": 4}
