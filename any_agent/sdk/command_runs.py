@@ -78,7 +78,7 @@ class CommandRuns:
         try:
             self._session()
         except InvalidRequest as error:
-            raise ConfigError(error.message) from None
+            raise ConfigError(f"--{error.message}".replace("--task_id", "--task", 1)) from None
 
     async def _reach(self) -> None:
         """So that it is said once, and soon, that the service is away or its training has ended."""
