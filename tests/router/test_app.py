@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from any_agent import presence
+from any_agent.protocol import API_HEADER, API_VERSION
 from any_agent.registry import Entry, publish
 from router import app
 from router.affinity import home_of
@@ -335,6 +336,13 @@ async def test_ranks_without_room_are_not_ready(pair: Lab, monkeypatch: pytest.M
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "store_full"
     assert response.headers["retry-after"]
+
+
+async def test_its_own_answers_name_their_version(pair: Lab) -> None:
+    """What no rank has answered is an answer of a service, too."""
+    answer = await pair.get("/rl/v1/sessions/ses-7-0123456789abcdef")
+    assert (answer.status_code, answer.headers.get_list(API_HEADER)) == (404, [API_VERSION])
+    assert API_HEADER not in (await pair.get("/readyz")).headers
 
 
 async def test_it_writes_its_own_entry(lab: Lab) -> None:
