@@ -262,6 +262,28 @@ async def test_something_else_at_the_url(make: Make) -> None:
     assert exit_code(runs) == 3
 
 
+async def test_a_service_of_another_version(make: Make, tmp_path: Path) -> None:
+    run = {"experiment": "e", "trial": "t", "user": "u", "model": "m", "state": "training"}
+    body = json.dumps({**run, "version": 0, "step": 0, "checkpoint": None}).encode()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\nx-any-agent-api: 2\r\ncontent-length: %d\r\n\r\n" % len(body)
+        writer.write(head + body)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        does = f"open({str(tmp_path / 'started')!r}, 'w')"
+        runs = make(does, service=Service(f"http://127.0.0.1:{port}"))
+        await runs.run()
+    assert runs.stopped is not None and "speaks version 2" in runs.stopped.message
+    assert exit_code(runs) == 3
+    assert not (tmp_path / "started").exists()
+
+
 async def test_training_that_has_ended(make: Make, served: Served) -> None:
     await served.proxy.client.set_run("finished", step=7, checkpoint=None)
     runs = make()
