@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 
@@ -24,7 +25,7 @@ _REWARDS = ("set_reward", "finalize", "end_session")
 _NAMING = "x-any-agent-session"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Membership:
     """Being in a session: its key, and where it may go."""
 
@@ -35,6 +36,8 @@ class Membership:
     """What the service's own paths come after."""
     api_key: str = field(repr=False)
     outer: Membership | None = field(default=None, repr=False)
+    over: bool = False
+    """Whoever joined has left: nobody comes back here from an inner one."""
 
 
 _current: ContextVar[Membership | None] = ContextVar("any_agent_session", default=None)
@@ -49,16 +52,26 @@ def join(url: str, api_key: str) -> Membership:
         port=parsed.port or _PORTS[parsed.scheme],
         path=parsed.path.rstrip("/"),
         api_key=api_key,
-        outer=_current.get(),
+        outer=_not_over(_current.get()),
     )
     _current.set(membership)
     return membership
 
 
 def leave(membership: Membership) -> None:
-    """Back in the session around it. A context that has not joined, or is further in, stays."""
+    """Back in the session around it. A context that has not joined, or is further in, stays: from
+    there nobody comes back to it."""
+    membership.over = True
     if _current.get() is membership:
-        _current.set(membership.outer)
+        _current.set(_not_over(membership.outer))
+
+
+def _not_over(membership: Membership | None) -> Membership | None:
+    """It, or the nearest around it that nobody has left: not all are left in the order of joining,
+    and some in another context."""
+    while membership is not None and membership.over:
+        membership = membership.outer
+    return membership
 
 
 def key_for(
@@ -81,7 +94,10 @@ def key_for(
 
 
 def _is_agents(path: str) -> bool:
-    parts = path.split("/")[1:]
+    parts = unquote(path).split("/")[1:]
+    if ".." in parts:
+        # Behind the service's proxy it may be another one's.
+        return False
     if parts[0] == "v1":
         parts = parts[1:]
     if parts[:1] == ["rl"]:

@@ -8,10 +8,11 @@ can reach no other origin.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from importlib.abc import MetaPathFinder
@@ -33,7 +34,13 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 def _httpx_sync(send: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(send)
     def send_single_request(client: Any, request: Any) -> Any:
-        return send(client, _joined_httpx(request))
+        joined = _joined_httpx(request)
+        if joined is request:
+            return send(client, request)
+        with _not_shown(joined, request):
+            response = send(client, joined)
+        response.request = request
+        return response
 
     return send_single_request
 
@@ -41,7 +48,13 @@ def _httpx_sync(send: Callable[..., Any]) -> Callable[..., Any]:
 def _httpx_async(send: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(send)
     async def send_single_request(client: Any, request: Any) -> Any:
-        return await send(client, _joined_httpx(request))
+        joined = _joined_httpx(request)
+        if joined is request:
+            return await send(client, request)
+        with _not_shown(joined, request):
+            response = await send(client, joined)
+        response.request = request
+        return response
 
     return send_single_request
 
@@ -62,25 +75,61 @@ def _joined_httpx(request: Any) -> Any:
 def _requests(send: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(send)
     def send_one(adapter: Any, request: Any, *arguments: Any, **named: Any) -> Any:
-        url = urlsplit(request.url)
-        key = key_for(url.scheme, url.hostname, url.port, url.path, request.headers)
-        if key is not None:
-            request = request.copy()
-            _put(request.headers, key)
-        return send(adapter, request, *arguments, **named)
+        key = _key_for_requests(request)
+        if key is None:
+            return send(adapter, request, *arguments, **named)
+        joined = request.copy()
+        _put(joined.headers, key)
+        with _not_shown(joined, request):
+            response = send(adapter, joined, *arguments, **named)
+        response.request = request
+        return response
 
     return send_one
+
+
+def _key_for_requests(request: Any) -> str | None:
+    try:
+        url = urlsplit(request.url)
+        port = url.port
+    except ValueError:
+        # What is no URL is the adapter's to refuse.
+        return None
+    return key_for(url.scheme, url.hostname, port, url.path, request.headers)
+
+
+@contextmanager
+def _not_shown(joined: Any, request: Any) -> Iterator[None]:
+    """An error tells of the request that its owner made: reports of errors show headers."""
+    try:
+        yield
+    except Exception as error:
+        for name in ("_request", "request"):
+            if vars(error).get(name) is joined:
+                setattr(error, name, request)
+        raise
 
 
 def _aiohttp(send: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(send)
     async def send_one(request: Any, *arguments: Any, **named: Any) -> Any:
-        # aiohttp makes one of these for every hop: nobody else has it.
-        url = request.url
-        key = key_for(url.scheme, url.raw_host, url.port, url.raw_path, request.headers)
-        if key is not None:
-            _put(request.headers, key)
-        return await send(request, *arguments, **named)
+        # aiohttp makes one of these for every hop. Before one to https by a proxy there is another,
+        # with the same URL: CONNECT, which the proxy reads.
+        if request.method == "CONNECT":
+            return await send(request, *arguments, **named)
+        url, headers = request.url, request.headers
+        key = key_for(url.scheme, url.raw_host, url.port, url.raw_path, headers)
+        if key is None:
+            return await send(request, *arguments, **named)
+        before = headers.copy()
+        _put(headers, key)
+        try:
+            return await send(request, *arguments, **named)
+        finally:
+            # Responses and errors show these headers, too.
+            for name in ("Authorization", *_REPLACED):
+                headers.pop(name, None)
+                headers.extend((name, value) for value in before.getall(name, ()))
 
     return send_one
 
@@ -142,6 +191,10 @@ class _Patches:
                 while self._on:
                     _unpatch(*self._on.pop())
 
+    def forked(self) -> None:
+        """No other thread of its parent's is there to let the lock go."""
+        self._lock = threading.RLock()
+
     def _imported(self, module: ModuleType) -> None:
         with self._lock:
             if self._users:
@@ -183,19 +236,22 @@ class _Watch(MetaPathFinder):
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
             if spec is not None and hasattr(spec.loader, "exec_module"):
-                self._tell_of(spec)
+                self._tell_of(fullname, spec)
                 return spec
         return None
 
-    def _tell_of(self, spec: ModuleSpec) -> None:
+    def _tell_of(self, name: str, spec: ModuleSpec) -> None:
         loader: Any = spec.loader
         execute = loader.exec_module
 
         def execute_and_tell(module: ModuleType) -> None:
             execute(module)
-            self._imported(module)
+            # Some loaders are of many modules: that of a zip file is.
+            if module.__name__ == name:
+                self._imported(module)
 
         loader.exec_module = execute_and_tell
 
 
 patches = _Patches()
+os.register_at_fork(after_in_child=patches.forked)

@@ -7,8 +7,10 @@ import contextvars
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -115,6 +117,8 @@ async def test_another_name_of_the_host_is_another_origin(service: Server) -> No
         ("/metrics", False),
         ("/v1", False),
         ("/", False),
+        ("/v1/chat/../../other", False),
+        ("/v1/chat/%2e%2E/%2e%2e/other", False),
         (f"/{KEY}/v1/chat/completions", False),
         ("/ses-0-0123456789abcdef/v1/chat/completions", False),
     ],
@@ -184,6 +188,53 @@ async def test_requests_keep_no_key(service: Server) -> None:
     assert service.keys == [OURS, OTHERS, OURS]
 
 
+async def test_no_proxy_is_told_the_key_on_the_way_to_https() -> None:
+    """aiohttp asks it for the connection by a request that has the service's URL."""
+    heads: list[bytes] = []
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 502 No\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(proxy, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        url = "https://service.example:8443/v1/models"
+        with in_session("https://service.example:8443"):
+            async with aiohttp.ClientSession() as http:
+                with pytest.raises(aiohttp.ClientHttpProxyError):
+                    await http.get(url, proxy=f"http://127.0.0.1:{port}")
+    assert heads[0].startswith(b"CONNECT service.example:8443 ")
+    assert KEY.encode() not in heads[0]
+
+
+async def test_responses_and_errors_show_no_key(service: Server) -> None:
+    """Reports of errors show headers, and who tries again may send a response's request."""
+    url, nowhere = f"{service.url}/v1/models", "http://127.0.0.1:9/v1/models"
+    own = {"Authorization": "Bearer mine", "X-Api-Key": "mine"}
+    shown: list[Any] = []
+    with in_session(service.url):
+        async with httpx.AsyncClient(headers=own) as http:
+            shown.append((await http.get(url)).request.headers)
+        with httpx.Client(headers=own) as blocking:
+            shown.append((await asyncio.to_thread(blocking.get, url)).request.headers)
+        shown.append((await asyncio.to_thread(requests.get, url, headers=own)).request.headers)
+        async with aiohttp.ClientSession(headers=own) as session, session.get(url) as response:
+            shown.append(response.request_info.headers)
+    assert service.keys == [OURS] * 4
+    with in_session(nowhere.removesuffix("/v1/models")):
+        async with httpx.AsyncClient(headers=own) as http:
+            with pytest.raises(httpx.ConnectError) as failed:
+                await http.get(nowhere)
+        shown.append(failed.value.request.headers)
+        with pytest.raises(requests.ConnectionError) as refused:
+            await asyncio.to_thread(requests.get, nowhere, headers=own)
+        assert refused.value.request is not None
+        shown.append(refused.value.request.headers)
+    for headers in shown:
+        assert (headers["authorization"], headers["x-api-key"]) == ("Bearer mine", "mine")
+
+
 # -- contexts --------------------------------------------------------------------------------------
 
 
@@ -246,6 +297,26 @@ async def test_a_session_may_end_in_another_context(service: Server) -> None:
     ambient.leave(membership)
     patches.release()
     assert ambient.key_for("http", "127.0.0.1", None, "/v1/models", {}) is None
+
+
+def test_nobody_comes_back_to_a_session_that_was_left() -> None:
+    """Neither to one that was left first, nor to one that was left in another context."""
+
+    def key() -> str | None:
+        return ambient.key_for("http", "service", 80, "/v1/models", {})
+
+    first = ambient.join("http://service", KEY)
+    second = ambient.join("http://service", OTHER)
+    ambient.leave(first)
+    assert key() == OTHER
+    ambient.leave(second)
+    assert key() is None
+    kept = ambient.join("http://service", KEY)
+    contextvars.Context().run(ambient.leave, kept)
+    inner = ambient.join("http://service", OTHER)
+    assert inner.outer is None, "nor do they pile up"
+    ambient.leave(inner)
+    assert key() is None
 
 
 # -- patches ---------------------------------------------------------------------------------------
@@ -316,3 +387,25 @@ assert not any("any_agent" in type(finder).__module__ for finder in sys.meta_pat
 
 def test_clients_that_are_imported_later_are_found() -> None:
     subprocess.run([sys.executable, "-c", LATE], check=True, timeout=60)
+
+
+ZIPPED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from any_agent.sdk.patches import patches
+patches.acquire()
+import aiohttp.client_reqrep, aiohttp.other
+assert hasattr(aiohttp.client_reqrep.ClientRequest.send, "__wrapped__")
+patches.release()
+"""
+
+
+def test_a_client_in_a_zip_file(tmp_path: Path) -> None:
+    """One loader is of all the modules there."""
+    archive = tmp_path / "all.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("aiohttp/__init__.py", "")
+        file.writestr("aiohttp/other.py", "")
+        send = "class ClientRequest:\n    async def send(self, conn): ...\n"
+        file.writestr("aiohttp/client_reqrep.py", send)
+    subprocess.run([sys.executable, "-c", ZIPPED, str(archive)], check=True, timeout=60)
