@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from any_agent.errors import AgentFailed, ConfigError
+from any_agent.sdk.agents import Agent
+
+SESSION: Any = SimpleNamespace(url="http://s", api_key="k", blocking="blocking session")
+HTTP: Any = object()
+
+
+async def given(agent: Any, **kwargs: Any) -> Any:
+    return await Agent(agent, kwargs or None)("item", SESSION, HTTP)
+
+
+class Trained:
+    def __init__(self, extra: int = 0) -> None:
+        self.extra = extra
+
+    async def run(self, data: Any, **extra_kwargs: Any) -> Any:
+        return data, self.extra, extra_kwargs
+
+
+class Called:
+    async def __call__(self, item: Any, session: Any = None) -> Any:
+        return item, session
+
+
+async def named(item: Any, api_key: str, base_url: str = "") -> Any:
+    return item, api_key, base_url
+
+
+async def test_what_it_is_given() -> None:
+    async def one(item: Any) -> Any:
+        return item
+
+    async def two(item: Any, here: Any) -> Any:
+        return item, here
+
+    async def with_default(item: Any, temperature: float = 1.0, *, session: Any) -> Any:
+        return item, temperature, session
+
+    def blocking(item: Any, session: Any) -> Any:
+        return item, session, threading.current_thread() is threading.main_thread()
+
+    def makes_a_coroutine(item: Any) -> Any:
+        return one(item)
+
+    assert await given(one) == "item"
+    assert await given(two) == ("item", SESSION)
+    assert await given(functools.partial(two, here="mine")) == ("item", "mine")
+    assert await given(with_default) == ("item", 1.0, SESSION)
+    assert await given(blocking) == ("item", "blocking session", False)
+    assert await given(makes_a_coroutine) == "item"
+    assert await given(named) == ("item", "k", "http://s")
+    assert await given(Called()) == ("item", SESSION)
+    connection = {"base_url": "http://s", "api_key": "k", "http_client": HTTP}
+    assert await given(Trained) == ("item", 0, connection)
+    assert await given(Trained, extra=2) == ("item", 2, connection)
+    assert await given(f"{__name__}.Trained", extra=3) == ("item", 3, connection)
+    assert await given(f"{__name__}.named") == ("item", "k", "http://s")
+
+
+def test_its_name_says_what_is_called() -> None:
+    assert Agent(Trained()).name == f"{__name__}.Trained.run"
+    assert Agent(named).name == f"{__name__}.named"
+    assert Agent(Trained()).wants_http_client and not Agent(named).wants_http_client
+
+
+@pytest.mark.parametrize(
+    ("agent", "kwargs", "said"),
+    [
+        (7, {}, "the agent is a builtins.int"),
+        (SimpleNamespace(), {}, "run"),
+        (object, {}, "has no method run"),
+        (Trained, {"size": 1}, "cannot be made with the arguments size"),
+        (named, {"size": 1}, "is no class"),
+        (lambda: 1.0, {}, "takes no item"),
+        (lambda item, session, tools: 1.0, {}, "'tools' that nobody gives"),
+        ("no_such_module.Agent", {}, "agent 'no_such_module.Agent': there is no module"),
+        (f"{__name__}.Trainee", {}, "did you mean"),
+        (f"{__name__}:Trained", {}, "a dot, not a colon"),
+    ],
+)
+def test_what_is_no_agent(agent: Any, kwargs: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Agent(agent, kwargs)
+
+
+async def test_what_blocks_has_the_context_of_its_run() -> None:
+    here: ContextVar[str] = ContextVar("here")
+    here.set("mine")
+
+    def agent(_: Any) -> str:
+        return here.get()
+
+    assert await given(agent) == "mine"
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+async def test_what_it_raises(blocks: bool) -> None:
+    def raising(error: BaseException) -> Any:
+        def agent(_: Any) -> Any:
+            raise error
+
+        async def agent_of_the_loop(_: Any) -> Any:
+            raise error
+
+        return agent if blocks else agent_of_the_loop
+
+    with pytest.raises(OSError, match="away"):
+        await given(raising(OSError("away")))
+    with pytest.raises(AgentFailed, match="raised SystemExit: 3"):
+        await given(raising(SystemExit(3)))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await given(raising(StopIteration(1)))
+
+
+async def test_a_thread_that_nobody_waits_for_is_counted_until_it_ends() -> None:
+    go_on, ended = threading.Event(), threading.Event()
+
+    def agent(_: Any) -> None:
+        go_on.wait(10)
+        ended.set()
+
+    one = Agent(agent)
+    running = asyncio.ensure_future(one("item", SESSION, None))
+    await asyncio.wait([running], timeout=0.05)
+    running.cancel()
+    await asyncio.wait([running])
+    assert one.hanging == 1
+    go_on.set()
+    assert await asyncio.to_thread(ended.wait, 10)
+    await asyncio.wait_for(_until_none_hangs(one), 10)
+
+
+async def _until_none_hangs(one: Agent) -> None:
+    while one.hanging:  # noqa: ASYNC110  (a thread says so)
+        await asyncio.sleep(0.005)

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from any_agent.errors import ConfigError
+from any_agent.sdk.plan import Header, Place
+from any_agent.sdk.results import RunResult
+from any_agent.sdk.run_log import Begun, RunLog
+
+HEADER = Header("run-1", "00", items=2, group_size=2, mode="train", service="e/t")
+DONE = RunResult(item=0, epoch=0, member=1, state="finalized", reward=1.0, session_id="s-2")
+
+
+def opened(file: Path) -> RunLog:
+    log = RunLog(file)
+    log.open()
+    return log
+
+
+async def written(file: Path) -> None:
+    log = opened(file)
+    await log.begin(HEADER)
+    await asyncio.gather(
+        log.opened(Place(0, 0, 0), 0, "s-1"),
+        log.opened(Place(0, 0, 1), 2, "s-2"),
+        log.void(Place(0, 1, 0), 1),
+        log.regrouped([Place(0, 1, 0), Place(0, 1, 1)], 1),
+        log.ended(DONE),
+    )
+    await log.end()
+
+
+async def test_what_is_written_is_known_again(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    await written(file)
+    log = opened(file)
+    assert log.header == HEADER
+    assert log.known.results == {Place(0, 0, 1): DONE}
+    assert log.known.begun == {
+        Place(0, 0, 0): Begun(0, "s-1"),
+        Place(0, 0, 1): Begun(2, "s-2"),
+        Place(0, 1, 0): Begun(1, None),
+    }
+    assert log.known.regrouped == {Place(0, 1, 0): (1, 2), Place(0, 1, 1): (1, 2)}
+    await log.end()
+
+
+async def test_a_line_that_was_being_written_says_nothing(tmp_path: Path) -> None:
+    """However much of it was there."""
+    file = tmp_path / "r.jsonl"
+    await written(file)
+    content = file.read_bytes()
+    last = content.rindex(b"\n", 0, -1) + 1
+    for end in (last + 1, len(content) - 1):
+        file.write_bytes(content[:end])
+        log = opened(file)
+        assert not log.known.results
+        await log.ended(DONE)
+        await log.end()
+        assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ('{"question": "What?"}\n', "line 1 .*header"),
+        ("hello", "holds no results"),
+        ("hello\n", "line 1"),
+        (json.dumps(HEADER.as_dict()) + '\n{"state": "lost"}\n', "line 2"),
+        (json.dumps(HEADER.as_dict()) + "\n\n", "line 2"),
+        ('{"any_agent_run": 2}\n', "line 1"),
+        ('{"any_agent_run": 1, "speed": 2}\n', "line 1"),
+    ],
+)
+def test_other_peoples_files(tmp_path: Path, content: str, named: str) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=named):
+        opened(file)
+    assert file.read_text() == content
+
+
+async def test_one_runner_at_a_time(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    log = opened(file)
+    with pytest.raises(ConfigError, match="another runner writes"):
+        opened(file)
+    await log.end()
+    await opened(file).end()
+
+
+def test_a_file_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot write results"):
+        opened(tmp_path)
+
+
+async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told to everybody who waits; no part of a line stays behind."""
+    file = tmp_path / "r.jsonl"
+    await written(file)
+    before = file.read_bytes()
+    log = opened(file)
+    write, room = os.write, [10]
+
+    def full(number: int, data: bytes) -> int:
+        if not room:
+            raise OSError(28, "No space left on device")
+        return write(number, data[: room.pop()])
+
+    monkeypatch.setattr(os, "write", full)
+    results = await asyncio.gather(
+        *(log.ended(replace(DONE, item=item)) for item in range(3)), return_exceptions=True
+    )
+    monkeypatch.undo()
+    assert all(isinstance(result, ConfigError) for result in results)
+    assert "No space left" in str(results[0])
+    assert file.read_bytes() == before
+    await log.ended(DONE)
+    await log.end()
+    assert file.read_bytes().startswith(before)
+
+
+async def test_without_a_file() -> None:
+    log = RunLog(None)
+    log.open()
+    await log.begin(HEADER)
+    await log.ended(DONE)
+    await log.end()
