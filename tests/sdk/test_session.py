@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from typing import Any
 
 import httpx
@@ -339,3 +341,46 @@ async def test_calls_outside_of_a_session_say_what_is_missing(served: Served) ->
             assert "finalized" in await left
             assert (await another.info()).interactions == 0
             await another.abort()
+
+
+FORKS = """
+import os
+from any_agent import AgentSession
+
+with AgentSession(mode="eval") as outer:
+    child = os.fork()
+    if child == 0:
+        with AgentSession(mode="eval") as inner:
+            inner.abort("of the child")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    outer.abort("of the parent")
+"""
+
+
+async def test_a_forked_process_has_sessions_of_its_own(served: Served) -> None:
+    """It has none of the threads that its parent's sessions run on."""
+    forking = await asyncio.create_subprocess_exec(sys.executable, "-c", FORKS)
+    assert await asyncio.wait_for(forking.wait(), 60) == 0
+    reasons = [line.reason async for line in served.proxy.client.sessions()]
+    assert sorted(map(str, reasons)) == ["of the child", "of the parent"]
+
+
+async def test_ctrl_c_ends_the_blocking_forms_wait(serve: Serve) -> None:
+    served = await serve(slots=0)
+    code = f"""
+from any_agent import AgentSession
+with AgentSession("a", group_size=1, url={served.url!r}, api_key={served.tenant_key!r}):
+    pass
+"""
+    waiting = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE
+    )
+    admission = served.proxy.service.sessions.admission
+    await until(lambda: admission.waiting)
+    waiting.send_signal(signal.SIGINT)
+    _, said = await asyncio.wait_for(waiting.communicate(), 30)
+    assert said.rstrip().endswith(b"KeyboardInterrupt")
+    await until(lambda: not admission.waiting)
+    await served.proxy.admit(5)
+    assert (await served.proxy.capacity())["running"] == 0
