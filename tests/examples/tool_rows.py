@@ -12,10 +12,11 @@ def check_rows(run: Ran, *, tool: str) -> None:
     assert [step["step"] for step in run.steps] == [1, 2]
     # Groups whose runs all score the same teach nothing, and are in no step.
     assert all(0 < reward < 1 for reward in run.rewards), run.rewards
-    called = [row for row in run.rows if f'{{"name": "{tool}"' in row["completion"]]
+    # It may also call a tool that is not there, and what is no call may look like one.
+    called = [row for row in run.rows if "<tool_call>" in row["completion"]]
     answered = [row for row in run.rows if row not in called]
+    assert any(f'{{"name": "{tool}"' in row["completion"] for row in called), "no call of the tool"
     assert any("<tool_response>" in row["prompt"] for row in answered), "no result of the tool"
-    assert called
     for row in answered:
         a, b = re.findall(r"What is (\d) \+ (\d)\?", row["prompt"])[-1]
         numbers = re.findall(r"-?\d+", row["completion"].removesuffix("<|im_end|>"))
