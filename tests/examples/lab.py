@@ -78,6 +78,13 @@ def command_of(example: str) -> list[str]:
     return shlex.split(str(found[0]))
 
 
+def tiny_settings(example: str) -> list[str]:
+    """What its README puts after the command to try it on the tiny model."""
+    text = (EXAMPLES / example / "README.md").read_text()
+    (found,) = re.findall(r"with\s`(model\.path=/tmp/tiny .*?)`\s*after", text, re.S)
+    return shlex.split(str(found))
+
+
 def small(folder: Path, *more: str, model: Path | None = None) -> list[str]:
     """Settings of a training of two steps, each of two groups of four, on one rank here."""
     return [

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from examples.multi_turn_math.agent import RETRY
-from tests.examples.lab import run_example, small
+from tests.examples.lab import run_example, small, taught_model, tiny_settings
 
 
 def test_the_example_trains(tmp_path: Path) -> None:
@@ -24,3 +24,14 @@ def test_the_example_trains(tmp_path: Path) -> None:
         a, b = re.findall(r"What is (\d) \+ (\d)\?", row["prompt"])[-1]
         right = row["completion"] == f"{int(a) + int(b)}<|im_end|>"
         assert right == (row["reward"] == 1.0), row
+
+
+def test_the_tiny_model_learns_as_the_readme_has_it(tmp_path: Path) -> None:
+    model, *rest = tiny_settings("multi_turn_math")
+    assert model == "model.path=/tmp/tiny"
+    here = [f"model.path={taught_model()}", f"root={tmp_path}/runs", "server.port=0"]
+    run = run_example("multi_turn_math", [*here, *rest], tmp_path)
+    assert len(run.steps) == 10
+    before, after = (found["reward"] for found in run.evals)
+    assert before < 0.8
+    assert after > before + 0.1

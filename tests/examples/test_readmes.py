@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shlex
 import sys
 from typing import Any
 
 import pytest
 
 from any_agent import GRPOConfig, load_expr_config
-from tests.examples.lab import EXAMPLES, command_of
+from tests.examples.lab import EXAMPLES, command_of, tiny_settings
 
 FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
 SCRIPTS = sorted(path.parent.name for path in EXAMPLES.glob("*/train.py"))
@@ -62,8 +61,7 @@ def test_its_command_and_settings_are_taken(example: str) -> None:
     kind = config_class(example)
     config, _ = load_expr_config(given, kind)
     assert config.rollout.batch_size % config.sessions.group_size == 0
-    (tiny,) = re.findall(r"with\s`(model\.path=/tmp/tiny .*?)`\s*after", readme(example), re.S)
-    config, _ = load_expr_config([*given, *shlex.split(tiny)], kind)
+    config, _ = load_expr_config([*given, *tiny_settings(example)], kind)
     assert (config.model.path, config.server.ranks) == ("/tmp/tiny", 1)
 
 
