@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from any_agent.errors import AgentFailed, Conflict, RunFinished
+from any_agent.errors import AgentFailed, AnyAgentError, Conflict, RunFinished
 from any_agent.jitter import jittered
 from any_agent.sdk.agents import Agent
 from any_agent.sdk.attempts import Attempts, Outcome
@@ -25,6 +25,9 @@ _MOST_LOST = 3
 _MOST_GROUPS = 5
 """Groups that an item may need, each for those whom the one before left behind."""
 _LONGEST_PAUSE = 30.0
+_NOT_OURS_ANY_MORE = {"idempotency_mismatch", "key_retired"}
+"""A runner before this one opened the same with other settings, or under a secret that is gone: it
+never came to know of that session, which expires."""
 _ENDS_WITHIN = 20.0
 """Seconds for what runs when the runner stops: open sessions are aborted in it."""
 
@@ -175,7 +178,13 @@ class Running:
                     return result
         failures = lost = 0
         while True:
-            outcome = await self._attempt(place, last=failures >= self._policy.retries)
+            try:
+                outcome = await self._attempt(place, last=failures >= self._policy.retries)
+            except AnyAgentError as error:
+                if error.code not in _NOT_OURS_ANY_MORE:
+                    raise
+                self._tried[place] += 1
+                continue
             if not outcome.again:
                 return outcome.result
             if outcome.lost:

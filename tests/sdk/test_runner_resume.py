@@ -16,6 +16,7 @@ import pytest
 from any_agent import AgentRunner
 from any_agent.errors import ConfigError
 from any_agent.sdk import AsyncSession
+from any_agent.sdk.plan import Items
 from tests.proxy_ext.proxy_lab import until
 from tests.sdk.conftest import Served
 from tests.sdk.runner_killed import GROUP
@@ -101,6 +102,37 @@ async def test_what_was_finalized_and_not_written_down_is_not_done_again(
             # Whoever does not know that a session is over finds out by its first call.
             assert one.asked.total() - asked == (0 if len(lost) == 1 else len(ITEMS) * 2)
     assert [len(members) for members in places(await leased(served.proxy)).values()] == [2] * 4
+
+
+async def test_sessions_that_a_runner_never_came_to_know_of(served: Served, tmp_path: Path) -> None:
+    """It was killed while it opened them. They are taken up, if they are what would be opened now;
+    else they are left to expire."""
+    file = tmp_path / "r.jsonl"
+    async with asker() as one:
+
+        async def agent(item: dict[str, Any]) -> float:
+            await one.ask(item)
+            return 1.0
+
+        await runner(file, group_size=1).arun(agent, ITEMS[:1])
+        known = await runner(file, group_size=1).arun(agent, ITEMS[:1])
+        header = lines_of(file)[0]
+        file.write_text(json.dumps({**header, "items": 2, "data": Items(ITEMS[:2]).fingerprint()}))
+        with file.open("a") as rest:
+            rest.write(f"\n{json.dumps(known[0].as_dict())}\n")
+        key = f"{known.run}-0-1-0-0-open"
+        fields = {"task_id": "t", "group_id": f"{known.run}-0-1", "group_size": 1}
+        other = await served.proxy.http.post(
+            "/rl/v1/start_session",
+            json={**fields, "ttl": 60},
+            headers={"idempotency-key": key, "authorization": f"Bearer {served.tenant_key}"},
+        )
+        assert other.status_code == 200, other.text
+        results = await runner(file, group_size=1).arun(agent, ITEMS[:2])
+    assert [result.ok for result in results] == [True, True]
+    assert results[1].group_id == f"{known.run}-0-1.1"
+    assert results[1].session_id != other.json()["session_id"]
+    assert len(await leased(served.proxy)) == 2
 
 
 async def test_cancelled_in_the_middle(served: Served, tmp_path: Path) -> None:
