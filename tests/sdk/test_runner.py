@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent import AgentRunner, AnyAgentError
+from any_agent import AgentRunner, AgentSession, AnyAgentError
 from any_agent.errors import (
     AgentFailed,
     ConfigError,
@@ -268,6 +268,23 @@ async def test_an_agent_may_end_its_session_itself(served: Served) -> None:
         (True, 2.0, 1),
     ]
     assert "not worth it" in str(results[1].error)
+
+
+async def test_a_session_within_a_run_is_another_one(served: Served) -> None:
+    async with asker() as one:
+
+        async def agent(item: dict[str, Any], session: AsyncSession) -> float:
+            await one.ask(item)
+            async with AgentSession(mode="eval") as inner:
+                await one.ask(item)
+                assert inner.session_id != session.session_id
+                assert (await inner.info()).interactions == 1
+            await one.ask(item)
+            return 1.0
+
+        results = await runner().arun(agent, ITEMS[:1])
+    assert not results.failed
+    assert [len(one.interactions) for one in await leased(served.proxy)] == [2, 2]
 
 
 async def test_evaluations(serve: Serve) -> None:
