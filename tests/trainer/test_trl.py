@@ -10,6 +10,9 @@ reference's forward pass are stubbed. Its rewards are one per completion, ours o
 the comparison uses sessions of one interaction. Its tool mask is our loss mask inside the output.
 TRL pads prompts on the left and knows one temperature. Its fused head computes in float32, hence
 1e-6 where the model takes part; formulas alone agree to 1e-12.
+
+TRL is imported by the tests that run: it brings pandas, datasets and torch's compiler, and every
+process that collects tests would import it.
 """
 
 from __future__ import annotations
@@ -25,8 +28,6 @@ import pytest
 import torch
 from torch import Tensor
 from trainer_lab import VOCAB, assert_same, gradients, random_rows, small_policy
-from trl.trainer import grpo_trainer
-from trl.trainer import utils as trl_utils
 
 from trainer.advantage import SessionRewards, group_advantages
 from trainer.loss import LossConfig, policy_loss
@@ -74,8 +75,11 @@ def random_samples(seed: int, groups: int = 2) -> list[Sample]:
 
 def trl_trainer(policy: Policy, samples: list[Sample], **changes: Any) -> Any:
     """A GRPOTrainer with just what scoring and the loss read."""
+    from trl.trainer import grpo_trainer
+    from trl.trainer.utils import add_fused_lm_head
+
     model = copy.deepcopy(policy.model)
-    trl_utils.add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
+    add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
     identity = SimpleNamespace(
         device=torch.device("cpu"),
         num_processes=1,
@@ -309,12 +313,14 @@ def test_off_the_proximal_policy_and_with_a_reference(seed: int, beta: float) ->
 
 
 def test_logprobs_are_selective_log_softmax_of_the_shifted_logits() -> None:
+    from trl.trainer.utils import selective_log_softmax
+
     policy = small_policy()
     batch = concat_padded_tensors(random_rows(1))
     ids = batch["input_ids"].long()
     with torch.no_grad():
         got = policy.token_logprobs(batch, TEMPERATURE)
         logits = policy.model(input_ids=ids).logits[:, :-1]
-    table = trl_utils.selective_log_softmax(logits / TEMPERATURE, ids[:, 1:])
+    table = selective_log_softmax(logits / TEMPERATURE, ids[:, 1:])
     expected = table[batch["loss_mask"][:, 1:].bool()]
     torch.testing.assert_close(got.logprobs, expected, atol=1e-12, rtol=0)
