@@ -140,7 +140,7 @@ class StartByQuery(StartSession):
 
 class SessionStarted(BaseModel):
     session_id: str
-    api_key: str
+    api_key: str = Field(repr=False)
     base_url: str
     """What an OpenAI client takes as its base URL."""
     mode: Literal["train", "eval"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -27,8 +28,9 @@ def sdk_thread() -> LoopThread:
     global _thread
     with _lock:
         if _thread is None:
-            _thread = LoopThread("any-agent SDK")
-            _thread.start()
+            thread = LoopThread("any-agent SDK")
+            thread.start()
+            _thread = thread
         return _thread
 
 
@@ -42,8 +44,13 @@ def wait_for(
     """Run a coroutine on an event loop of another thread, and wait for it.
 
     Ctrl-C cancels it, and waits until it has cleaned up. RuntimeError where this would block the
-    event loop of the caller's thread; TimeoutError after ``within`` seconds.
+    event loop of the caller's thread, and when the process ends; TimeoutError after ``within``
+    seconds.
     """
+    if sys.is_finalizing():
+        # No other thread runs any more: it would be waited for in vain.
+        coroutine.close()
+        raise RuntimeError(f"{what} comes too late: the interpreter is shutting down")
     try:
         asyncio.get_running_loop()
     except RuntimeError:

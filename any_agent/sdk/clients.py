@@ -56,9 +56,10 @@ def _anthropic_options(url: str, api_key: str, options: dict[str, Any]) -> dict[
 
 
 def _own_connections(options: dict[str, Any], make: Any) -> None:
-    """With the certificates that are read already: a client of its own would read them again."""
+    """With the certificates that are read already: a client of its own would read them again. It
+    follows nobody elsewhere: what is said in a session is the service's."""
     if options.get("http_client") is None:
-        options["http_client"] = make(verify=tls_context())
+        options["http_client"] = make(verify=tls_context(), follow_redirects=False)
 
 
 def _openai() -> ModuleType:

@@ -23,6 +23,8 @@ _SHORTEST = 0.2
 _AT_ONCE = 32
 """Beats under way together."""
 _RETRY_FOR = 10.0
+_ANSWERED_WITHIN = 20.0
+"""Seconds: a service that hangs does not keep the beats of others waiting."""
 
 
 @dataclass(slots=True)
@@ -40,7 +42,9 @@ class Heartbeats:
     """
 
     def __init__(self) -> None:
-        self._beating: dict[str, _Beating] = {}
+        self._beating: dict[int, _Beating] = {}
+        """By the identity of what opening it answered: services may give the same ids, and one
+        session may be opened twice under its idempotency key."""
         self._lock = threading.Lock()
         self._task: asyncio.Task[None] | None = None
         self._wakes_at = float("inf")
@@ -50,7 +54,7 @@ class Heartbeats:
         every = max(_SHORTEST, (session.idle_in or _UNKNOWN) / _SHARE)
         due = time.monotonic() + every
         with self._lock:
-            self._beating[session.session_id] = _Beating(service, session, every, due)
+            self._beating[id(session)] = _Beating(service, session, every, due)
             if due >= self._wakes_at:
                 return
             self._wakes_at = due
@@ -58,7 +62,7 @@ class Heartbeats:
 
     def remove(self, session: SessionStarted) -> None:
         with self._lock:
-            self._beating.pop(session.session_id, None)
+            self._beating.pop(id(session), None)
 
     # -- on the SDK's thread -------------------------------------------------------------------
 
@@ -90,13 +94,14 @@ class Heartbeats:
     async def _beat(self, one: _Beating) -> None:
         client = borrow_client(one.service, retry_for=_RETRY_FOR)
         try:
-            await client.heartbeat(one.session)
+            async with asyncio.timeout(_ANSWERED_WITHIN):
+                await client.heartbeat(one.session)
         except (SessionClosed, NotFound, Unauthenticated) as error:
             # What this means for its agent its next request says.
             log.debug("session %s: %s", one.session.session_id, error.message)
             self.remove(one.session)
-        except AnyAgentError as error:
-            log.debug("heartbeat of %s: %s", one.session.session_id, error.message)
+        except (AnyAgentError, TimeoutError) as error:
+            log.debug("heartbeat of %s: %s", one.session.session_id, error)
         finally:
             await return_client(one.service, retry_for=_RETRY_FOR)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import ssl
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from weakref import WeakKeyDictionary
@@ -23,6 +25,7 @@ _URLS = ("ANY_AGENT_URL", "OPENAI_BASE_URL")
 _TIMEOUT = 60.0
 """Seconds for an answer, beyond what a request asks to wait."""
 _KEYS = ("ANY_AGENT_API_KEY", "OPENAI_API_KEY")
+_KEY = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,17 @@ def find_service(
             "`any-agent serve` or `any-agent train` prints, like http://127.0.0.1:8000"
         )
     key, key_from = _first("api_key", api_key, _KEYS, environ)
+    # As it is read from files, with the end of its line.
+    key = (key or "").strip() or None
     if key is not None and key.startswith(SESSION_KEY_PREFIX):
         raise ConfigError(
             f"{key_from} is the key of one session, which cannot open others: give a tenant's key "
             "(any-agent keys create --scope tenant). Inside of `any-agent run` the process is a "
             "session already: make calls, and open none"
+        )
+    if key is not None and not _KEY.fullmatch(key):
+        raise ConfigError(
+            f"{key_from} is no key: it holds white space, or other characters that no key has"
         )
     return Service(_checked(found.strip(), url_from), key, url_from, key_from if key else None)
 
@@ -145,6 +154,25 @@ async def return_client(service: Service, *, retry_for: float) -> None:
     if not shared.users:
         del of_loop[service, retry_for]
         await shared.client.close()
+
+
+@asynccontextmanager
+async def borrowed(service: Service, *, retry_for: float) -> AsyncIterator[RLClient]:
+    """The same, for as long as the block takes."""
+    client = borrow_client(service, retry_for=retry_for)
+    try:
+        yield client
+    finally:
+        await return_client(service, retry_for=retry_for)
+
+
+def _in_child() -> None:
+    """A forked process has no thread that would let the lock go."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 @cache

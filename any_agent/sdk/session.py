@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
 from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -26,7 +29,13 @@ from any_agent.sdk.background import sdk_thread, wait_for
 from any_agent.sdk.heartbeats import heartbeats
 from any_agent.sdk.opening import opened
 from any_agent.sdk.patches import patches
-from any_agent.sdk.service import Service, borrow_client, find_service, return_client
+from any_agent.sdk.service import (
+    Service,
+    borrow_client,
+    borrowed,
+    find_service,
+    return_client,
+)
 
 if TYPE_CHECKING:
     import anthropic
@@ -46,11 +55,12 @@ _ABORTS_WITHIN = 5.0
 class AsyncSession:
     """An open session. Methods raise the AnyAgentError that the service answered."""
 
-    def __init__(self, service: Service, client: RLClient, started: SessionStarted) -> None:
+    def __init__(self, service: Service, started: SessionStarted, *, retry_for: float) -> None:
         self._service = service
-        self._client = client
         self._started = started
+        self._retry_for = retry_for
         self._loop = asyncio.get_running_loop()
+        self._process = os.getpid()
         self.ended = False
         """Whether its end was asked for: leaving it changes nothing any more."""
 
@@ -124,13 +134,15 @@ class AsyncSession:
     async def set_reward(self, reward: Reward, completion_id: str | None = None) -> RewardSet:
         """Of one completion or response, by its id; by default of the last one. The same again
         replaces it."""
-        return await self._client.set_reward(
-            self.api_key, reward, completion_id=completion_id, session_id=self.session_id
-        )
+        async with self._client() as client:
+            return await client.set_reward(
+                self.api_key, reward, completion_id=completion_id, session_id=self.session_id
+            )
 
     async def set_final_reward(self, reward: Reward) -> RewardSet:
         """Of the whole session; can be revised until a trainer has it."""
-        return await self._client.set_final_reward(self.api_key, reward, session_id=self.session_id)
+        async with self._client() as client:
+            return await client.set_final_reward(self.api_key, reward, session_id=self.session_id)
 
     async def set_returned(self, returned: Any, name: str = "the agent") -> None:
         """Set what an agent's function of this name returned: a number (of the last completion), a
@@ -171,14 +183,15 @@ class AsyncSession:
         as long as the service allows). ``idempotency_key``: under which it may be asked again.
         """
         try:
-            info = await self._client.finalize(
-                self.api_key,
-                final_reward,
-                await_reward=await_reward,
-                deadline=deadline,
-                session_id=self.session_id,
-                idempotency_key=idempotency_key,
-            )
+            async with self._client() as client:
+                info = await client.finalize(
+                    self.api_key,
+                    final_reward,
+                    await_reward=await_reward,
+                    deadline=deadline,
+                    session_id=self.session_id,
+                    idempotency_key=idempotency_key,
+                )
         except Unprocessable as error:
             if error.code != "no_interactions":
                 raise
@@ -196,19 +209,25 @@ class AsyncSession:
         ``keep_place``: another session may take its place in its group, which is one smaller
         otherwise.
         """
-        info = await self._client.abort(self._started, reason[:200], keep_place=keep_place)
+        async with self._client() as client:
+            info = await client.abort(self._started, reason[:200], keep_place=keep_place)
         self.ended = True
         return info
 
     async def info(self) -> SessionInfo:
         """What has become of it."""
-        return await self._client.session_info(self.session_id, self.api_key)
+        async with self._client() as client:
+            return await client.session_info(self.session_id, self.api_key)
 
     def detach(self) -> None:
         """Leave it open for somebody else to end: leaving it changes nothing then."""
         self.ended = True
 
     # ------------------------------------------------------------------------------------------
+
+    def _client(self) -> AbstractAsyncContextManager[RLClient]:
+        """That of the event loop that asks, also of another one than the session's."""
+        return borrowed(self._service, retry_for=self._retry_for)
 
     def _no_calls(self) -> str:
         return (
@@ -312,7 +331,9 @@ class Session:
         self._session.detach()
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        return wait_for(coroutine, self._session._loop, what=f"session.{what}")
+        forked = self._session._process != os.getpid()
+        loop = sdk_thread().loop if forked else self._session._loop
+        return wait_for(coroutine, loop, what=f"session.{what}")
 
 
 class AgentSession:
@@ -366,6 +387,7 @@ class AgentSession:
         self._retry_for = retry_for
         self._idempotency_key = idempotency_key
         self._on_missing_reward = on_missing_reward
+        self._opening = False
         self._session: AsyncSession | None = None
         self._membership: ambient.Membership | None = None
 
@@ -381,16 +403,24 @@ class AgentSession:
         trace: TracebackType | None,
     ) -> None:
         self._leave()
-        await self._close(error)
+        if self._is_ours:
+            await self._close(error)
 
     def __enter__(self) -> Session:
-        session = wait_for(
-            self._open(),
-            sdk_thread().loop,
-            what="with AgentSession(...)",
-            within=self._wait + self._retry_for + 120,
-        )
-        self._join(session)
+        before = self._session
+        try:
+            session = wait_for(
+                self._open(),
+                sdk_thread().loop,
+                what="with AgentSession(...)",
+                within=self._wait + self._retry_for + 120,
+            )
+            self._join(session)
+        except BaseException as error:
+            # Ctrl-C, just as it was open.
+            if before is None and self._session is not None:
+                wait_for(self._close(error), sdk_thread().loop, what="leaving the session")
+            raise
         return session.blocking
 
     def __exit__(
@@ -399,8 +429,19 @@ class AgentSession:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if sys.is_finalizing():
+            # Of a generator that nobody ended: there is no thread any more that could end it.
+            return
         self._leave()
-        wait_for(self._close(error), sdk_thread().loop, what="leaving the session")
+        if self._is_ours:
+            wait_for(self._close(error), sdk_thread().loop, what="leaving the session")
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether it is this process that ends it: one that was forked off in the session leaves it
+        to its parent."""
+        assert self._session is not None
+        return self._session._process == os.getpid()
 
     # -- in the caller's context ---------------------------------------------------------------
 
@@ -416,8 +457,9 @@ class AgentSession:
     # -- on the session's event loop -----------------------------------------------------------
 
     async def _open(self) -> AsyncSession:
-        if self._session is not None:
+        if self._session is not None or self._opening:
             raise RuntimeError("this AgentSession was used already: make another one")
+        self._opening = True
         client = borrow_client(self.service, retry_for=self._retry_for)
         try:
             started = await opened(
@@ -430,7 +472,9 @@ class AgentSession:
         except BaseException:
             await return_client(self.service, retry_for=self._retry_for)
             raise
-        self._session = AsyncSession(self.service, client, started)
+        finally:
+            self._opening = False
+        self._session = AsyncSession(self.service, started, retry_for=self._retry_for)
         heartbeats().add(self.service, started)
         return self._session
 

@@ -73,6 +73,15 @@ def test_what_names_none(environ: dict[str, str], said: str) -> None:
     assert SESSION_KEY not in str(refused.value)
 
 
+def test_keys_as_files_have_them() -> None:
+    assert find_service(URL, "sk-tenant.secret\n").api_key == "sk-tenant.secret"
+    assert find_service(URL, " \n").api_key is None
+    for key in ("sk-tenant secret", "sk-tenant\nsecret", "sk-tenant.secret\u2026"):
+        with pytest.raises(ConfigError, match="api_key is no key") as refused:
+            find_service(URL, key)
+        assert "secret" not in str(refused.value)
+
+
 async def test_nobody_is_there() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

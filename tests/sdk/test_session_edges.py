@@ -1,0 +1,190 @@
+"""What happens to a session in forked processes, at the end of the process, on other event loops,
+and when Ctrl-C comes at the worst moment."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from openai import APIStatusError
+
+from any_agent import AgentSession
+from any_agent.client import RLClient
+from any_agent.lean_http import LeanHttp
+from any_agent.protocol import SessionStarted
+from any_agent.sdk import background, clients
+from any_agent.sdk.heartbeats import Heartbeats
+from any_agent.sdk.service import Service
+from tests.proxy_ext.proxy_lab import until
+from tests.sdk.conftest import Served
+from tests.sdk.hops import serving
+
+FORKED = """
+import os, sys
+from any_agent import AgentSession
+
+with AgentSession(mode="eval") as session:
+    child = os.fork()
+    if child == 0:
+        assert session.info().state == "open"
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert session.info().state == "open", session.info()
+    session.abort("of the parent")
+"""
+
+LEFT_OPEN = """
+from any_agent import AgentSession
+
+def sessions():
+    with AgentSession(mode="eval") as session:
+        yield session
+
+generator = sessions()
+next(generator)
+"""
+
+
+async def run(code: str) -> bytes:
+    """What it said on stderr; it ends well, and soon."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        _, said = await asyncio.wait_for(process.communicate(), 45)
+    except TimeoutError:
+        process.kill()
+        raise
+    assert process.returncode == 0, said.decode()
+    return said
+
+
+async def test_a_process_forked_off_in_a_session_uses_it_and_does_not_end_it(
+    served: Served,
+) -> None:
+    await run(FORKED)
+    lines = [line async for line in served.proxy.client.sessions()]
+    assert [line.reason for line in lines] == ["of the parent"]
+
+
+async def test_a_session_that_nobody_ends_does_not_hold_up_the_end_of_the_process(
+    served: Served,
+) -> None:
+    assert await run(LEFT_OPEN) == b""
+
+
+async def test_it_is_used_on_another_event_loop(served: Served) -> None:
+    async with AgentSession(mode="eval") as session:
+
+        async def there() -> tuple[str, float]:
+            began = time.monotonic()
+            async with asyncio.timeout(20):
+                return (await session.info()).state, time.monotonic() - began
+
+        state, seconds = await asyncio.to_thread(asyncio.run, there())
+        await session.abort()
+    assert state == "open"
+    assert seconds < 10, "nobody woke the loop that waited"
+
+
+async def test_behind_its_end_it_leaves_no_connection_open(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[LeanHttp] = []
+    make = LeanHttp.__init__
+
+    def noted(http: LeanHttp, **options: Any) -> None:
+        made.append(http)
+        make(http, **options)
+
+    monkeypatch.setattr(LeanHttp, "__init__", noted)
+    async with AgentSession(mode="eval") as session:
+        await session.abort()
+    assert (await session.info()).state == "aborted"
+    assert made
+    assert not any(http._open for http in made)
+
+
+async def test_ctrl_c_just_as_it_was_opened(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait, interrupted = background.wait_for, False
+
+    def wait_for(coroutine: Coroutine[Any, Any, Any], *arguments: Any, **named: Any) -> Any:
+        nonlocal interrupted
+        answer = wait(coroutine, *arguments, **named)
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+        return answer
+
+    monkeypatch.setattr("any_agent.sdk.session.wait_for", wait_for)
+
+    def agent() -> None:
+        with pytest.raises(KeyboardInterrupt), AgentSession():
+            pass
+
+    await asyncio.to_thread(agent)
+    lines = [line async for line in served.proxy.client.sessions()]
+    assert [line.reason for line in lines] == ["its agent raised KeyboardInterrupt"]
+
+
+async def test_it_is_entered_once_at_a_time(served: Served) -> None:
+    one = AgentSession(mode="eval")
+    entered = await asyncio.gather(one.__aenter__(), one.__aenter__(), return_exceptions=True)
+    assert isinstance(entered[1], RuntimeError)
+    await one.__aexit__(None, None, None)
+    assert len([line async for line in served.proxy.client.sessions()]) == 1
+
+
+async def test_its_clients_follow_nobody_elsewhere() -> None:
+    async with serving() as service, serving() as elsewhere:
+        path = "/v1/chat/completions"
+        service.redirects[path] = f"{elsewhere.url}{path}"
+        async with clients.openai_async(service.url, "sk-v1.0.secret", {}) as client:
+            with pytest.raises(APIStatusError):
+                await client.chat.completions.create(model="m", messages=[])
+        assert [path for path, _ in service.seen] == [path]
+        assert not elsewhere.seen
+
+
+def started(idle_in: float) -> SessionStarted:
+    return SessionStarted(
+        session_id="ses-0-1",
+        api_key="sk-v1.0.secret",
+        base_url="http://127.0.0.1:1/v1",
+        mode="eval",
+        version=0,
+        group_id=None,
+        task_id=None,
+        expires_in=60.0,
+        idle_in=idle_in,
+    )
+
+
+def test_what_opened_it_shows_no_key() -> None:
+    assert "secret" not in repr(started(1.0))
+
+
+async def test_sessions_of_one_id_have_beats_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two services may give the same; and one may be opened twice, and left once."""
+    beats: list[SessionStarted] = []
+
+    async def heartbeat(client: RLClient, session: SessionStarted) -> None:
+        beats.append(session)
+
+    monkeypatch.setattr(RLClient, "heartbeat", heartbeat)
+    hearts, service = Heartbeats(), Service("http://127.0.0.1:1")
+    first, second = started(0.6), started(0.6)
+    hearts.add(service, first)
+    hearts.add(service, second)
+    await until(lambda: {id(one) for one in beats} == {id(first), id(second)})
+    hearts.remove(first)
+    beats.clear()
+    await until(lambda: beats)
+    assert beats[0] is second
+    hearts.remove(second)
