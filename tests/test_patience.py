@@ -10,8 +10,8 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from any_agent.workflow import context
 from any_agent.patience import PatientTransport
+from any_agent.workflow import context
 
 KEY = {"Authorization": "Bearer sk-v1.0.abc.def"}
 Answer = httpx.Response | Exception
