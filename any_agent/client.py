@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from any_agent import errors
 from any_agent.connections import connections_to
 from any_agent.jitter import jittered
-from any_agent.lean_http import Answer, LeanHttp
+from any_agent.many_requests import Answer, ManyRequests
 from any_agent.protocol import (
     AFTER_HEADER,
     API_HEADER,
@@ -80,14 +80,14 @@ class RLClient:
         retry_for: float = 30.0,
         trust_env: bool = True,
         tls: ssl.SSLContext | None = None,
-        http: LeanHttp | None = None,
+        http: ManyRequests | None = None,
     ) -> None:
         self._where = url
         self._key = admin_key if callable(admin_key) else lambda: admin_key or ""
         self._epoch = {EPOCH_HEADER: str(epoch)} if epoch is not None else {}
         self._retry_for = retry_for
         self._timeout = timeout
-        self._http: LeanHttp | httpx.AsyncClient = http or httpx.AsyncClient(
+        self._http: ManyRequests | httpx.AsyncClient = http or httpx.AsyncClient(
             timeout=timeout,
             limits=httpx.Limits(max_connections=None),
             trust_env=trust_env,

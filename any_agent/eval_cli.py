@@ -154,6 +154,7 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
     version: _Version = arguments.version if arguments.version is not None else "current"
     return EvalOptions(
         agent=agent,
+        agent_name=" ".join([arguments.agent, *sorted(arguments.agent_arg)]),
         items=[items[k] for k in range(count)],
         runs=arguments.n,
         concurrency=arguments.concurrency,

@@ -79,7 +79,8 @@ def serve(port: int) -> None:
         nonlocal count
         count += 1
         body = await request.json()
-        started: dict[str, Any] = {"session_id": f"ses-0-{count}", "api_key": f"sk-v1.0.{count:x}.{'0' * 32}"}
+        key = f"sk-v1.0.{count:x}.{'0' * 32}"
+        started: dict[str, Any] = {"session_id": f"ses-0-{count}", "api_key": key}
         started |= {"base_url": "http://127.0.0.1/v1", "mode": "train", "version": 0}
         started |= {"group_id": body["group_id"], "task_id": body["task_id"]}
         return _answer({**started, "expires_in": 3600.0, "idle_in": 1800.0})

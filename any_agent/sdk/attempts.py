@@ -276,6 +276,8 @@ class Attempts:
     ) -> Outcome:
         last = last or failed.code in _FINAL
         message = failed.message.replace(session.api_key, "<the session's key>")[:500]
+        # Names of files, and what models write, may hold half characters, which no JSON takes.
+        message = message.encode(errors="replace").decode()
         try:
             await session.abort(f"{failed.code}: {message}", keep_place=not last)
         except SessionClosed:

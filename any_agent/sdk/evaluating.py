@@ -23,6 +23,8 @@ class EvalOptions:
     """What is run, and how."""
 
     agent: Callable[..., Any]
+    agent_name: str
+    """With its arguments: the results of another one are not gone on with."""
     items: Sequence[Any]
     runs: int
     concurrency: int
@@ -93,6 +95,7 @@ async def _evaluate(options: EvalOptions, service: Service) -> Evaluated:
         concurrency=options.concurrency,
         group_size=options.runs,
         results=options.out,
+        agent_name=options.agent_name,
         retries=options.retries,
         timeout=options.timeout,
         # Where failures have a score, an agent that always fails is judged like any other.

@@ -45,16 +45,21 @@ async def opened(
         except Unauthenticated as error:
             raise key_refused(error, service) from None
         except asyncio.CancelledError:
-            await _undo(client, fields, key)
+            await _undo(client, fields, key, keep_place=idempotency_key is not None)
             raise
 
 
-async def _undo(client: RLClient, fields: dict[str, Any], key: str) -> None:
-    """The service may have opened it: then the same request is answered at once."""
+async def _undo(
+    client: RLClient, fields: dict[str, Any], key: str, *, keep_place: bool
+) -> None:
+    """The service may have opened it: then the same request is answered at once.
+
+    Whoever chose the key comes again, and takes the place in the group then.
+    """
     with suppress(AnyAgentError, TimeoutError):
         async with asyncio.timeout(_UNDONE_WITHIN):
             started = await client.start_session(idempotency_key=key, **fields)
-            await client.abort(started, "its opener was cancelled")
+            await client.abort(started, "its opener was cancelled", keep_place=keep_place)
 
 
 def key_refused(error: Unauthenticated, service: Service) -> Unauthenticated:

@@ -45,6 +45,8 @@ class Header:
     mode: str
     service: str
     """experiment/trial: another service knows nothing of these sessions."""
+    agent: str = ""
+    """If that was said."""
 
     def as_dict(self) -> dict[str, Any]:
         return {"any_agent_run": 1, **asdict(self)}
@@ -83,11 +85,7 @@ class Items:
         """The same for the same items in the same order, as far as they are JSON."""
         digest = hashlib.blake2b(digest_size=8)
         for index in range(len(self)):
-            # What is no JSON goes by its kind: its text may differ at every start.
-            text = json.dumps(
-                self[index], sort_keys=True, default=lambda value: type(value).__name__
-            )
-            digest.update(text.encode())
+            digest.update(_text(self[index]).encode(errors="replace"))
             digest.update(b"\n")
         return digest.hexdigest()
 
@@ -131,6 +129,15 @@ class Plan:
 def new_run() -> str:
     """A name that no other run has."""
     return f"run-{secrets.token_hex(6)}"
+
+
+def _text(item: Any) -> str:
+    """As JSON. What is none goes by its kind: its own text may differ at every start."""
+    try:
+        return json.dumps(item, sort_keys=True, default=lambda value: type(value).__name__)
+    except (TypeError, ValueError, RecursionError):
+        # Keys of several kinds, or that are no text; an item that holds itself.
+        return type(item).__name__
 
 
 def _there(path: Path) -> Path:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from any_agent.sdk.results import RunResult
 _WRITES_WITHIN = 10.0
 """Seconds; a file that is still being written to stays open until the process ends."""
 _OPENED, _VOID, _REGROUPED = "opened", "void", "regrouped"
+_HEADER = b'{"any_agent_run":'
+"""What a file of results begins with."""
 
 
 @dataclass(slots=True)
@@ -80,6 +83,7 @@ class RunLog:
         except BaseException:
             self._close()
             raise
+        _open_ones.add(self)
 
     def _read(self, path: Path) -> None:
         assert self._file is not None
@@ -89,13 +93,13 @@ class RunLog:
         for number, line in enumerate(lines, start=1):
             try:
                 self._take(json.loads(line), first=number == 1)
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise ConfigError(
                     f"{path} line {number} is no line of a runner's results ({error}): give "
                     "another file (results=), or mend that one"
                 ) from None
         if whole < len(content):
-            if self.header is None:
+            if self.header is None and not _begins(content):
                 raise ConfigError(f"{path} holds no results of a runner: give another (results=)")
             # The last line was being written when its runner was killed: it says nothing yet.
             os.ftruncate(self._file, whole)
@@ -122,6 +126,9 @@ class RunLog:
         """The first line of a new file."""
         self.header = header
         await self._append(header.as_dict())
+        if self.path is not None:
+            # So that a power cut leaves not only what is in the file, but also its name.
+            await asyncio.to_thread(fsync_folder, self.path.absolute().parent)
 
     async def opened(self, place: Place, attempt: int, session_id: str) -> None:
         await self._append({_OPENED: _spot(place), "attempt": attempt, "session_id": session_id})
@@ -166,13 +173,12 @@ class RunLog:
             lines, self._pending = self._pending, []
             written, self._written = self._written, None
             assert written is not None
-            content = "".join(f"{line}\n" for line in lines).encode()
+            content = "".join(f"{line}\n" for line in lines).encode(errors="replace")
             try:
                 await asyncio.to_thread(self._write, content)
-            except OSError as error:
-                written.set_exception(
-                    ConfigError(f"cannot write results to {self.path}: {error.strerror}")
-                )
+            except Exception as error:
+                why = getattr(error, "strerror", None) or error
+                written.set_exception(ConfigError(f"cannot write results to {self.path}: {why}"))
                 # Whether anybody still waits or not.
                 with contextlib.suppress(ConfigError):
                     written.result()
@@ -192,6 +198,11 @@ class RunLog:
             # No part of a line stays for the next one to go on in.
             os.ftruncate(self._file, before)
             raise
+
+
+def _begins(content: bytes) -> bool:
+    """Whether this is the beginning of a header: its runner was killed before anything was run."""
+    return content.startswith(_HEADER[: len(content)])
 
 
 def _locked(file: int) -> bool:
@@ -214,3 +225,16 @@ def _spot(place: Place) -> list[int]:
 def _place(spot: Any) -> Place:
     epoch, item, member = map(int, spot)
     return Place(epoch, item, member)
+
+
+_open_ones: weakref.WeakSet[RunLog] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    """A file is its runner's: a process that this forks, and that outlives it, must not hold it."""
+    for one in list(_open_ones):
+        one._close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

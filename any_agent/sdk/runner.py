@@ -42,6 +42,7 @@ class AgentRunner:
     service is away. ``progress``: called with a :class:`Progress` at each change; True shows a
     bar, None does on a terminal, False never. ``ttl`` and ``version`` are those of the sessions.
     ``url`` and ``api_key`` are by default those of the environment (`find_service`).
+    ``agent_name``: a file of results that was begun under another one is refused.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class AgentRunner:
         url: str | None = None,
         api_key: str | None = None,
         progress: bool | Callable[[Progress], object] | None = None,
+        agent_name: str = "",
     ) -> None:
         """ConfigError for a setting that is no good, naming it."""
         for name, value in {"concurrency": concurrency, "group_size": group_size}.items():
@@ -94,6 +96,7 @@ class AgentRunner:
             version=version,
         )
         self._progress = progress
+        self._agent_name = agent_name
 
     def run(
         self,
@@ -185,6 +188,7 @@ class AgentRunner:
             group_size=size,
             mode=self._terms.mode,
             service=f"{info.experiment}/{info.trial}{self._pinned}",
+            agent=self._agent_name,
         )
         if run_log.header is None:
             await run_log.begin(wanted)
@@ -223,8 +227,9 @@ def _difference(there: Header, here: Header) -> str:
         "group_size": "group_size {}, not {}",
         "mode": "mode {}, not {}",
         "service": "sessions of {}, not of {}",
+        "agent": "those of the agent {}, not of {}",
     }
-    for name in ("service", "mode", "group_size", "items", "data"):
+    for name in ("service", "agent", "mode", "group_size", "items", "data"):
         values = getattr(there, name), getattr(here, name)
         if values[0] != values[1]:
             return words[name].format(*values)

@@ -19,7 +19,7 @@ from any_agent.client import RLClient
 from any_agent.connections import proxied
 from any_agent.errors import ConfigError
 from any_agent.keys import SESSION_KEY_PREFIX
-from any_agent.lean_http import LeanHttp
+from any_agent.many_requests import ManyRequests
 
 _URLS = ("ANY_AGENT_URL", "OPENAI_BASE_URL")
 _TIMEOUT = 60.0
@@ -138,7 +138,7 @@ def borrow_client(service: Service, *, retry_for: float) -> RLClient:
             admin_key=service.api_key,
             retry_for=retry_for,
             tls=tls,
-            http=None if proxied(service.url) else LeanHttp(timeout=_TIMEOUT, tls=tls),
+            http=None if proxied(service.url) else ManyRequests(timeout=_TIMEOUT, tls=tls),
             timeout=_TIMEOUT,
         )
         shared = of_loop[service, retry_for] = _Shared(client)

@@ -14,7 +14,7 @@ from openai import APIStatusError
 
 from any_agent import AgentSession
 from any_agent.client import RLClient
-from any_agent.lean_http import LeanHttp
+from any_agent.many_requests import ManyRequests
 from any_agent.protocol import SessionStarted
 from any_agent.sdk import background, clients
 from any_agent.sdk.heartbeats import Heartbeats
@@ -94,19 +94,19 @@ async def test_it_is_used_on_another_event_loop(served: Served) -> None:
 async def test_behind_its_end_it_leaves_no_connection_open(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[LeanHttp] = []
-    make = LeanHttp.__init__
+    made: list[ManyRequests] = []
+    make = ManyRequests.__init__
 
-    def noted(http: LeanHttp, **options: Any) -> None:
+    def noted(http: ManyRequests, **options: Any) -> None:
         made.append(http)
         make(http, **options)
 
-    monkeypatch.setattr(LeanHttp, "__init__", noted)
+    monkeypatch.setattr(ManyRequests, "__init__", noted)
     async with AgentSession(mode="eval") as session:
         await session.abort()
     assert (await session.info()).state == "aborted"
     assert made
-    assert not any(http._open for http in made)
+    assert all(http._session is None for http in made)
 
 
 async def test_ctrl_c_just_as_it_was_opened(
