@@ -49,9 +49,7 @@ async def opened(
             raise
 
 
-async def _undo(
-    client: RLClient, fields: dict[str, Any], key: str, *, keep_place: bool
-) -> None:
+async def _undo(client: RLClient, fields: dict[str, Any], key: str, *, keep_place: bool) -> None:
     """The service may have opened it: then the same request is answered at once.
 
     Whoever chose the key comes again, and takes the place in the group then.

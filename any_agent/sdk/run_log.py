@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from any_agent.atomic import fsync
 from any_agent.errors import ConfigError
 from any_agent.sdk.plan import Header, Place
 from any_agent.sdk.results import RunResult
@@ -128,7 +129,7 @@ class RunLog:
         await self._append(header.as_dict())
         if self.path is not None:
             # So that a power cut leaves not only what is in the file, but also its name.
-            await asyncio.to_thread(fsync_folder, self.path.absolute().parent)
+            await asyncio.to_thread(fsync, self.path.absolute().parent)
 
     async def opened(self, place: Place, attempt: int, session_id: str) -> None:
         await self._append({_OPENED: _spot(place), "attempt": attempt, "session_id": session_id})
