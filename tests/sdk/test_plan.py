@@ -66,5 +66,8 @@ def test_the_fingerprint_tells_datasets_apart() -> None:
         for rows in ([{"a": 1}], [{"a": 2}], [{"a": 1}] * 2, [{"a": 1, "b": object()}], ["a"])
     ]
     assert len(set(of)) == len(of)
+    # What no JSON can say goes by its kind.
+    odd = [{1: "a", "b": 2}], [{("a", "b"): 1}]
+    assert len({Items(rows).fingerprint() for rows in odd}) == 1
     # The order of fields is nobody's business, nor is where an object lies.
     assert Items([{"b": object(), "a": 1}]).fingerprint() == of[3]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +73,7 @@ async def test_a_line_that_was_being_written_says_nothing(tmp_path: Path) -> Non
         ('{"question": "What?"}\n', "line 1 .*header"),
         ("hello", "holds no results"),
         ("hello\n", "line 1"),
+        ("3\n", "line 1"),
         (json.dumps(HEADER.as_dict()) + '\n{"state": "lost"}\n', "line 2"),
         (json.dumps(HEADER.as_dict()) + "\n\n", "line 2"),
         ('{"any_agent_run": 2}\n', "line 1"),
@@ -84,6 +86,55 @@ def test_other_peoples_files(tmp_path: Path, content: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         opened(file)
     assert file.read_text() == content
+
+
+async def test_killed_while_it_wrote_its_first_line(tmp_path: Path) -> None:
+    """Nothing was run, so there is nothing to go on from."""
+    file = tmp_path / "r.jsonl"
+    await written(file)
+    whole = file.read_bytes()
+    for torn in (whole[:1], whole[:40]):
+        file.write_bytes(torn)
+        log = opened(file)
+        assert log.header is None
+        await log.begin(HEADER)
+        await log.end()
+        assert file.read_bytes() == whole[: whole.index(b"\n") + 1]
+
+
+async def test_half_a_character(tmp_path: Path) -> None:
+    """Of a file's name, or of what a model wrote."""
+    file = tmp_path / "r.jsonl"
+    await written(file)
+    log = opened(file)
+    async with asyncio.timeout(10):
+        await log.ended(replace(DONE, item=1, state="failed", error="no file \udcff"))
+    await log.end()
+    log = opened(file)
+    assert log.known.results[Place(0, 1, 1)].error == "no file ?"
+    await log.end()
+
+
+async def test_what_its_process_forked_off_does_not_hold_it(tmp_path: Path) -> None:
+    """A worker of the agent's may outlive a runner that is killed."""
+    file = tmp_path / "r.jsonl"
+    log = opened(file)
+    ready, forked = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(forked, b"1")
+        signal.pause()
+        os._exit(0)
+    try:
+        assert os.read(ready, 1)
+        # As if its process were killed: no lock is given back, the file is only closed.
+        await log.end()
+        await opened(file).end()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        await asyncio.to_thread(os.waitpid, child, 0)
+        os.close(ready)
+        os.close(forked)
 
 
 async def test_one_runner_at_a_time(tmp_path: Path) -> None:
