@@ -115,7 +115,11 @@ async def test_figures_of_a_running_service(served: Served, evaluate: Eval, fold
     assert (await evaluate("-n", "4", "--out", "runs.jsonl"))[1] == out
     assert await states(served) == ["evaluated"] * 12
     # What is of another evaluation is not taken for it.
-    for others, said in ((("-n", "2"), "group_size 4, not 2"), (("--version", "any"), "@0")):
+    for others, said in (
+        (("-n", "2"), "group_size 4, not 2"),
+        (("--version", "any"), "@0"),
+        (("--agent-arg", "every=1"), "not of counting_eval_agent.Counting every=1"),
+    ):
         code, _, err = await evaluate("-n", "4", *others, "--out", "runs.jsonl")
         assert code == 2 and said in err
 

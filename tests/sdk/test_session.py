@@ -225,7 +225,9 @@ async def test_one_that_opened_while_its_opener_was_cancelled_is_aborted(
         return answer
 
     monkeypatch.setattr(RLClient, "_send", held)
-    opening = asyncio.create_task(AgentSession("lost").__aenter__())
+    # With a key of its own somebody comes again for the place in the group.
+    lost = AgentSession("lost", group_id="both", group_size=2, idempotency_key="first")
+    opening = asyncio.create_task(lost.__aenter__())
     await started.wait()
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -234,6 +236,11 @@ async def test_one_that_opened_while_its_opener_was_cancelled_is_aborted(
     assert [(line.state, line.reason) for line in lines] == [
         ("aborted", "its opener was cancelled")
     ]
+    monkeypatch.setattr(RLClient, "_send", send)
+    for name in ("second", "third"):
+        again = AgentSession("lost", group_id="both", group_size=2, idempotency_key=name)
+        (await again.__aenter__()).detach()
+        await again.__aexit__(None, None, None)
 
 
 async def test_keys_and_fields_that_are_refused(served: Served) -> None:
