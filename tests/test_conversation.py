@@ -98,7 +98,8 @@ def test_a_long_text_is_not_looked_at_line_by_line(
             sys.setprofile(None)
         return taken
 
-    assert steps(80_000) == steps(20_000)
+    # What the collector of garbage ends meanwhile is counted, too.
+    assert steps(80_000) < 1.1 * steps(20_000)
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3)

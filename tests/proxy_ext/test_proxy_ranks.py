@@ -50,7 +50,7 @@ async def executor(config: Config, proxies: list[Proxy]) -> AsyncIterator[Rollou
     )
     await asyncio.to_thread(executor.start)
     yield executor
-    if executor._thread.is_alive():
+    if executor._thread.started:
         await asyncio.to_thread(executor.stop)
 
 
