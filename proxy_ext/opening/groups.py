@@ -192,6 +192,11 @@ class Groups:
         group = self._by_key.get(key)
         return group is None or group.room <= 0
 
+    def is_newest(self, group_id: str) -> bool:
+        """Whether further members of its kind join this one, as far as it has room."""
+        group = self._by_id.get(group_id)
+        return group is not None and self._by_key.get(group.key) is group
+
     def joinable(
         self, key: GroupKey, *, tenant: str | None, size: int, by_default: bool = False
     ) -> Group:

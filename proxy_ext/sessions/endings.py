@@ -120,12 +120,13 @@ class Endings:
     ) -> SessionInfo:
         """Throw a session away that is not finalized; SessionClosed for one that is.
 
-        ``keep_place``: its group, if it is open, has a place more then.
+        ``keep_place``: its group, if sessions are still opened in it, has a place more then.
         """
         async with session.lock:
             row = ended(session.row, target(session.row, Event.ABORT), reason)
             await self._sessions.load(session)
-            if keep_place and row.group_id is not None:
+            groups = self._sessions.groups
+            if keep_place and row.group_id is not None and groups.is_newest(row.group_id):
                 row = replace(row, owner=NO_PLACE)
             return await self._close(session, row, [], keep)
 

@@ -52,6 +52,18 @@ async def test_without_it_the_group_closes_smaller(start: Start) -> None:
     assert len(await proxy.lease()) == 2
 
 
+async def test_a_tasks_earlier_group_has_no_place_for_others(start: Start) -> None:
+    """Those who come join the next one: the earlier one would wait for its time to be over."""
+    proxy = await start()
+    await proxy.admit(6)
+    task = {"task_id": "t", "group_size": 3}
+    first = await proxy.open(**task)
+    done = [(await proxy.finished_session(**task))["session_id"] for _ in range(2)]
+    assert (await proxy.open(**task))["group_id"] != first["group_id"]
+    await abort(proxy, first, keep_place=True)
+    assert {trajectory.session_id for trajectory in await proxy.lease()} == set(done)
+
+
 async def test_a_group_of_nobody_keeps_its_slots_until_its_time_is_over(start: Start) -> None:
     proxy = await start()
     await proxy.admit(2)
