@@ -1,9 +1,10 @@
-"""Command lines whose options may stand anywhere."""
+"""Command lines whose options may stand anywhere, and what options of several commands may be."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 _LISTS = ("ids", "overrides")
 
@@ -21,3 +22,36 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     if name is not None:
         setattr(arguments, name, [*getattr(arguments, name), *rest])
     return arguments
+
+
+def count(most: int) -> Callable[[str], int]:
+    """A whole number from 1 to ``most``."""
+
+    def counted(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {most}")
+        return int(text)
+
+    return counted
+
+
+def number(text: str) -> float:
+    """A finite one."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = number(text)
+    except argparse.ArgumentTypeError:
+        value = 0.0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return value

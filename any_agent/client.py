@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote, urlencode
 
 import httpx
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from any_agent import errors
 from any_agent.connections import connections_to
@@ -139,7 +139,7 @@ class RLClient:
                     "POST", "/start_session", body, slack=body.wait, once=idempotency_key or True
                 )
                 _require_our_api(response, self.url)
-                return SessionStarted.model_validate_json(response.content)
+                return _read(SessionStarted, response, self.url)
             except errors.TooManyRequests as error:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
@@ -345,7 +345,7 @@ class RLClient:
         self, answer: type[T], method: str, path: str, body: BaseModel | None = None, **how: Any
     ) -> T:
         response = await self._send(method, path, body, **how)
-        return answer.model_validate_json(response.content)
+        return _read(answer, response, self.url)
 
     async def _send(
         self,
@@ -411,6 +411,17 @@ class RLClient:
                 response.status_code, response.content, response.headers.get("retry-after")
             )
         return response
+
+
+def _read(answer: type[T], response: httpx.Response | Answer, url: str | None) -> T:
+    """WrongService if it is no such answer: something stands in the service's place."""
+    try:
+        return answer.model_validate_json(response.content)
+    except ValidationError:
+        raise errors.WrongService(
+            f"what answers at {url} (status {response.status_code}) is no service of any-agent, or "
+            "one of another version: check the URL"
+        ) from None
 
 
 def _require_our_api(response: httpx.Response | Answer, url: str | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import signal
 import sys
@@ -12,6 +11,8 @@ from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from any_agent.arguments import count, number, seconds
 
 if TYPE_CHECKING:
     from any_agent.sdk.evaluating import EvalOptions, Evaluated
@@ -29,6 +30,7 @@ _EPILOG = (
     "failed, or the evaluation did, 2 wrong input, 3 no service (away, another one, the key "
     "refused), 130 interrupted, 143 terminated."
 )
+_count = count(100_000)
 _Version = int | Literal["current", "any"]
 
 
@@ -62,16 +64,16 @@ def add_eval_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
     )
     add("-n", "--n", type=_count, default=1, metavar="N", help="runs of each item (default 1)")
     add("--k", type=_counts, metavar="K,K", help="of pass@k (default: 1, 2, 4, ... up to --n)")
-    add("--pass-at", type=_number, default=1.0, metavar="REWARD", help="that passes (default 1)")
+    add("--pass-at", type=number, default=1.0, metavar="REWARD", help="that passes (default 1)")
     add(
         "--reward-on-failure",
-        type=_number,
+        type=number,
         metavar="REWARD",
         help="what a run counts as that fails (default: it is left out)",
     )
     add("--limit", type=_count, metavar="N", help="take the first N items only")
     add("--concurrency", type=_count, default=32, metavar="N", help="runs at once (default 32)")
-    add("--timeout", type=_seconds, default=600.0, metavar="SECONDS", help="of a run (default 600)")
+    add("--timeout", type=seconds, default=600.0, metavar="SECONDS", help="of a run (default 600)")
     add(
         "--retries",
         type=_zero_or_more,
@@ -132,9 +134,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--k {max(ks)} needs as many runs of each item: -n is {options.runs}")
     with ExitStack() as stack:
         if arguments.model is None:
-            from any_agent.sdk.service import find_service
+            from any_agent.sdk.service import service_of_options
 
-            service = find_service(arguments.url, _key(arguments.api_key_file))
+            service = service_of_options(arguments.url, arguments.api_key_file)
             done = _until_signal(evaluate(options, service))
         else:
             service, watch = _serve(arguments, stack)
@@ -202,17 +204,6 @@ def _keywords(texts: list[str]) -> dict[str, Any]:
         except yaml.YAMLError:
             out[name] = value
     return out
-
-
-def _key(path: str | None) -> str | None:
-    from any_agent.errors import ConfigError
-
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read --api-key-file {path}: {error}") from None
 
 
 def _serve(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Service, Any]:
@@ -320,35 +311,12 @@ def _terminated(number: int, frame: object) -> NoReturn:
 # -- what options may be ---------------------------------------------------------------------------
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 100_000):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 100000")
-    return int(text)
-
-
 def _zero_or_more(text: str) -> int:
     return 0 if text == "0" else _count(text)
 
 
 def _counts(text: str) -> list[int]:
     return sorted({_count(part.strip()) for part in text.split(",")})
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number")
-    return number
-
-
-def _seconds(text: str) -> float:
-    number = _number(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
-    return number
 
 
 def _version(text: str) -> _Version:

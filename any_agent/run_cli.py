@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from any_agent.arguments import count, seconds
+
 if TYPE_CHECKING:
     from any_agent.sdk.command_reward import RewardSource
     from any_agent.sdk.command_run import CommandRun, RunOptions
     from any_agent.sdk.command_runs import CommandRuns
-    from any_agent.sdk.service import Service
 
+_count = count(4096)
 _DESCRIPTION = (
     "Run a program as a session: its OpenAI or Anthropic client finds the service in its "
     "environment, its reward is taken, and the session is finalized, or thrown away if it failed. "
@@ -69,31 +70,15 @@ def add_run_command(commands: argparse._SubParsersAction[argparse.ArgumentParser
         help="of a run that ends with another exit code than 0 or takes too long (default: its "
         "session is thrown away)",
     )
-    seconds: dict[str, Any] = {"type": _seconds, "metavar": "SECONDS"}
-    add("--timeout", default=3600.0, help="that a run may take (default 3600)", **seconds)
-    add("--reward-timeout", default=60.0, help="that its reward may take (default 60)", **seconds)
-    add("--wait", default=300.0, help="to wait for a free slot (default 300)", **seconds)
+    limit: dict[str, Any] = {"type": seconds, "metavar": "SECONDS"}
+    add("--timeout", default=3600.0, help="that a run may take (default 3600)", **limit)
+    add("--reward-timeout", default=60.0, help="that its reward may take (default 60)", **limit)
+    add("--wait", default=300.0, help="to wait for a free slot (default 300)", **limit)
     add("--concurrency", type=_count, metavar="N", help="runs at once (default: all, at most 32)")
     add("--logs", metavar="DIR", help="keep what runs print there (default: only of failures)")
     add("--json", metavar="FILE", help="write what became of the runs there")
     add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="the program, behind --")
     parser.set_defaults(run=_run)
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 4096):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 4096")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
-    return seconds
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -120,6 +105,7 @@ def _options(arguments: argparse.Namespace, folder: Path) -> RunOptions:
 
     from any_agent.errors import ConfigError
     from any_agent.sdk.command_run import RunOptions
+    from any_agent.sdk.service import service_of_options
 
     program = arguments.program[arguments.program[:1] == ["--"] :]
     if not program:
@@ -134,7 +120,7 @@ def _options(arguments: argparse.Namespace, folder: Path) -> RunOptions:
         )
     return RunOptions(
         command=program,
-        service=_service(arguments.url, arguments.api_key_file),
+        service=service_of_options(arguments.url, arguments.api_key_file),
         folder=folder,
         n=n,
         concurrency=concurrency,
@@ -163,36 +149,6 @@ def _source(arguments: argparse.Namespace) -> RewardSource:
         limit=arguments.reward_timeout,
         env=without_ours(os.environ),
     )
-
-
-def _service(url: str | None, key_file: str | None) -> Service:
-    import os
-    from dataclasses import replace
-
-    from any_agent.errors import ConfigError
-    from any_agent.sdk.service import find_service
-
-    if not any((url, os.environ.get("ANY_AGENT_URL"), os.environ.get("OPENAI_BASE_URL"))):
-        raise ConfigError(
-            "no service is named: give --url, or set ANY_AGENT_URL (or OPENAI_BASE_URL), to what "
-            "`any-agent serve` or `any-agent train` prints, like http://127.0.0.1:8000"
-        )
-    service = find_service(url, _api_key(key_file))
-    return replace(service, key_from="--api-key-file") if key_file is not None else service
-
-
-def _api_key(path: str | None) -> str | None:
-    from any_agent.errors import ConfigError
-
-    if path is None:
-        return None
-    try:
-        key = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from None
-    if not key or len(key.split()) != 1:
-        raise ConfigError(f"--api-key-file {path} must hold one key and nothing else")
-    return key
 
 
 def _metadata(text: str | None) -> dict[str, Any]:

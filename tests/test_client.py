@@ -318,3 +318,10 @@ async def test_proxies_of_the_environment(trust_env: bool, monkeypatch: pytest.M
                     await client.run_info()
             else:
                 assert (await client.run_info()).version == 4
+
+
+@pytest.mark.parametrize("body", [b"<html>Welcome</html>", b"{}", b""])
+async def test_an_answer_of_somebody_else(body: bytes) -> None:
+    client, _ = client_with(httpx.Response(200, content=body))
+    with pytest.raises(WrongService, match="no service of any-agent"):
+        await client.run_info()

@@ -88,10 +88,6 @@ class CommandRuns:
             info = await client.run_info()
         except Unauthenticated as error:
             raise key_refused(error, service) from None
-        except ValueError:
-            raise WrongService(
-                f"what answers at {service.url} is no service of any-agent: check the URL"
-            ) from None
         finally:
             await return_client(service, retry_for=_ANSWERS_WITHIN)
         if info.state == "finished" and self.options.mode == "train":

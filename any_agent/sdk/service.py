@@ -9,8 +9,9 @@ import ssl
 import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import httpx
@@ -72,6 +73,26 @@ def find_service(
             f"{key_from} is no key: it holds white space, or other characters that no key has"
         )
     return Service(_checked(found.strip(), url_from), key, url_from, key_from if key else None)
+
+
+def service_of_options(url: str | None, key_file: str | None) -> Service:
+    """What ``--url`` and ``--api-key-file`` name, else the environment; ConfigError names them.
+
+    A key is no option itself: everybody on a machine can read those."""
+    if not any((url, *(os.environ.get(name) for name in _URLS))):
+        raise ConfigError(
+            "no service is named: give --url, or set ANY_AGENT_URL (or OPENAI_BASE_URL), to what "
+            "`any-agent serve` or `any-agent train` prints, like http://127.0.0.1:8000"
+        )
+    if key_file is None:
+        return find_service(url)
+    try:
+        key = Path(key_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {key_file} cannot be read: {error}") from None
+    if len(key.split()) != 1:
+        raise ConfigError(f"--api-key-file {key_file} must hold one key and nothing else")
+    return replace(find_service(url, key), key_from="--api-key-file")
 
 
 def _first(

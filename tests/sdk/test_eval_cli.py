@@ -185,7 +185,7 @@ async def test_what_is_refused_before_anything_runs(
         (("--k", "1,8", "-n", "4"), {}, "--k 8 needs as many runs of each item: -n is 4"),
         (("train.lr=1",), {}, "settings are those of a service that is started for --model"),
         (("--model", "a/b", "--version", "3"), {}, "--model my-exp/trial-1@20"),
-        (("--api-key-file", "none"), {}, "cannot read --api-key-file none"),
+        (("--api-key-file", "none"), {}, "--api-key-file none"),
         (("--json", "no/such/folder.json"), {}, "--json no/such/folder.json cannot be written"),
     ]
     for options, named, said in refused:
