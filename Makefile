@@ -38,7 +38,8 @@ test-clients: $(DEV) ## try agents' SDKs and the examples, each in its own envir
 	  install="apt-get install -qq -y --no-install-recommends nodejs npm"; \
 	  { $$install || { apt-get update -qq && $$install; }; } >/dev/null || true; \
 	}
-	@$(RUN) -m pytest --timeout 900 tests/clients/*/*_live.py tests/examples/*_live.py $(ARGS)
+	@$(RUN) -m pytest --timeout 900 tests/clients/*/*_live.py $(ARGS)
+	@$(RUN) -m pytest --timeout 900 -n 2 --dist loadfile tests/examples/*_live.py $(ARGS)
 
 test-engines: $(DEV) ## try the engines' client against a real SGLang on the CPU (installs 3.5 GB)
 	@$(RUN) -m pytest --timeout 900 tests/engine/sglang/sglang_live.py $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -18,7 +19,7 @@ import pytest
 _OURS = (sys.executable, "-m")
 FOLDER = Path(__file__).resolve().parents[2] / ".venv-clients"
 _MAKING: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
-"""One at a time makes a folder."""
+"""One at a time makes a folder: of the threads of a process, and of all processes."""
 
 
 def python_with(name: str, pins: Path, *, ours: bool = False) -> Path:
@@ -77,7 +78,9 @@ def _once(folder: Path, wanted: Sequence[Path], make: Callable[[], None]) -> Non
     """Make it unless it was made just so: whole, and of these files."""
     digest = hashlib.blake2b(b"\n".join(p.read_bytes() for p in wanted), digest_size=6).hexdigest()
     stamp = folder / f".made-{digest}"
-    with _MAKING[folder]:
+    FOLDER.mkdir(exist_ok=True)
+    with _MAKING[folder], open(FOLDER / f"{folder.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not stamp.exists():
             make()
             stamp.touch()
