@@ -21,7 +21,7 @@ DEV := $(VENV)/.dev-$(KEY)
 # Whoever has [dev] has [train].
 TRAIN := $(or $(wildcard $(DEV)),$(VENV)/.train-$(KEY))
 
-.PHONY: help demo test test-clients test-engines lint bench learn chaos clean
+.PHONY: help demo test test-clients test-examples test-engines lint bench learn chaos clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -32,13 +32,12 @@ demo: $(TRAIN) ## make a tiny model, serve it, and train it on what agents do
 test: $(DEV) ## run the tests
 	@$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-clients: $(DEV) ## try agents' SDKs and the examples, each in its own environment, against live services
-	@command -v npm >/dev/null || { \
-	  echo "setup    installing node and npm, for npm's openai"; \
-	  install="apt-get install -qq -y --no-install-recommends nodejs npm"; \
-	  { $$install || { apt-get update -qq && $$install; }; } >/dev/null || true; \
-	}
+test-clients: $(DEV) ## try agents' SDKs, each in an environment of its own, against a live service
+	$(node)
 	@$(RUN) -m pytest --timeout 900 tests/clients/*/*_live.py $(ARGS)
+
+test-examples: $(DEV) ## run every example by its README's command, on tiny models
+	$(node)
 	@$(RUN) -m pytest --timeout 900 -n 2 --dist loadfile tests/examples/*_live.py $(ARGS)
 
 test-engines: $(DEV) ## try the engines' client against a real SGLang on the CPU (installs 3.5 GB)
@@ -81,6 +80,14 @@ $(RUN):
 	done; \
 	echo "error: none of these is a Python 3.11, 3.12 or 3.13 with venv: $(PYTHONS);" \
 	  "set PYTHON=/path/to/one" >&2; exit 1
+
+define node
+	@command -v npm >/dev/null || { \
+	  echo "setup    installing node and npm"; \
+	  install="apt-get install -qq -y --no-install-recommends nodejs npm"; \
+	  { $$install || { apt-get update -qq && $$install; }; } >/dev/null || true; \
+	}
+endef
 
 define install
 	@echo "setup    installing $(TORCH)"
