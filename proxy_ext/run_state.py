@@ -79,9 +79,11 @@ class RunState:
         weights between two requests.
         """
         saved: dict[str, Any] = await self._journal.meta("run") or {}
-        if saved.get("state") == "finished":
-            self.state = "finished"
         self.step = saved.get("step", 0)
+        # A run that is given further steps goes on: its trainer says so when it is there.
+        goes_on = self.state == "training" and self.step < self._config.train.steps
+        if saved.get("state") == "finished" and not goes_on:
+            self.state = "finished"
         self.checkpoint = saved.get("checkpoint")
         self.oldest_step = saved.get("oldest_step")
         self._highest = self._engine.version

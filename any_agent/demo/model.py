@@ -193,7 +193,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.skill != "echo":
         make = {"sums": make_sums_model, "judge": make_judge_model}[args.skill]
+        print(f"teaching a tiny model {args.skill}: half a minute on a core of its own", flush=True)
         make(args.out, args.seed)
+        print(f"made {args.out}")
         return
     save_tiny_model(args.out, args.seed)
     if args.warmup_steps:

@@ -64,8 +64,9 @@ def key_refused(error: Unauthenticated, service: Service) -> Unauthenticated:
     """The same, which says where the key came from."""
     if service.api_key is None:
         message = (
-            f"{service.url} wants a key: pass api_key=, or set ANY_AGENT_API_KEY (or "
-            "OPENAI_API_KEY) to a tenant's (any-agent keys create --scope tenant)"
+            f"{service.url} wants a key: set ANY_AGENT_API_KEY (or OPENAI_API_KEY) to a tenant's "
+            "(any-agent keys create --scope tenant), or pass it as api_key= (commands: "
+            "--api-key-file)"
         )
     else:
         message = f"{service.url} does not take the key of {service.key_from}: {error.message}"

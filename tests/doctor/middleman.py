@@ -13,6 +13,8 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from any_agent.protocol import API_HEADER
+
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -48,8 +50,13 @@ async def between(
                 answer = orjson.loads(content)
                 answered(answer)
                 content = orjson.dumps(answer)
+            # Of all that a service tells in headers only what clients must see to talk to it.
+            told = {n: v for n, v in response.headers.items() if n.lower() == API_HEADER}
             return web.Response(
-                body=content, status=response.status, content_type="application/json"
+                body=content,
+                status=response.status,
+                headers=told,
+                content_type="application/json",
             )
 
     app = web.Application(client_max_size=1 << 26)

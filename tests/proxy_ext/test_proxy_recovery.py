@@ -89,12 +89,20 @@ async def test_an_export_does_not_close_a_group(start: Start, proxy: Proxy) -> N
 
 
 async def test_the_run_is_remembered(start: Start, proxy: Proxy) -> None:
-    await proxy.client.set_run("finished", step=9, checkpoint="/ckpt/9")
+    await proxy.client.set_run("finished", step=100, checkpoint="/ckpt/100")
     again = await restart(start)
     run = (await again.http.get("/rl/v1/run")).json()
-    assert (run["state"], run["step"], run["checkpoint"]) == ("finished", 9, "/ckpt/9")
+    assert (run["state"], run["step"], run["checkpoint"]) == ("finished", 100, "/ckpt/100")
     response = await again.http.post("/rl/v1/start_session", json={"wait": 60})
     assert response.json()["error"]["code"] == "run_finished"
+
+
+async def test_a_finished_run_that_is_given_more_steps_goes_on(start: Start, proxy: Proxy) -> None:
+    """Before its trainer is there, too: whoever comes early must not hear that all is over."""
+    await proxy.client.set_run("finished", step=99, checkpoint="/ckpt/99")
+    again = await restart(start)
+    run = (await again.http.get("/rl/v1/run")).json()
+    assert (run["state"], run["step"], run["checkpoint"]) == ("training", 99, "/ckpt/99")
 
 
 async def test_a_session_whose_time_passed_meanwhile(start: Start, proxy: Proxy) -> None:

@@ -82,8 +82,8 @@ def test_figures_and_table() -> None:
     head, *rows = found.table([1, 4])
     assert [row.split() for row in rows] == [
         ["reward", "0.417", "-0.532", "..", "1.365", "3"],
-        ["pass@1", "0.333", "-0.384", "..", "1.050", "3"],
-        ["pass@4", "0.500", "-5.853", "..", "6.853", "2"],
+        ["pass@1", "0.333", "0.000", "..", "1.000", "3"],
+        ["pass@4", "0.500", "0.000", "..", "1.000", "2"],
     ]
     assert {len(line) for line in (head, *rows)} == {len(head)}
 
