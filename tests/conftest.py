@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import ssl
 from collections.abc import Iterator
 from functools import cache
@@ -17,6 +18,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Every HTTP client reads all authorities' certificates, in 50 ms of CPU, for a test of 200 ms: here
 # they are read once. What is made of the same arguments may be shared.
 ssl.create_default_context = cache(ssl.create_default_context)  # type: ignore[assignment]
+
+# Shells start what runs in the background with Ctrl-C ignored, nohup with SIGHUP, and programs
+# inherit that: tests of these would fail there.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # Tests are collected by importing all that they use, which leaves no garbage: looking for it takes
 # a quarter of that time, in each process.
