@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
-from any_agent.errors import AgentFailed
+from any_agent.errors import AgentFailed, NotFound, Unprocessable
 from any_agent.protocol import MAX_REWARD
 
 Rewards: TypeAlias = float | dict[str, float] | None
@@ -24,13 +24,33 @@ def rewards_of(returned: Any, name: str) -> Rewards:
     return {id: _number(one, name, f" for {id}") for id, one in returned.items()}
 
 
-def no_such_completion(name: str, completion: Any) -> AgentFailed:
-    """Of a dict with an id that no call of the session has."""
-    return AgentFailed(
-        f"{name} rewards the completion {short(completion)}, and no call of its session has that "
-        "id: use the `id` of the responses that the run has got itself",
-        code="invalid_reward",
-    )
+async def give_rewards(
+    rewards: Rewards,
+    name: str,
+    set_reward: Callable[[float, str | None], Awaitable[object]],
+    *,
+    no_call: str,
+) -> None:
+    """Set them by ``set_reward``, of a completion by its id or of the last one (None).
+
+    AgentFailed where the session has no such completion, or none at all (``no_call`` says so).
+    """
+    by_id = rewards if isinstance(rewards, dict) else {None: rewards}
+    id = None
+    try:
+        for id, reward in by_id.items():
+            if reward is not None:
+                await set_reward(reward, id)
+    except NotFound as error:
+        raise AgentFailed(
+            f"{name} rewards the completion {short(id)}, and no call of its session has that "
+            "id: use the `id` of the responses that the run has got itself",
+            code="invalid_reward",
+        ) from error
+    except Unprocessable as error:
+        if error.code != "no_interactions":
+            raise
+        raise AgentFailed(no_call, code="no_model_call") from error
 
 
 def _number(value: Any, name: str, where: str) -> float:

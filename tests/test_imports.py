@@ -27,8 +27,15 @@ VOCABULARY: tuple[str, ...] = (
 VOCABULARY += ("atomic", "client", "logs", "loop_lag", "loopback", "metrics", "ports", "presence")
 VOCABULARY += ("access", "arguments", "audit", "conversation", "error_shapes", "keystore")
 VOCABULARY += ("watched", "frozen_models", "experiment", "stats_tracker", "ambient")
-VOCABULARY += ("many_requests", "by_name", "patience", "agent_environment", "returned_rewards")
-VOCABULARY += ("connections",)
+VOCABULARY += (
+    "many_requests",
+    "last_words",
+    "by_name",
+    "patience",
+    "agent_environment",
+    "returned_rewards",
+)
+VOCABULARY += ("connections", "last_words")
 VOCABULARY += ("workers", "worker_process", "reward", "jitter", "loop_thread", "script_errors")
 VOCABULARY += ("with_parent", "grading", "scores")
 LAYERS: tuple[tuple[str, ...], ...] = (

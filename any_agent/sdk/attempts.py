@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from any_agent.client import RLClient
 from any_agent.errors import AgentFailed, AnyAgentError, NotFound, SessionClosed, Unprocessable
+from any_agent.last_words import end_run
 from any_agent.patience import SharedClient
 from any_agent.protocol import SessionInfo
 from any_agent.sdk.agents import Agent
@@ -25,8 +26,6 @@ MissingReward: TypeAlias = float | Literal["fail", "await"]
 """What becomes of a run that gave no reward: it gets this one, fails, or awaits its reward, which
 somebody else gives then."""
 
-_LAST_WORDS = 5.0
-"""Seconds for a cancelled run to end in."""
 _ABORTS_WITHIN = 5.0
 _OVER: dict[str, RunState] = {
     "finalized": "finalized",
@@ -207,19 +206,7 @@ class Attempts:
                 raise _Failed(_told(error), "agent_failed") from error
             return run.result()
         finally:
-            await self._ended(run)
-
-    async def _ended(self, run: asyncio.Future[Any]) -> None:
-        """End a run if it has not ended; one that will not be ended holds up nobody."""
-        if run.done():
-            return
-        run.cancel()
-        await asyncio.wait([run], timeout=_LAST_WORDS)
-        if run.done():
-            # What it says now concerns nobody.
-            _ = run.cancelled() or run.exception()
-        else:
-            log.warning("a run of %s goes on after it was cancelled", self._agent.name)
+            await end_run(run, self._agent.name)
 
     async def _end(self, session: AsyncSession, key: str) -> SessionInfo:
         missing = self._terms.missing_reward

@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
-from any_agent.agent_environment import environment
 from any_agent.client import RLClient
 from any_agent.errors import (
-    AgentFailed,
     AnyAgentError,
     InvalidRequest,
-    NotFound,
     Unprocessable,
 )
 from any_agent.protocol import RewardSet, SessionInfo, SessionStarted, StartSession
-from any_agent.returned_rewards import no_such_completion, rewards_of
+from any_agent.returned_rewards import give_rewards, rewards_of
 from any_agent.sdk import ambient, clients
 from any_agent.sdk.background import sdk_thread, wait_for
 from any_agent.sdk.heartbeats import heartbeats
+from any_agent.sdk.opened import Opened
 from any_agent.sdk.opening import opened
 from any_agent.sdk.patches import patches
 from any_agent.sdk.service import (
@@ -52,12 +50,11 @@ _ABORTS_WITHIN = 5.0
 """Seconds. A session that could not be aborted expires."""
 
 
-class AsyncSession:
+class AsyncSession(Opened):
     """An open session. Methods raise the AnyAgentError that the service answered."""
 
     def __init__(self, service: Service, started: SessionStarted, *, retry_for: float) -> None:
-        self._service = service
-        self._started = started
+        super().__init__(service, started)
         self._retry_for = retry_for
         self._loop = asyncio.get_running_loop()
         self._process = os.getpid()
@@ -65,57 +62,9 @@ class AsyncSession:
         """Whether its end was asked for: leaving it changes nothing any more."""
 
     @property
-    def session_id(self) -> str:
-        return self._started.session_id
-
-    @property
-    def api_key(self) -> str:
-        """The session's own key: what an OpenAI client takes as its API key."""
-        return self._started.api_key
-
-    @property
-    def url(self) -> str:
-        """The service, without `/v1`: what Anthropic's clients take as their base URL."""
-        return self._service.url
-
-    @property
-    def base_url(self) -> str:
-        """With `/v1`: what OpenAI's clients take as their base URL."""
-        return f"{self._service.url}/v1"
-
-    @property
-    def version(self) -> int:
-        """The weight version that was served when it was opened."""
-        return self._started.version
-
-    @property
-    def mode(self) -> Literal["train", "eval"]:
-        return self._started.mode
-
-    @property
-    def task_id(self) -> str | None:
-        return self._started.task_id
-
-    @property
-    def group_id(self) -> str | None:
-        return self._started.group_id
-
-    @property
-    def expires_in(self) -> float:
-        """Seconds from its opening until its time is up, whatever happens."""
-        return self._started.expires_in
-
-    @property
     def blocking(self) -> Session:
         """The same session for code in other threads: its methods block them."""
         return Session(self)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.session_id} at {self.url}>"
-
-    def env(self) -> dict[str, str]:
-        """What another process needs for its OpenAI and Anthropic clients to be in the session."""
-        return environment(self.url, self.api_key)
 
     def openai(self, **options: Any) -> openai.AsyncOpenAI:
         """A client whose calls are the session's, wherever it is used; ``options`` as OpenAI's.
@@ -151,23 +100,12 @@ class AsyncSession:
         AgentFailed for anything else, for an id that is not the session's, and for a reward where
         no call was made.
         """
-        rewards = rewards_of(returned, name)
-        id = None
-        try:
-            if isinstance(rewards, dict):
-                for id, reward in rewards.items():
-                    await self.set_reward(reward, id)
-            elif rewards is not None:
-                await self.set_reward(rewards)
-        except NotFound as error:
-            raise no_such_completion(name, id) from error
-        except Unprocessable as error:
-            if error.code != "no_interactions":
-                raise
-            raise AgentFailed(
-                f"{name} returned a reward and made no call: {self._no_calls()}",
-                code="no_model_call",
-            ) from error
+        await give_rewards(
+            rewards_of(returned, name),
+            name,
+            self.set_reward,
+            no_call=f"{name} returned a reward and made no call: {self._no_calls()}",
+        )
 
     async def finalize(
         self,
@@ -236,57 +174,16 @@ class AsyncSession:
         )
 
 
-class Session:
+class Session(Opened):
     """An open session, for code that blocks. Methods are those of :class:`AsyncSession`."""
 
     def __init__(self, session: AsyncSession) -> None:
+        super().__init__(session._service, session._started)
         self._session = session
-
-    @property
-    def session_id(self) -> str:
-        return self._session.session_id
-
-    @property
-    def api_key(self) -> str:
-        return self._session.api_key
-
-    @property
-    def url(self) -> str:
-        return self._session.url
-
-    @property
-    def base_url(self) -> str:
-        return self._session.base_url
-
-    @property
-    def version(self) -> int:
-        return self._session.version
-
-    @property
-    def mode(self) -> Literal["train", "eval"]:
-        return self._session.mode
-
-    @property
-    def task_id(self) -> str | None:
-        return self._session.task_id
-
-    @property
-    def group_id(self) -> str | None:
-        return self._session.group_id
-
-    @property
-    def expires_in(self) -> float:
-        return self._session.expires_in
 
     @property
     def ended(self) -> bool:
         return self._session.ended
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.session_id} at {self.url}>"
-
-    def env(self) -> dict[str, str]:
-        return self._session.env()
 
     def openai(self, **options: Any) -> openai.OpenAI:
         return clients.openai_sync(self.url, self.api_key, options)

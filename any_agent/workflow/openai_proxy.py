@@ -11,8 +11,9 @@ from typing import Any, Literal, Self
 from any_agent import stats_tracker
 from any_agent.agent_environment import environment
 from any_agent.errors import AgentFailed, ConfigError
+from any_agent.last_words import end_run
 from any_agent.record import InteractionWithTokenLogpReward
-from any_agent.returned_rewards import rewards_of
+from any_agent.returned_rewards import give_rewards, rewards_of
 from any_agent.workers import (
     WorkerCrashed,
     WorkerFailed,
@@ -22,15 +23,16 @@ from any_agent.workers import (
     shared_pool,
 )
 from any_agent.workflow import context as workflow_context
-from any_agent.workflow.agent_rewards import give
 from any_agent.workflow.agent_service import AgentService
 from any_agent.workflow.base import RolloutWorkflow
 from any_agent.workflow.proxy_client import OpenAIProxyClient
 
 log = logging.getLogger(__name__)
 
-_LAST_WORDS = 5.0
-"""Seconds for a cancelled run to end in."""
+_NO_CALL = (
+    "none of its model calls came to the service: make the client with the base_url and api_key "
+    "that run is given (in the mode subproc: in OPENAI_BASE_URL and OPENAI_API_KEY), inside run"
+)
 _GIVEN = ("base_url", "api_key", "http_client")
 
 
@@ -125,7 +127,14 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         async with client:
             returned = await self._run(client.session_api_key, data)
             name = f"{self._name}.run"
-            await give(client, rewards_of(returned, name), name)
+            await give_rewards(
+                rewards_of(returned, name),
+                name,
+                lambda reward, id: (
+                    client.set_last_reward(reward) if id is None else client.set_reward(id, reward)
+                ),
+                no_call=f"{name} returned a reward, and {_NO_CALL}",
+            )
         if not client.interaction_count:
             return None
         try:
@@ -156,19 +165,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
                 return run.result()
             raise self._too_slow()
         finally:
-            await self._end(run)
-
-    async def _end(self, run: asyncio.Future[Any]) -> None:
-        """End a run if it has not ended; one that will not be ended holds up nobody."""
-        if run.done():
-            return
-        run.cancel()
-        await asyncio.wait([run], timeout=_LAST_WORDS)
-        if run.done():
-            # What it says now concerns nobody.
-            _ = run.cancelled() or run.exception()
-        else:
-            log.warning("a run of %s goes on after it was cancelled; it is left alone", self._name)
+            await end_run(run, self._name)
 
     async def _run_apart(self, pool: WorkerPool, api_key: str, data: dict[str, Any] | None) -> Any:
         environ = environment(self.service.url, api_key)

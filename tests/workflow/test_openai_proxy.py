@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from any_agent import last_words
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.errors import AgentFailed, AnyAgentError, ConfigError, Unprocessable
 from any_agent.record import InteractionTree, InteractionWithTokenLogpReward
@@ -19,7 +20,6 @@ from any_agent.workflow import (
     GroupedRolloutWorkflow,
     OpenAIProxyWorkflow,
     context,
-    openai_proxy,
     rows_of,
 )
 from any_agent.workflow.context import WorkflowContext
@@ -182,7 +182,7 @@ async def test_a_hanging_agent(proxy: Proxy) -> None:
 async def test_an_agent_that_will_not_end_holds_up_nobody(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(openai_proxy, "_LAST_WORDS", 0.05)
+    monkeypatch.setattr(last_words, "_LAST_WORDS", 0.05)
     agent = Stubborn()
     with pytest.raises(AgentFailed, match="more than"):
         await episode(agent, proxy, timeout=0.05)
