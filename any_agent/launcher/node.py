@@ -29,12 +29,14 @@ from any_agent.config import SECRET_VARIABLES, Config
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.address import answers, from_here, reachable
 from any_agent.launcher.devices import require_devices
+from any_agent.launcher.engines import engine_arguments
 from any_agent.launcher.part import Part
 from any_agent.launcher.process import Process
 from any_agent.launcher.progress import Progress
 from any_agent.launcher.room import Room
 from any_agent.launcher.silence import Silence
 from any_agent.launcher.stopping import Terminated, drain, stop
+from any_agent.launcher.training import trainer_arguments
 from any_agent.launcher.trial import Weights, latest_weights, newest_weights, trial_dir
 from any_agent.ports import accept_on, reserve, url_of
 from any_agent.registry import Registry, rank_name
@@ -220,29 +222,13 @@ class Node:
 
     def _add_engine(self, rank: int, port: int) -> None:
         url, name = url_of(_LOCAL, port), f"engine-{rank}"
-        # The other parts read their logs' form from the settings; an engine knows none of ours.
-        logs = ["--log-level", self.config.log_level, "--log-format", self.config.log_format]
         self._add(
             name,
-            lambda: [*self._engine_arguments(port), *logs, "--log-part", name],
+            lambda: engine_arguments(self.config, *self._weights(), _LOCAL, port, name),
             ready=lambda _: answers(f"{url}/health"),
             where=f" at {url}",
             secret=False,
         )
-
-    def _engine_arguments(self, port: int) -> list[str]:
-        engine = self.config.engine
-        path, version = self._weights()
-        arguments = ["any_agent.engine.embedded", "--model-path", path]
-        arguments += ["--weight-version", str(version)]
-        arguments += ["--host", _LOCAL, "--port", str(port)]
-        arguments += ["--dtype", self.config.model.dtype, "--threads", str(engine.threads)]
-        arguments += ["--max-running-requests", str(engine.max_running_requests)]
-        arguments += ["--max-queued-requests", str(engine.max_queued_requests)]
-        arguments += ["--incremental-streaming-output", "--device", engine.device]
-        if engine.context_length:
-            arguments += ["--context-length", str(engine.context_length)]
-        return arguments
 
     def _start_proxies(self, engines: Sequence[str]) -> None:
         for rank, engine in enumerate(engines):
@@ -298,7 +284,7 @@ class Node:
         )
 
     def _trainer_arguments(self) -> list[str]:
-        return ["trainer", *self._config]
+        return trainer_arguments(self.config, self._settings)
 
     @property
     def _config(self) -> list[str]:
