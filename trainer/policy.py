@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from any_agent.errors import ConfigError, StartupError
+from trainer.buckets import Bucket, in_buckets, stored_tensors
 from trainer.loss import LossConfig, LossStats, policy_loss
 from trainer.packing import Batch, TrainedTokens, trained_tokens
 
@@ -120,6 +121,20 @@ class Policy:
         """For schedules: the rate of the next steps."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+
+    def buckets(self, nbytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+        """The weights as ``(name, tensor)`` under a checkpoint's names, whole, tied ones once.
+
+        A bucket has at most ``nbytes``, and one tensor at least. Floating-point tensors come in
+        ``dtype``, default as trained (float32), on this policy's device, without gradient. They
+        may be the policy's own: neither change them nor keep them over a step. It may be left
+        before its end.
+        """
+        return in_buckets(self.model, nbytes, dtype, self._whole)
+
+    def _whole(self, names: list[str]) -> list[Tensor]:
+        stored = stored_tensors(self.model)
+        return [stored[name].detach() for name in names]
 
     def token_logprobs(
         self, batch: Batch, temperature: float | Tensor = 1.0, *, entropy: bool = False

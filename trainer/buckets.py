@@ -1,0 +1,71 @@
+"""A model's weights in buckets: whole tensors under a checkpoint's names, never all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Bucket = list[tuple[str, Tensor]]
+
+
+def stored_tensors(model: Any) -> dict[str, Tensor]:
+    """What a checkpoint holds, by the model's own names: tied weights once, under their source's.
+
+    Parameters and persistent buffers themselves, no copies; shards where the model is sharded.
+    """
+    state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    dropped = set(model._keys_to_ignore_on_save or ())
+    out: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in state.items():
+        source = tied.get(name)
+        copied = source is not None and state.get(source) is tensor
+        if name in dropped or copied or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        out[name] = tensor
+    return out
+
+
+def in_buckets(
+    model: Any,
+    nbytes: int,
+    dtype: torch.dtype | None,
+    gather: Callable[[list[str]], list[Tensor]],
+) -> Iterator[Bucket]:
+    """All stored tensors in the model's order; a bucket has at most ``nbytes``, but one at least.
+
+    ``gather`` gives whole tensors for the model's names. Floating-point ones come in ``dtype``,
+    None: as they are. Names and layout are those of the model's published checkpoint, which may
+    split what the model holds as one.
+    """
+    if nbytes < 1:
+        raise ValueError("a bucket must have room for a byte")
+    names: list[str] = []
+    room = nbytes
+    for name, tensor in stored_tensors(model).items():
+        size = tensor.numel() * _kept(tensor, dtype).itemsize
+        if names and size > room:
+            yield _bucket(model, names, gather(names), dtype)
+            names, room = [], nbytes
+        names.append(name)
+        room -= size
+    if names:
+        yield _bucket(model, names, gather(names), dtype)
+
+
+def _bucket(
+    model: Any, names: list[str], tensors: list[Tensor], dtype: torch.dtype | None
+) -> Bucket:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    cast = {n: t.to(_kept(t, dtype)) for n, t in zip(names, tensors, strict=True)}
+    return [(name, t.contiguous()) for name, t in revert_weight_conversion(model, cast).items()]
+
+
+def _kept(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
