@@ -35,9 +35,9 @@ VOCABULARY += (
     "agent_environment",
     "returned_rewards",
 )
-VOCABULARY += ("connections", "last_words")
+VOCABULARY += ("connections", "last_words", "service_url")
 VOCABULARY += ("workers", "worker_process", "reward", "jitter", "loop_thread", "script_errors")
-VOCABULARY += ("with_parent", "grading", "scores")
+VOCABULARY += ("with_parent", "grading", "scores", "private_address")
 LAYERS: tuple[tuple[str, ...], ...] = (
     VOCABULARY,
     ("chat", "data", "engine", "record"),

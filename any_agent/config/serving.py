@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
+from any_agent.config.engine_arguments import option_words, require_free_options
 from any_agent.config.section import Section, listed
 from any_agent.frozen_models import ModelList, check_model_list
 from any_agent.keys import KEY_PREFIXES
@@ -119,17 +121,31 @@ class SamplingConfig(Section):
 
 
 class EngineConfig(Section):
+    kind: Literal["embedded", "sglang"] = "embedded"
+    """What the service starts for each rank: its own engine, which needs nothing else, or
+    SGLang."""
     urls: tuple[str, ...] = ()
-    """Engines that already run (SGLang's native HTTP contract), one per rank. Empty: start embedded
-    ones."""
+    """Engines that already run (SGLang's native HTTP contract), one per rank, on private addresses.
+    Empty: start some."""
+    python: str | None = None
+    """The interpreter of the environment that SGLang is installed in, one of its own. None: the
+    service's."""
+    arguments: tuple[str, ...] = ()
+    """Further options of SGLang's server: a list of words, one text, or a mapping of options to
+    values. Those that the service sets itself are refused."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables for the engine's processes, beside those that the service was started with. They
+    are written to the run's folder: no secrets."""
+    gpus: int = Field(1, ge=1, le=64)
+    """GPUs of each SGLang, which share its layers (tensor parallelism)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the embedded engine runs; auto takes a GPU if there is one."""
+    """Where the engine runs; auto takes a GPU if there is one."""
     threads: int = Field(1, ge=1)
     """CPU threads of the embedded engine."""
     max_running_requests: int = Field(32, ge=1)
-    """Calls that the embedded engine samples at once."""
+    """Calls that an engine samples at once."""
     max_queued_requests: int = Field(1024, ge=1)
-    """Calls that may wait in the embedded engine; further ones are refused."""
+    """Calls that may wait in an engine; further ones are refused."""
     context_length: int | None = Field(None, ge=16)
     """None: the model's own limit."""
     update_mode: Literal["resume", "in_place"] = "resume"
@@ -146,6 +162,36 @@ class EngineConfig(Section):
     @classmethod
     def _listed(cls, urls: object) -> object:
         return listed(urls)
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _words(cls, arguments: object) -> object:
+        return option_words(arguments)
+
+    @field_validator("arguments")
+    @classmethod
+    def _free(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        require_free_options(arguments)
+        return arguments
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _texts(cls, variables: object) -> object:
+        """As YAML has it, `1` is a number."""
+        if not isinstance(variables, Mapping):
+            return variables
+        return {k: str(v) if isinstance(v, int | float) else v for k, v in variables.items()}
+
+    @model_validator(mode="after")
+    def _for_sglang_alone(self) -> Self:
+        if self.kind != "sglang":
+            set_here = [n for n in ("python", "arguments", "gpus") if n in self.model_fields_set]
+            chosen = [n for n in set_here if getattr(self, n) != type(self).model_fields[n].default]
+            if chosen:
+                raise ValueError(
+                    f"engine.{chosen[0]} is for SGLang; set engine.kind=sglang, or leave it out"
+                )
+        return self
 
 
 class FrozenConfig(Section):

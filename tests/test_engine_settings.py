@@ -1,0 +1,76 @@
+"""What may be set for engines: their options, variables and addresses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from any_agent.config import Config, load_config
+from any_agent.errors import ConfigError
+
+SGLANG = "engine.kind=sglang"
+
+
+def settings(*overrides: str) -> Config:
+    return load_config(None, overrides, environ={})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--mem-fraction-static 0.8 --enable-metrics",
+        "[--mem-fraction-static, '0.8', --enable-metrics]",
+        "{mem_fraction_static: 0.8, enable-metrics: true, disable-cuda-graph: false}",
+    ],
+)
+def test_options_come_as_text_list_or_mapping(given: str) -> None:
+    config = settings(SGLANG, f"engine.arguments={given}")
+    assert config.engine.arguments == ("--mem-fraction-static", "0.8", "--enable-metrics")
+
+
+def test_options_with_several_values() -> None:
+    config = settings(SGLANG, "engine.arguments={cuda-graph-bs: [1, 2]}")
+    assert config.engine.arguments == ("--cuda-graph-bs", "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ("--model-path /x", "model.path is served"),
+        ("--port=3", "finds a free one"),
+        ("--tp 2", "engine.gpus"),
+        ("--tp-size=2", "engine.gpus"),
+        ("--dp-size 2", "server.ranks"),
+        ("--max_running_requests 3", "engine.max_running_requests"),
+        ("--weight-v 3", "counts its versions"),
+        ("{dtype: half}", "model.dtype"),
+        ("--api-key s3cret", "list of processes"),
+    ],
+)
+def test_what_the_service_says_itself_is_refused_by_name(given: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be given to the engine") as caught:
+        settings(SGLANG, f"engine.arguments={given}")
+    assert fix in caught.value.message
+    assert "s3cret" not in caught.value.message
+
+
+@pytest.mark.parametrize("given", ["python=/usr/bin/python3", "gpus=2", "arguments=--x"])
+def test_what_is_sglangs_is_refused_for_another_engine(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.kind=sglang"):
+        settings(f"engine.{given}")
+
+
+def test_variables_are_texts(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("engine: {environment: {OMP_NUM_THREADS: 1, A: b}}\n")
+    assert load_config(path, environ={}).engine.environment == {"OMP_NUM_THREADS": "1", "A": "b"}
+
+
+def test_settings_survive_the_file_that_parts_read(tmp_path: Path) -> None:
+    import yaml
+
+    config = settings(SGLANG, "engine.arguments={a-b: 1}", "engine.environment={X: 2}")
+    path = tmp_path / "resolved.yaml"
+    path.write_text(yaml.safe_dump(config.dump()))
+    assert load_config(path, environ={}).engine == config.engine

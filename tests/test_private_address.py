@@ -1,0 +1,56 @@
+"""Where engines may be: nowhere that the world reaches."""
+
+from __future__ import annotations
+
+import pytest
+
+from any_agent.errors import ConfigError
+from any_agent.private_address import is_private, require_private_host, require_private_url
+
+PRIVATE = ["127.0.0.1", "10.2.3.4", "172.31.255.1", "192.168.0.9", "169.254.3.4"]
+PRIVATE += ["::1", "fd00::1", "fe80::1", "fe80::1%lo", "::ffff:10.0.0.1"]
+PUBLIC = ["8.8.8.8", "172.32.0.1", "0.0.0.0", "::", "2001:db8::1", "100.64.0.1", "::ffff:8.8.8.8"]
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+def test_private(address: str) -> None:
+    assert is_private(address)
+    host = f"[{address}]" if ":" in address else address
+    require_private_url(f"http://{host}:30000")
+
+
+@pytest.mark.parametrize("address", PUBLIC)
+def test_public(address: str) -> None:
+    assert not is_private(address)
+    host = f"[{address}]" if ":" in address else address
+    with pytest.raises(ConfigError, match="public address"):
+        require_private_url(f"http://{host}:30000")
+    with pytest.raises(ConfigError, match="must not listen on"):
+        require_private_host(address)
+
+
+@pytest.mark.parametrize("url", ["", "engine:30000", "ftp://10.0.0.1", "http://", "http://[1"])
+def test_what_is_no_url(url: str) -> None:
+    with pytest.raises(ConfigError, match="no URL of an engine"):
+        require_private_url(url)
+
+
+def test_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ["10.0.0.1"]
+
+    def look_up(host: str, *_: object, **__: object) -> list[object]:
+        if not found:
+            raise OSError("no such host")
+        return [(0, 0, 0, "", (address, 0)) for address in found]
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    require_private_url("http://engine.cluster:3")
+    require_private_host("engine.cluster")
+    found.append("8.8.8.8")
+    with pytest.raises(ConfigError, match=r"engine\.cluster has the public address 8\.8\.8\.8"):
+        require_private_url("http://engine.cluster:3")
+    found.clear()
+    # It may not be there yet: the connection will say so.
+    require_private_url("http://engine.cluster:3")
+    with pytest.raises(ConfigError):
+        require_private_host("engine.cluster")
