@@ -9,6 +9,9 @@
 An entry is replaced whole, several times a minute at least, so a reader that sees no change for
 ``SILENT_AFTER`` seconds knows that its writer is gone. Only the writer's boot id tells one life
 of a part from its next.
+
+Where the folder is on a network file system, what one machine is told of a file may be old by a
+minute, unless the file is opened: so entries are opened, and what is open is looked at.
 """
 
 from __future__ import annotations
@@ -78,10 +81,23 @@ def publish(folder: Path, entry: Entry) -> None:
     temporary.replace(target)
 
 
+Stamp = tuple[int, int, bytes]
+"""Modification time, inode and content of an entry's file: another one after each write."""
+
+
+def read_stamp(folder: Path, name: str) -> Stamp | None:
+    """Of an entry as it is now; None if it cannot be read."""
+    try:
+        with open(folder / f"{name}.json", "rb") as file:
+            stat = os.fstat(file.fileno())
+            return stat.st_mtime_ns, stat.st_ino, file.read()
+    except OSError:
+        return None
+
+
 @dataclass(slots=True)
 class _Seen:
-    stamp: tuple[int, int]
-    """Modification time and inode: another pair after each write."""
+    stamp: Stamp
     at: float
     """Monotonic."""
     entry: Entry | None
@@ -95,19 +111,18 @@ class Registry:
         self._seen: dict[str, _Seen] = {}
 
     def refresh(self) -> None:
-        """Read what changed; a few file operations, no network."""
+        """Read what changed: some small files, and nothing of the network but these."""
         try:
-            # Temporary files may be gone before they are looked at.
-            files = [f for f in os.scandir(self._folder) if not f.name.startswith(".")]
-            stats = [(f.name.removesuffix(".json"), f.stat()) for f in files]
+            with os.scandir(self._folder) as files:
+                names = [f.name.removesuffix(".json") for f in files if f.name[:1] != "."]
         except OSError:
             return
-        for name, stat in stats:
-            stamp = (stat.st_mtime_ns, stat.st_ino)
+        for name in names:
+            stamp = read_stamp(self._folder, name)
             before = self._seen.get(name)
-            if before is not None and before.stamp == stamp:
+            if stamp is None or (before is not None and before.stamp == stamp):
                 continue
-            entry = self._read(name) or (before.entry if before else None)
+            entry = _parse(name, stamp[2]) or (before.entry if before else None)
             self._seen[name] = _Seen(stamp, time.monotonic(), entry)
 
     def get(self, name: str) -> Entry | None:
@@ -134,9 +149,10 @@ class Registry:
             and time.monotonic() - seen.at < SILENT_AFTER
         )
 
-    def _read(self, name: str) -> Entry | None:
-        try:
-            entry = Entry.model_validate_json((self._folder / f"{name}.json").read_bytes())
-        except (OSError, ValidationError):
-            return None
-        return entry if entry.name == name else None
+
+def _parse(name: str, content: bytes) -> Entry | None:
+    try:
+        entry = Entry.model_validate_json(content)
+    except ValidationError:
+        return None
+    return entry if entry.name == name else None

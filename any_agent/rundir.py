@@ -19,6 +19,7 @@
     weights/          published versions, v00000001 ...
     checkpoints/      step-00000010 ..., and `latest`
     logs/             one file per process; mode 0700
+    url               where agents reach the service that runs now, or ran last
 """
 
 from __future__ import annotations
@@ -80,6 +81,14 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def resolved(self) -> Path:
+        return self.path / "resolved.yaml"
+
+    @property
+    def url(self) -> Path:
+        return self.path / "url"
 
     @property
     def state(self) -> Path:

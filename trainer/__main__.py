@@ -18,6 +18,9 @@ _STOPPED = 143
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer", description="Trains one run.")
     parser.add_argument("--config", required=True, help="the run's resolved YAML")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="where the service's other machines ask for metrics"
+    )
     args = parser.parse_args()
     try:
         config = load_resolved(args.config)
@@ -38,6 +41,7 @@ def main() -> int:
             trainer.metrics,
             signer=signer_of(trainer.dir),
             ready=lambda: trainer.loaded,
+            host=args.host,
         )
         with present:
             return 0 if trainer.train() else _STOPPED

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
@@ -20,19 +21,18 @@ from any_agent import keys
 from any_agent.errors import AnyAgentError, NotFound, Unauthenticated
 from any_agent.keys import KeySigner
 from any_agent.metrics import CONTENT_TYPE
+from any_agent.ports import url_of
 from any_agent.registry import HEARTBEAT, Entry, publish
 from trainer.metrics import TrainerMetrics
 
 log = logging.getLogger(__name__)
-
-_HOST = "127.0.0.1"
 
 
 class Presence:
     """A context manager: while it is open, `/metrics` is served and the registry entry is fresh.
 
     ``signer`` knows the run's own key, which metrics need. ``ready`` tells whether the trainer has
-    what it needs, or is still starting.
+    what it needs, or is still starting. ``host`` is an address that the router reaches.
     """
 
     def __init__(
@@ -42,11 +42,12 @@ class Presence:
         *,
         signer: KeySigner,
         ready: Callable[[], bool],
+        host: str = "127.0.0.1",
     ) -> None:
         self._folder = folder
         self._metrics = metrics
-        self._server = _Server(metrics.exposition().render, signer)
-        self.url = f"http://{_HOST}:{self._server.server_address[1]}"
+        self._server = _Server(metrics.exposition().render, signer, host)
+        self.url = url_of(host, self._server.server_address[1])
         self._ready = ready
         self._boot_id = secrets.token_hex(8)
         self._over = threading.Event()
@@ -112,10 +113,11 @@ class _Server(TCPServer):
 
     allow_reuse_address = True
 
-    def __init__(self, render: Callable[[], bytes], signer: KeySigner) -> None:
+    def __init__(self, render: Callable[[], bytes], signer: KeySigner, host: str) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.render = render
         self.signer = signer
-        super().__init__((_HOST, 0), _Handler)
+        super().__init__((host, 0), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.exception("a scrape of the metrics failed")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from any_agent.launcher.part import Part
-from any_agent.registry import HEARTBEAT, SILENT_AFTER
+from any_agent.registry import HEARTBEAT, SILENT_AFTER, Stamp, read_stamp
 
 PATIENCE = 30.0
 """Seconds of silence after which a part is killed."""
@@ -16,7 +16,7 @@ PATIENCE = 30.0
 
 @dataclass(slots=True)
 class _Heard:
-    beat: tuple[int, int, int]
+    beat: tuple[int, Stamp]
     """The process's id and what tells one write of its entry from the next."""
     silence: float = 0.0
     """Seconds since it changed."""
@@ -65,9 +65,6 @@ class Silence:
         else:
             heard.silence += passed
 
-    def _beat(self, part: Part) -> tuple[int, int, int] | None:
-        try:
-            stat = (self._registry / f"{part.name}.json").stat()
-        except OSError:
-            return None
-        return part.pid, stat.st_mtime_ns, stat.st_ino
+    def _beat(self, part: Part) -> tuple[int, Stamp] | None:
+        stamp = read_stamp(self._registry, part.name)
+        return None if stamp is None else (part.pid, stamp)

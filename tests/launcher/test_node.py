@@ -15,7 +15,7 @@ import yaml
 
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher import Node, silence
-from any_agent.launcher.node import check_model
+from any_agent.launcher.model import check_model
 from any_agent.launcher.process import Process
 from any_agent.launcher.trial import SavedWeights, Weights, trial_dir
 from any_agent.ports import listen
@@ -53,7 +53,8 @@ def test_parts_start_in_order_each_with_what_it_needs(lab: Lab) -> None:
         router, trainer = events["router"], events["trainer"]
         assert f"http://127.0.0.1:{flag(router, '--port')}" == node.url
         assert flag(router, "--public-url") == node.url
-        assert trainer["argv"] == ["--config", settings]
+        assert trainer["argv"] == ["--config", settings, "--host", "127.0.0.1"]
+        assert node.dir.url.read_text() == f"{node.url}\n"
         assert router["variables"] == ["ANY_AGENT_SERVER__ADMIN_KEY"]
         assert trainer["variables"] == [], "it has the run's own key"
         assert "a-secret-key" not in Path(settings).read_text() + str(events)
