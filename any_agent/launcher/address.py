@@ -22,10 +22,10 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Never by an `http_proxy` of the environment: the parts are on this machine."""
 
 
-def answers(url: str) -> bool:
-    """Whether a GET is answered with 200, within 2 s."""
+def answers(url: str, *, within: float = 2.0) -> bool:
+    """Whether a GET is answered with 200, within so many seconds."""
     try:
-        with _DIRECT.open(url, timeout=2) as response:
+        with _DIRECT.open(url, timeout=within) as response:
             return int(response.status) == 200
     except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
         return False

@@ -1,9 +1,12 @@
-"""Whether this machine has what the settings ask for, seen without torch."""
+"""Whether this machine has what the settings ask for, and who gets which GPU; without torch."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from any_agent.config import Config
@@ -21,6 +24,56 @@ def require_devices(config: Config, *, trains: bool) -> None:
     for name, device in wanted.items():
         if device == "cuda" and not sees_gpu():
             raise ConfigError(f"{name}=cuda, but there is no GPU {_where()}; use cpu or auto")
+    starts_sglang = config.engine.kind == "sglang" and not config.engine.urls
+    if starts_sglang and config.engine.gpus > 1 and not sees_gpu():
+        raise ConfigError(f"engine.gpus={config.engine.gpus}, but there is no GPU {_where()}")
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Who uses which GPUs, as `CUDA_VISIBLE_DEVICES` names them. None: all that are visible."""
+
+    engines: tuple[tuple[str, ...] | None, ...]
+    """Of each engine of this machine, in their order."""
+    trainer: tuple[str, ...] | None
+
+    @property
+    def shared(self) -> bool:
+        """Whether the trainer's GPUs may be engines', too."""
+        return self.trainer is None
+
+
+def deal(config: Config, visible: Sequence[str], *, engines: int, trains: bool) -> Deal:
+    """Give each of this machine's engines its GPUs, and the trainer those that are left.
+
+    Where none is left the trainer shares the engines'. More embedded engines than GPUs share
+    them, too; SGLang fills the memory of its own: ConfigError where there are too few.
+    """
+    if not visible or config.engine.device == "cpu" or config.engine.urls:
+        return Deal((None,) * engines, None)
+    sglang = config.engine.kind == "sglang"
+    each = config.engine.gpus if sglang else 1
+    needed = each * engines
+    if needed > len(visible):
+        if sglang:
+            raise ConfigError(
+                f"{engines} engines with engine.gpus={each} need {needed} GPUs, and there are "
+                f"{len(visible)} ({','.join(visible)}): lower server.ranks or engine.gpus"
+            )
+        return Deal(tuple((visible[k % len(visible)],) for k in range(engines)), None)
+    hands = tuple(tuple(visible[k * each : (k + 1) * each]) for k in range(engines))
+    left = tuple(visible[needed:])
+    return Deal(hands, left if trains and left else None)
+
+
+def visible_gpus(dev: Path = Path("/dev")) -> tuple[str, ...]:
+    """The GPUs that processes of ours would see; () for none, or none that can be counted."""
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if told is not None:
+        names = [name.strip() for name in told.split(",") if name.strip()]
+        return () if "-1" in names else tuple(names)
+    found = (re.fullmatch(r"nvidia(\d+)", path.name) for path in dev.glob("nvidia*"))
+    return tuple(str(k) for k in sorted(int(match[1]) for match in found if match))
 
 
 def sees_gpu(dev: Path = Path("/dev")) -> bool:

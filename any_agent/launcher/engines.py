@@ -1,24 +1,140 @@
-"""How a rank's engine is started."""
+"""How a rank's engine is started: our own one, or SGLang from an environment of its own."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
 from any_agent.config import Config
+from any_agent.errors import ConfigError
+from any_agent.launcher.address import answers
+from any_agent.launcher.devices import sees_gpu
+from any_agent.private_address import require_private_url
+
+_LOOK_FOR_SGLANG = "import importlib.util as u; raise SystemExit(u.find_spec('sglang') is None)"
+_EMBEDDED_TIMEOUT = 300.0
+_HEALTH_TIMEOUT = 25.0
+"""Seconds; SGLang takes up to 20 to say that it is ill."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """What :class:`any_agent.launcher.process.Process` starts."""
+
+    arguments: list[str]
+    """What follows `python -m`."""
+    python: str | None = None
+    """Another environment's interpreter; None: ours."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """For its environment."""
+
+
+def engine_command(
+    config: Config,
+    path: str,
+    version: int,
+    host: str,
+    port: int,
+    name: str,
+    *,
+    gpus: Sequence[str] | None = None,
+) -> EngineCommand:
+    """An engine that serves these weights as this version, on these GPUs; None: on any."""
+    make = _sglang if config.engine.kind == "sglang" else _embedded
+    arguments = ["--model-path", path, "--weight-version", str(version)]
+    arguments += ["--host", host, "--port", str(port), "--dtype", config.model.dtype]
+    arguments += ["--max-running-requests", str(config.engine.max_running_requests)]
+    arguments += ["--max-queued-requests", str(config.engine.max_queued_requests)]
+    arguments += ["--incremental-streaming-output", "--log-level", config.log_level]
+    if config.engine.context_length:
+        arguments += ["--context-length", str(config.engine.context_length)]
+    variables = dict(config.engine.environment)
+    if gpus is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return make(config, arguments, variables, name)
 
 
 def engine_arguments(
     config: Config, path: str, version: int, host: str, port: int, name: str
 ) -> list[str]:
-    """What follows `python -m`: an engine that serves these weights as this version."""
+    """What follows `python -m` for an engine of ours."""
+    return engine_command(config, path, version, host, port, name).arguments
+
+
+def engine_ready(config: Config, url: str) -> Callable[[], bool]:
+    """Whether the engine that was started at the URL has its weights and samples."""
+    if config.engine.kind == "sglang":
+        return lambda: answers(f"{url}/health_generate", within=_HEALTH_TIMEOUT)
+    return lambda: answers(f"{url}/health")
+
+
+def start_timeout(config: Config) -> float:
+    """Seconds until an engine that was started must be ready."""
+    if config.engine.kind == "sglang":
+        # It loads its weights, then compiles and captures graphs for about as long.
+        return _EMBEDDED_TIMEOUT + 2 * config.engine.load_timeout
+    return _EMBEDDED_TIMEOUT
+
+
+def require_engines(config: Config) -> None:
+    """ConfigError where engines of this kind cannot be started here, or must not be used."""
+    for url in config.engine.urls:
+        require_private_url(url)
+    if config.engine.urls or config.engine.kind != "sglang":
+        return
+    _require_divisible(config)
+    python = config.engine.python or sys.executable
+    try:
+        found = subprocess.run([python, "-c", _LOOK_FOR_SGLANG], capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"engine.python={python} cannot be run: {error}") from None
+    if found.returncode:
+        raise ConfigError(
+            f"there is no SGLang in the environment of {python}: install it in one of its own "
+            "(python -m venv sgl; sgl/bin/pip install sglang), and set engine.python=sgl/bin/python"
+        )
+
+
+def _require_divisible(config: Config) -> None:
+    """Tensor parallelism gives each GPU as many of the attention's heads as any other."""
+    gpus = config.engine.gpus
+    try:
+        text = (Path(config.model.path).expanduser() / "config.json").read_text(encoding="utf-8")
+        told = json.loads(text)
+        heads = told.get("text_config", told).get("num_attention_heads")
+    except (OSError, ValueError, AttributeError):
+        return  # a hub's name, say: SGLang will find out
+    if isinstance(heads, int) and heads % gpus:
+        fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise ConfigError(
+            f"engine.gpus={gpus} does not divide the {heads} attention heads of "
+            f"{config.model.path}; choose one of {', '.join(fits)}"
+        )
+
+
+def _embedded(
+    config: Config, arguments: list[str], variables: dict[str, str], name: str
+) -> EngineCommand:
     engine = config.engine
-    arguments = ["any_agent.engine.embedded", "--model-path", path]
-    arguments += ["--weight-version", str(version)]
-    arguments += ["--host", host, "--port", str(port)]
-    arguments += ["--dtype", config.model.dtype, "--threads", str(engine.threads)]
-    arguments += ["--max-running-requests", str(engine.max_running_requests)]
-    arguments += ["--max-queued-requests", str(engine.max_queued_requests)]
-    arguments += ["--incremental-streaming-output", "--device", engine.device]
-    if engine.context_length:
-        arguments += ["--context-length", str(engine.context_length)]
+    arguments = ["any_agent.engine.embedded", *arguments, "--threads", str(engine.threads)]
+    arguments += ["--device", engine.device]
     # The other parts read their logs' form from the settings; an engine knows none of ours.
-    arguments += ["--log-level", config.log_level, "--log-format", config.log_format]
-    return [*arguments, "--log-part", name]
+    arguments += ["--log-format", config.log_format, "--log-part", name]
+    return EngineCommand(arguments, variables=variables)
+
+
+def _sglang(
+    config: Config, arguments: list[str], variables: dict[str, str], name: str
+) -> EngineCommand:
+    engine = config.engine
+    arguments = ["sglang.launch_server", *arguments]
+    if engine.device == "cpu" or (engine.device == "auto" and not sees_gpu()):
+        arguments += ["--device", "cpu"]
+        variables.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    else:
+        arguments += ["--tp-size", str(engine.gpus)]
+    return EngineCommand([*arguments, *engine.arguments], engine.python, variables)

@@ -14,9 +14,14 @@ from pathlib import Path
 from any_agent.config import ENV_PREFIX
 from any_agent.with_parent import die_with_parent
 
+_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+
 
 class Process:
     """A named child. ``python -m module`` arguments; output goes to ``log``.
+
+    ``python`` is another environment's interpreter: what ours is told about where modules lie is
+    kept from it. ``variables`` are added to its environment.
 
     It inherits ``lock``, a locked file, so that the lock is held until the last child is gone, and
     ``listener``, a socket, under its number here. ``secrets`` are variables for its environment;
@@ -30,6 +35,8 @@ class Process:
         arguments: Sequence[str],
         log: Path,
         *,
+        python: str | None = None,
+        variables: Mapping[str, str] | None = None,
         lock: int | None = None,
         listener: int | None = None,
         secrets: Mapping[str, str] | None = None,
@@ -40,7 +47,9 @@ class Process:
         self._inherited = [number for number in (lock, listener) if number is not None]
         self._secrets = secrets or {}
         self._quick = quick
-        self._arguments = [sys.executable, "-m", *arguments]
+        self._arguments = [python or sys.executable, "-m", *arguments]
+        self._foreign = python is not None
+        self._variables = variables or {}
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -52,7 +61,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=_environment() | dict(self._secrets),
+                env=self._environment(),
                 pass_fds=self._inherited,
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(parent, quick),
@@ -114,6 +123,16 @@ class Process:
         shown = lines[-count:] or ["(its log is empty)"]
         return "\n".join(f"    {line}" for line in shown) + f"\n  log: {self.log}"
 
+    def _environment(self) -> dict[str, str]:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
+        environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+        environment["PYTHONUNBUFFERED"] = "1"
+        if self._foreign:
+            for name in _OUR_PYTHON:
+                environment.pop(name, None)
+            environment["PYTHONSAFEPATH"] = "1"
+        return environment | dict(self._variables) | dict(self._secrets)
+
     def _exited(self) -> bool:
         """Whether it is dead; it is not reaped by that."""
         try:
@@ -125,10 +144,3 @@ class Process:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
-
-
-def _environment() -> dict[str, str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
-    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
-    environment["PYTHONUNBUFFERED"] = "1"
-    return environment
