@@ -83,7 +83,20 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer runs; auto takes a GPU if there is one."""
     threads: int = Field(1, ge=1)
-    """CPU threads of the trainer."""
+    """CPU threads of each of the trainer's processes."""
+    processes: int = Field(1, ge=1, le=64)
+    """Processes that train together on each training machine, usually one for each of its GPUs:
+    weights, gradients and optimizer are divided among them. A script is started by
+    `torchrun --nproc-per-node` with as many."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What forward and backward passes compute in; weights, gradients' sums and the optimizer are
+    float32 always. auto: bfloat16 on GPUs, float32 on a CPU."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory
+    for longer rows, a third more work."""
+    offload_optimizer: bool = False
+    """Keep weights, gradients and optimizer in the machine's memory and step there; the GPU holds
+    the layers at work only. Slower, and far less GPU memory."""
     preset: Literal["grpo"] = "grpo"
     """The algorithm, by name."""
     discount: float = Field(1.0, ge=0, le=1)
@@ -107,7 +120,10 @@ class TrainConfig(Section):
     grad_clip: float = Field(1.0, gt=0)
     """The norm that a larger gradient is scaled down to."""
     micro_batch_tokens: int = Field(16_384, ge=16)
-    """Padded tokens in one forward pass."""
+    """Padded tokens in one forward pass of one process."""
+    max_row_tokens: int | None = Field(None, ge=16)
+    """Sessions with a longer row, in tokens, are not trained on: they are rejected as `too_long`,
+    and the log names them. null: no limit, and a row that no memory holds ends the trainer."""
     checkpoint_every: int = Field(20, ge=1)
     """Steps between checkpoints; the last step is always kept. A restarted trainer makes the steps
     since the last one again, and the ranks keep the sessions of all of them in memory until it
