@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from any_agent.engine.base import Capabilities
 from any_agent.engine.embedded.bend import Bend, bend_of
@@ -263,6 +265,14 @@ class EmbeddedEngine:
         """Go on; ``version``, if given, names the weights that were loaded meanwhile."""
         await self._wait(self.loop.resume(None if version is None else str(version)))
 
+    async def rename(self, version: str) -> None:
+        """Call the weights that are served so, from the next token on."""
+
+        def rename() -> None:
+            self.loop.version = version
+
+        await self._wait(self.loop.call(rename))
+
     async def clear_cache(self) -> bool:
         """Free the memory of key/value states; False while requests run."""
         return await self._wait(self.loop.clear_cache())
@@ -276,6 +286,17 @@ class EmbeddedEngine:
         requests in flight did not end in time.
         """
         weights = await asyncio.to_thread(read_weights, self.loaded.model, Path(path))
+        kept = await self.apply_weights(weights, version, abort_all=abort_all)
+        self.model_path = path
+        return kept
+
+    async def apply_weights(
+        self, weights: Mapping[str, Tensor], version: str | None, *, abort_all: bool = False
+    ) -> int:
+        """Serve weights of the model's own names, types and shapes, which are not used elsewhere.
+
+        As :meth:`update_weights`, for a checkpoint that has been read.
+        """
         if abort_all:
             await self._wait(self.abort(None, "aborted by a weight update"))
         done = self.loop.update(lambda: apply_weights(self.loaded.model, weights), version)
@@ -287,9 +308,7 @@ class EmbeddedEngine:
             raise
         if done.cancel():
             raise Conflict(f"requests in flight did not end in {self.options.update_timeout:g} s")
-        kept = await applied
-        self.model_path = path
-        return kept
+        return await applied
 
     async def _wait(self, future: Future[T]) -> T:
         return await asyncio.wrap_future(future)

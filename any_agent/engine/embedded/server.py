@@ -19,6 +19,7 @@ from any_agent.engine.embedded.contract import (
 )
 from any_agent.engine.embedded.engine import EmbeddedEngine, Generation
 from any_agent.engine.embedded.text import StreamedText, final_text
+from any_agent.engine.embedded.weight_routes import WeightRoutes
 from any_agent.errors import (
     AnyAgentError,
     EngineUnavailable,
@@ -72,6 +73,7 @@ class EngineServer:
     def __init__(self, engine: EmbeddedEngine, *, incremental: bool = False) -> None:
         self.engine = engine
         self.incremental = incremental
+        self._weights = WeightRoutes(engine)
         self._health_checks = 0
         decoder = engine.loaded.decoder
         self._decode = {skip: decoder(skip_special_tokens=skip) for skip in (False, True)}
@@ -82,7 +84,7 @@ class EngineServer:
         app.router.add_post("/abort_request", self.abort_request)
         app.router.add_post("/pause_generation", self.pause_generation)
         app.router.add_post("/continue_generation", self.continue_generation)
-        app.router.add_post("/update_weights_from_disk", self.update_weights_from_disk)
+        self._weights.add_to(app)
         for method in ("GET", "POST"):
             app.router.add_route(method, "/flush_cache", self.flush_cache)
         app.router.add_get("/health", self.health)
@@ -182,32 +184,6 @@ class EngineServer:
     async def continue_generation(self, http: web.Request) -> web.Response:
         await self.engine.resume()
         return _json({"message": "Generation continued successfully.", "status": "ok"})
-
-    async def update_weights_from_disk(self, http: web.Request) -> web.Response:
-        try:
-            body = json_object(await http.read())
-            path, version = body.get("model_path"), body.get("weight_version")
-            if not isinstance(path, str) or not path:
-                raise InvalidRequest("model_path must be a string", param="model_path")
-            if version is not None and type(version) not in (str, int):
-                raise InvalidRequest("weight_version must be a string", param="weight_version")
-            kept = await self.engine.update_weights(
-                path,
-                None if version is None else str(version),
-                abort_all=body.get("abort_all_requests") is True,
-            )
-        except AnyAgentError as exc:
-            status = 503 if isinstance(exc, EngineUnavailable) else 400
-            return _json(
-                {"success": False, "message": exc.message, "num_paused_requests": 0}, status
-            )
-        return _json(
-            {
-                "success": True,
-                "message": "Succeeded to update model weights.",
-                "num_paused_requests": kept,
-            }
-        )
 
     async def flush_cache(self, http: web.Request) -> web.Response:
         flushed = await self.engine.clear_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from any_agent.errors import InvalidRequest
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_ALIGNMENT = 64
+"""Bytes; PyTorch's own, of memory on the CPU."""
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -52,35 +55,63 @@ def read_weights(model: Any, path: Path) -> dict[str, Tensor]:
             with safe_open(file, framework="pt", device="cpu") as opened:
                 names = set(opened.keys())
                 if not names <= own.keys():
-                    return _read_converted(model, path, own)
+                    return _converted(model, own, path, path)
                 for name in names:
                     _check_shape(name, tuple(opened.get_slice(name).get_shape()), own)
                 # Copies: the file is mapped, and may be replaced while we serve.
                 for name in names:
-                    weights[name] = opened.get_tensor(name).to(own[name].dtype, copy=True)
+                    weights[name] = opened.get_tensor(name).to(own[name], copy=True)
     except (SafetensorError, OSError) as exc:
         raise InvalidRequest(f"cannot read the weights of {path}: {exc}") from exc
     _check_complete(weights, own, path)
     return weights
 
 
-def _read_converted(model: Any, path: Path, own: dict[str, Tensor]) -> dict[str, Tensor]:
+def fit_weights(model: Any, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by a checkpoint's names to weights by the model's names, in its types, on its device.
+
+    Touches nothing of ``model``. Raises InvalidRequest for a name or a shape that does not match,
+    or where a weight is missing.
+    """
+    own: dict[str, Tensor] = model.state_dict()
+    if not given.keys() <= own.keys():
+        return _converted(model, own, "what was sent", None, state_dict=dict(given))
+    for name, value in given.items():
+        _check_shape(name, tuple(value.shape), own)
+    _check_complete(given, own, "what was sent")
+    return {name: _like(value, own[name]) for name, value in given.items()}
+
+
+def _like(value: Tensor, own: Tensor) -> Tensor:
+    value = value.to(device=own.device, dtype=own.dtype)
+    # As PyTorch would place it: sums may be taken in another order where it lies otherwise.
+    return value if value.data_ptr() % _ALIGNMENT == 0 else value.clone()
+
+
+def _converted(
+    model: Any, own: dict[str, Tensor], where: Path | str, path: Path | None, **more: Any
+) -> dict[str, Tensor]:
     """For checkpoints whose names are not the module's: transformers converts while loading."""
     try:
         other, info = type(model).from_pretrained(
-            path, dtype=model.dtype, use_safetensors=True, output_loading_info=True
+            path,
+            config=model.config,
+            dtype=model.dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **more,
         )
     except (OSError, ValueError, RuntimeError) as exc:
-        raise InvalidRequest(f"cannot load {path}: {exc}") from exc
+        raise InvalidRequest(f"cannot load {where}: {exc}") from exc
     wrong = [k for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(k)]
     if wrong:
         said = "; ".join(f"{k}: {sorted(map(str, info[k]))[:5]}" for k in wrong)
-        raise InvalidRequest(f"the weights of {path} do not fit this model: {said}")
+        raise InvalidRequest(f"the weights of {where} do not fit this model: {said}")
     weights: dict[str, Tensor] = other.state_dict()
     for name, value in weights.items():
         _check_shape(name, tuple(value.shape), own)
-    _check_complete(weights, own, path)
-    return weights
+    _check_complete(weights, own, where)
+    return {name: _like(value, own[name]) for name, value in weights.items()}
 
 
 def _check_shape(name: str, shape: tuple[int, ...], own: dict[str, Tensor]) -> None:
@@ -89,17 +120,26 @@ def _check_shape(name: str, shape: tuple[int, ...], own: dict[str, Tensor]) -> N
         raise InvalidRequest(f"weight {name} has shape {shape}, the model's is {expected}")
 
 
-def _check_complete(weights: dict[str, Tensor], own: dict[str, Tensor], path: Path) -> None:
+def _check_complete(
+    weights: Mapping[str, Tensor], own: dict[str, Tensor], where: Path | str
+) -> None:
     """Tied weights are stored under one of their names."""
     there = {own[name].data_ptr() for name in weights}
     missing = [name for name, value in own.items() if value.data_ptr() not in there]
     if missing:
-        raise InvalidRequest(f"{path} lacks {len(missing)} weights, e.g. {missing[0]}")
+        raise InvalidRequest(f"{where} lacks {len(missing)} weights, e.g. {missing[0]}")
 
 
-def apply_weights(model: Any, weights: dict[str, Tensor]) -> None:
-    """Copy checked weights in; runs between two steps."""
+def apply_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Put checked weights in; runs between two steps, and copies nothing.
+
+    Parameters stay the objects that they are, so tied ones stay tied.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     own: dict[str, Tensor] = model.state_dict()
     with torch.inference_mode():
         for name, value in weights.items():
-            own[name].copy_(value)
+            if name in parameters:
+                parameters[name].data = value
+            else:
+                own[name].copy_(value)
