@@ -15,10 +15,12 @@ import uuid
 from any_agent.access import require_key
 from any_agent.config import Config, load_resolved
 from any_agent.engine import SGLangEngine
+from any_agent.engine.shape import ModelShape, shape_of
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StartupError
 from any_agent.frozen_models import resolved
 from any_agent.logs import set_up_logging
 from any_agent.ports import listen, url_of
+from any_agent.private_address import require_private_url
 from any_agent.registry import rank_name
 from any_agent.rundir import RunDir
 
@@ -61,14 +63,19 @@ def main() -> int:
         return 2 if isinstance(error, ConfigError) else 1
 
 
-async def _check_engine(url: str, wait: float) -> None:
-    """StartupError if the engine does not answer in time; said before the slow imports."""
-    engine = SGLangEngine(url, decode=lambda _: "")
+async def _check_engine(url: str, wait: float, shape: ModelShape) -> None:
+    """Said before the slow imports: StartupError if the engine does not answer in time, ConfigError
+    if it is another model's or in a public place."""
+    await asyncio.to_thread(require_private_url, url)
+    engine = SGLangEngine(url, decode=lambda _: "", shape=shape)
     deadline = time.monotonic() + wait
     try:
         while True:
             try:
                 await engine.info()
+                # One that an earlier proxy paused would answer nothing more; it goes on anyway.
+                await engine.resume(engine.version)
+                await engine.require_model()
                 return
             except EngineUnavailable as error:
                 if time.monotonic() >= deadline:
@@ -99,12 +106,14 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
     asyncio.run(require_sound(chat, config, training=args.training))
     opened: list[Service] = []
     asyncio.run(check_grader(config.sessions))
-    asyncio.run(_check_engine(args.engine_url, args.engine_wait))
+    shape = shape_of(args.model_path or config.model.path)
+    asyncio.run(_check_engine(args.engine_url, args.engine_wait, shape))
     app = create_app(
         config,
         chat,
         rank=args.rank,
         engine_url=args.engine_url,
+        shape=shape,
         training=args.training,
         public_url=args.public_url or url,
         engine_wait=args.engine_wait,

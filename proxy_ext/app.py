@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from any_agent.chat import ChatFormat
 from any_agent.config import Config
+from any_agent.engine.shape import ModelShape
 from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, ServiceUnavailable
 from any_agent.metrics import CONTENT_TYPE
 from any_agent.types import SessionMode, SessionState
@@ -67,11 +68,13 @@ def create_app(
     public_url: str,
     training: bool,
     engine_wait: float = 0.0,
+    shape: ModelShape | None = None,
     opened: Callable[[Service], None] = lambda _: None,
     load_litellm: Callable[[], ASGIApp] = litellm_shim.load_app,
     provider: Provider | None = None,
 ) -> Front:
-    """The ASGI app of a rank. ``opened`` is given the service when it is there.
+    """The ASGI app of a rank. ``opened`` is given the service when it is there; ``shape`` is that
+    of the model which its engine should have.
 
     ``load_litellm`` and ``provider``: only tests pass other ones. ConfigError for frozen models
     that cannot be used.
@@ -95,6 +98,7 @@ def create_app(
                     public_url=public_url,
                     training=training,
                     engine_wait=engine_wait,
+                    shape=shape,
                     provider=provider,
                 )
             )

@@ -19,6 +19,7 @@ from any_agent.completions import Completer
 from any_agent.config import Config
 from any_agent.conversation import rank_tag
 from any_agent.engine import SGLangEngine
+from any_agent.engine.shape import ModelShape
 from any_agent.errors import AnyAgentError, EngineUnavailable, StoreUnavailable
 from any_agent.loop_lag import new_lag, watched_loop
 from any_agent.metrics import Histogram
@@ -117,12 +118,14 @@ async def open_service(
     public_url: str,
     training: bool,
     engine_wait: float = 0.0,
+    shape: ModelShape | None = None,
     provider: Provider | None = None,
 ) -> AsyncIterator[Service]:
     """Recover the rank's journal, connect its engine, and sweep until the end.
 
     ``provider``: of the frozen models, if there are any.
-    The engine may take ``engine_wait`` seconds to be there: EngineUnavailable after that.
+    The engine may take ``engine_wait`` seconds to be there: EngineUnavailable after that. ``shape``
+    is that of the model which it should have.
     """
     run_dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
     run_dir.create()
@@ -132,6 +135,7 @@ async def open_service(
         update_mode=config.engine.update_mode,
         update_wait=config.engine.update_wait,
         request_timeout=config.engine.request_timeout,
+        shape=shape,
     )
     journal = SQLiteJournal(run_dir.journal(rank))
     audit = AuditLog(run_dir.audit / f"{rank_name(rank)}.jsonl")

@@ -52,10 +52,8 @@ class Asker:
 
     async def server_info(self) -> dict[str, Any]:
         """What it was started with; nothing where it does not tell."""
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError):
-            async with self._http.get(f"{self.url}/get_server_info") as response:
-                told = orjson.loads(await response.read())
-                return told if response.status == 200 and isinstance(told, dict) else {}
+        with contextlib.suppress(EngineUnavailable):
+            return await self.engine.server_info()
         return {}
 
     async def ask(self, ids: Sequence[int], *, strict: bool = True, **sampling: Any) -> Answer:

@@ -20,6 +20,7 @@ from any_agent.engine.base import Capabilities
 from any_agent.engine.gate import Drain, Gate, Outage
 from any_agent.engine.seam import SeamMatcher
 from any_agent.engine.sglang_answers import ChunkReader, events
+from any_agent.engine.sglang_control import Control
 from any_agent.engine.sglang_wire import (
     capabilities_of,
     failure,
@@ -27,6 +28,7 @@ from any_agent.engine.sglang_wire import (
     slots_of,
     version_number,
 )
+from any_agent.engine.shape import ModelShape, other_model
 from any_agent.errors import ConfigError, EngineUnavailable
 from any_agent.types import GenerationChunk, ModelRequest
 
@@ -34,7 +36,6 @@ log = logging.getLogger(__name__)
 
 _KEEPALIVE = 3.0
 """Seconds; below the 5 after which uvicorn, and so SGLang, closes an idle connection."""
-_CONTROL_TIMEOUT = 30.0
 _HEALTH_TIMEOUT = 20.0
 """As SGLang's own: a long prefill is no illness."""
 _LONGEST_DRAIN = 20.0
@@ -56,8 +57,9 @@ class SGLangEngine:
 
     ``decode`` turns token ids into text; it is needed to match stop strings that begin before a
     weight update, or the engine's death, and end after it. Calls wait at most ``update_wait``
-    seconds for an update, and as long for an engine that is away. Open it inside a running event
-    loop; ``close`` it.
+    seconds for an update, and as long for an engine that is away. ``shape`` is that of the model
+    that it should have: ids that it does not know never reach it, and an engine that comes back
+    with another model is away. Open it inside a running event loop; ``close`` it.
 
     With ``in_place``, SGLang's stream tells the version of the moment: a token that was in flight
     when it was paused carries the one after it. Whole answers, and ``resume``, are exact.
@@ -71,8 +73,10 @@ class SGLangEngine:
         update_mode: Literal["resume", "in_place"] = "resume",
         update_wait: float = 120.0,
         request_timeout: float = 600.0,
+        shape: ModelShape | None = None,
     ) -> None:
         self.url = url.rstrip("/")
+        self._shape = shape or ModelShape()
         self._decode = decode
         self._pause_mode = "abort" if update_mode == "resume" else "in_place"
         self._gate = Gate("a weight update", max_wait=update_wait)
@@ -80,6 +84,8 @@ class SGLangEngine:
         self._bound = Drain(max_wait=min(_LONGEST_DRAIN, update_wait / 2))
         self._capabilities: Capabilities | None = None
         self._version = 0
+        self._said = ""
+        """What was logged of an engine that came back as another one."""
         # No limit on connections: the proxy bounds the calls under way, and a pool that is
         # full would be a hidden queue. No total time-out: a long completion is not an error.
         self._http = aiohttp.ClientSession(
@@ -87,6 +93,7 @@ class SGLangEngine:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=request_timeout),
             json_serialize=lambda data: orjson.dumps(data).decode(),
         )
+        self._control = Control(self._http, self.url)
         self._aborts: set[asyncio.Task[None]] = set()
         self.resubmitted: Counter[str] = Counter()
         """Calls that were sent again with what they had, by why: `update` or `death`."""
@@ -112,18 +119,35 @@ class SGLangEngine:
         await self._http.close()
 
     async def info(self) -> dict[str, Any]:
-        """The engine's `/get_model_info`; EngineUnavailable if it does not answer."""
-        data = await self._control("GET", "/get_model_info")
+        """The engine's `/model_info`; EngineUnavailable if it does not answer."""
+        data = await self._control.tell("model_info")
         with contextlib.suppress(TypeError, ValueError):
             self._version = version_number(data.get("weight_version"))
         return data
+
+    async def server_info(self) -> dict[str, Any]:
+        """What the engine was started with; EngineUnavailable if it does not answer."""
+        return await self._control.tell("server_info")
+
+    async def require_model(self) -> None:
+        """ConfigError if the engine holds a model of another shape than it should."""
+        told = await self.info()
+        self._shape.require_same(told, self.url)
+        size = self._shape.vocab_size
+        if size is None or told.get("vocab_size") is not None:
+            return
+        # SGLang does not say how many ids its model knows, but refuses a bias of one too many.
+        for token, known in ((size - 1, True), (size, False)):
+            if await self._control.knows(token) is not known:
+                less = "fewer" if known else "more"
+                raise other_model(self.url, f"it knows {less} than {size} token ids")
 
     async def context_length(self) -> int:
         """Tokens of prompt and output together that the engine takes; ConfigError if unknown."""
         told = (await self.info()).get("context_length")
         if told is None:
             # SGLang says only how long a prompt may be, a few tokens less.
-            told = (await self._control("GET", "/get_server_info")).get("max_req_input_len")
+            told = (await self.server_info()).get("max_req_input_len")
         if told is None:
             raise ConfigError(
                 f"the engine at {self.url} does not say how long its context is; "
@@ -134,7 +158,7 @@ class SGLangEngine:
     async def slots(self) -> int | None:
         """How many requests the engine samples at once; None if it does not say."""
         try:
-            told = await self._control("GET", "/get_server_info")
+            told = await self.server_info()
         except EngineUnavailable:
             return None
         return slots_of(told)
@@ -142,7 +166,7 @@ class SGLangEngine:
     async def capabilities(self) -> Capabilities:
         """What the engine can do; asked once, and again after its death."""
         if self._capabilities is None:
-            told = await self._control("GET", "/get_server_info")
+            told = await self.server_info()
             if told.get("incremental_streaming_output") is False:
                 log.warning(
                     "the engine at %s repeats the whole output at every token; start it with "
@@ -154,10 +178,10 @@ class SGLangEngine:
 
     async def pause(self) -> None:
         await self.hold()
-        await self._control("POST", "/pause_generation", {"mode": self._pause_mode})
+        await self._control.ask("POST", "/pause_generation", {"mode": self._pause_mode})
 
     async def resume(self, version: int) -> None:
-        await self._control("POST", "/continue_generation", {})
+        await self._control.ask("POST", "/continue_generation", {})
         self.release(version)
 
     async def hold(self) -> None:
@@ -188,6 +212,7 @@ class SGLangEngine:
         waits for it, and what cuts it all the same ends it as EngineUnavailable. Penalties count
         the new output only; such a call is never trained on.
         """
+        self._shape.require_known(request)
         done = array("i")
         attempt = fruitless = 0
         while True:
@@ -306,7 +331,7 @@ class SGLangEngine:
 
         async def send() -> None:
             try:
-                await self._control("POST", "/abort_request", {"rid": rid})
+                await self._control.ask("POST", "/abort_request", {"rid": rid})
             except EngineUnavailable:
                 log.debug("could not abort %s: the engine is away", rid)
 
@@ -319,42 +344,18 @@ class SGLangEngine:
         try:
             if not self.paused:
                 # SGLang samples a token for it, which it cannot while it is paused.
-                await self._control("GET", "/health", within=_HEALTH_TIMEOUT)
-            await self.info()
+                await self._control.ask("GET", "/health", within=_HEALTH_TIMEOUT)
+                await self.require_model()
+            else:
+                await self.info()
         except EngineUnavailable:
             return False
+        except ConfigError as error:
+            if error.message != self._said:
+                self._said = error.message
+                log.error("%s", error.message)
+            return False
         return True
-
-    async def _control(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        *,
-        within: float = _CONTROL_TIMEOUT,
-    ) -> dict[str, Any]:
-        limit = aiohttp.ClientTimeout(total=within)
-        try:
-            async with self._http.request(
-                method, self.url + path, json=body, timeout=limit
-            ) as response:
-                raw = await response.read()
-                if response.status != 200:
-                    raise EngineUnavailable(
-                        f"the engine answered {path} with {response.status}: "
-                        f"{raw[:300].decode(errors='replace')}",
-                        retry_after=2,
-                    )
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineUnavailable(
-                f"the inference engine does not answer ({type(error).__name__}); try again later",
-                retry_after=2,
-            ) from error
-        try:
-            data = orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            return {}
-        return data if isinstance(data, dict) else {}
 
 
 def _read_whole(reader: ChunkReader, raw: bytes) -> GenerationChunk:

@@ -31,6 +31,12 @@ def generate_body(request: ModelRequest, *, stream: bool) -> bytes:
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
+def one_token(*, biased: int) -> dict[str, Any]:
+    """A `/generate` that costs nearly nothing, and is refused if ``biased`` is no token id."""
+    sampling = {"max_new_tokens": 1, "ignore_eos": True, "logit_bias": {str(biased): 0.0}}
+    return {"input_ids": [0], "sampling_params": sampling}
+
+
 def _sampling(g: GenerationHyperparameters) -> dict[str, Any]:
     sampling: dict[str, Any] = {
         "max_new_tokens": g.max_new_tokens,
@@ -77,7 +83,7 @@ def version_number(version: Any) -> int:
 
 
 def slots_of(info: dict[str, Any]) -> int | None:
-    """Requests that an engine samples at once, from its `/get_server_info`; None if untold.
+    """Requests that an engine samples at once, from its `/server_info`; None if untold.
 
     What SGLang was started with is often not set; what follows from its memory it tells of each of
     its data-parallel schedulers.
@@ -93,7 +99,7 @@ def slots_of(info: dict[str, Any]) -> int | None:
 
 
 def capabilities_of(info: dict[str, Any]) -> Capabilities:
-    """What an engine can do, from its `/get_server_info`.
+    """What an engine can do, from its `/server_info`.
 
     The embedded engine lists it. SGLang can do all but grammars without a backend for them, and
     seeds without deterministic inference.

@@ -152,7 +152,7 @@ def test_a_trials_engine_with_stale_weights(
         body = {"model_path": folder, "weight_version": "3"}
         assert httpx.post(f"{url}/update_weights_from_disk", json=body, timeout=60).is_success
 
-    model = json.loads(httpx.get(f"{url}/get_model_info").content)["model_path"]
+    model = json.loads(httpx.get(f"{url}/model_info").content)["model_path"]
     load(model)
     named += ["--engine", url]
     assert main(named) == 1

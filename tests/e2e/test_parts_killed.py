@@ -183,7 +183,7 @@ def test_a_killed_engine_serves_what_was_published_last(node: Node) -> None:
             os.kill(engine.pid, signal.SIGKILL)
             await until(lambda: is_back(engine, restarts))
             url = entry(node, "rank-0").engine_url
-            told = (await http.get(f"{url}/get_model_info")).json()
+            told = (await http.get(f"{url}/model_info")).json()
             version = entry(node, "rank-0").version
             assert told["weight_version"] == str(version)
             assert told["model_path"] == str(node.dir.weights / f"v{version:08d}")

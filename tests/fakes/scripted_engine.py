@@ -60,9 +60,11 @@ class ScriptedEngine:
         self.resumes = resumes
         """Whether a script goes on where an update or a death has cut it; else each attempt takes
         what comes next."""
+        self.vocabulary: int | None = None
+        """Ids that it knows: a bias of another one is refused, as by SGLang. None: any."""
         self.planted: set[Plant] = set()
         self.told: dict[str, Any] = {}
-        """More for `/get_server_info`, over what it says."""
+        """More for `/server_info`, over what it says."""
         self.weight_version = "0"
         self.requests: list[dict[str, Any]] = []
         """Bodies of `/generate`, in the order of their arrival."""
@@ -146,8 +148,9 @@ class ScriptedEngine:
             app.router.add_post(path, handler)
         app.router.add_get("/health", self._health)
         app.router.add_get("/health_generate", self._health_generate)
-        app.router.add_get("/get_model_info", self._info)
-        app.router.add_get("/get_server_info", self._server_info)
+        for prefix in ("/", "/get_"):
+            app.router.add_get(f"{prefix}model_info", self._info)
+            app.router.add_get(f"{prefix}server_info", self._server_info)
         runner = self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.01
         )
@@ -230,7 +233,7 @@ class ScriptedEngine:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = orjson.loads(await http.read())
         self.requests.append(body)
-        refusal = problem(body, self.context_length)
+        refusal = problem(body, self.context_length) or self._unknown_bias(body)
         if refusal:
             return web.json_response({"error": {"message": refusal}}, status=400)
         fault = self._faults.popleft() if self._faults else None
@@ -247,6 +250,13 @@ class ScriptedEngine:
             raise
         finally:
             self.running.pop(run.rid, None)
+
+    def _unknown_bias(self, body: dict[str, Any]) -> str | None:
+        known = self.vocabulary
+        biased = [int(token) for token in body["sampling_params"].get("logit_bias", ())]
+        if known is None or all(0 <= token < known for token in biased):
+            return None
+        return f"logit_bias must has keys in [0, {known - 1}], got {max(biased)}."
 
     def _begin(self, body: dict[str, Any], fault: Fault | None) -> Running:
         prompt, rid = body["input_ids"], body.get("rid", "anonymous")

@@ -212,7 +212,7 @@ class SGLangContract:
         assert (await late)[0] == 200
 
     async def test_in_place_update_keeps_the_request(self, url: str) -> None:
-        _, info = await call(url, "/get_model_info", method="GET")
+        _, info = await call(url, "/model_info", method="GET")
         stream = events(url, body(max_new_tokens=600))
         last = await anext(stream)
         await call(url, "/pause_generation", {"mode": "in_place"})
@@ -241,7 +241,7 @@ class SGLangContract:
         before, after = meta["weight_versions"]
         assert (before["start"], before["end"]) == (0, after["start"])
         assert after == {"version": "41", "start": before["end"], "end": 600}
-        _, info = await call(url, "/get_model_info", method="GET")
+        _, info = await call(url, "/model_info", method="GET")
         assert info["weight_version"] == "41"
 
     async def test_a_bad_update_says_so(self, url: str) -> None:

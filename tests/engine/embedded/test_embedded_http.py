@@ -272,7 +272,7 @@ async def test_what_it_says_about_itself(engine: EmbeddedEngine, serve: Serve) -
     _, info = await call(url, "/model_info", method="GET")
     assert (info["vocab_size"], info["context_length"]) == (380, 2048)
     assert (info["weight_version"], info["is_generation"]) == ("0", True)
-    _, server = await call(url, "/get_server_info", method="GET")
+    _, server = await call(url, "/server_info", method="GET")
     assert server["max_running_requests"] == 4
     _, version = await call(url, "/get_weight_version", method="GET")
     assert version == {"weight_version": "0"}

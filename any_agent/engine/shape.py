@@ -1,0 +1,96 @@
+"""What tells one model from another without its weights: its vocabulary and its architecture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from any_agent.errors import ConfigError, InvalidRequest
+from any_agent.types import ModelRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Of a model's `config.json`; None where it does not say."""
+
+    vocab_size: int | None = None
+    """Rows of its embedding: one more than the highest id that it takes."""
+    model_type: str | None = None
+    architectures: tuple[str, ...] | None = None
+
+    def require_same(self, told: dict[str, Any], url: str) -> None:
+        """ConfigError unless an engine's `/model_info` may be this model's."""
+        for name, mine in (("model_type", self.model_type), ("vocab_size", self.vocab_size)):
+            theirs = told.get(name)
+            if mine is not None and theirs is not None and theirs != mine:
+                raise other_model(url, f"its {name} is {theirs}, not {mine}")
+        theirs = told.get("architectures")
+        if self.architectures and theirs and not set(theirs) & set(self.architectures):
+            raise other_model(url, f"it is a {theirs[0]}, not a {self.architectures[0]}")
+
+    def require_known(self, request: ModelRequest) -> None:
+        """InvalidRequest for an id that the model has no embedding of.
+
+        One of them ends a whole SGLang.
+        """
+        if self.vocab_size is None:
+            return
+        g = request.gconfig
+        biased = [token for token, _ in g.logit_bias or ()]
+        for name, ids in (
+            ("input_ids", request.input_ids),
+            ("stop_token_ids", g.stop_token_ids),
+            ("logit_bias", biased),
+        ):
+            if not len(ids):
+                continue
+            array = np.asarray(ids)
+            for found in (int(array.min()), int(array.max())):
+                if not 0 <= found < self.vocab_size:
+                    raise InvalidRequest(
+                        f"the token id {found} is not one of the model's {self.vocab_size}",
+                        param=name,
+                    )
+
+
+def shape_of(path: str) -> ModelShape:
+    """A model's, by its folder or its name on the hub; nothing is known of one that is not here."""
+    config = Path(path).expanduser() / "config.json"
+    if not config.is_file():
+        found = _cached(path)
+        if found is None:
+            return ModelShape()
+        config = found
+    try:
+        told = json.loads(config.read_text(encoding="utf-8"))
+        text = told.get("text_config") or told
+        vocabulary = text.get("vocab_size", told.get("vocab_size"))
+        architectures = told.get("architectures")
+        return ModelShape(
+            int(vocabulary) if vocabulary is not None else None,
+            told.get("model_type"),
+            tuple(architectures) if architectures else None,
+        )
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{config} cannot be read as a model's settings: {error}") from None
+
+
+def _cached(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no name of the hub's
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def other_model(url: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"the engine at {url} holds another model than the run's ({why}): start it with the "
+        "run's model, or give its own URL in engine.urls"
+    )
