@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from tests.e2e.serving import serve
-from tests.examples.lab import run_example, small, taught_model
+from tests.examples.lab import asked, read, run_example, small, taught_model
 
 
 def test_the_example_trains(tmp_path: Path) -> None:
@@ -28,6 +27,5 @@ def test_the_example_trains(tmp_path: Path) -> None:
     assert all("Is the given answer right?" not in row["prompt"] for row in run.rows)
     agreed = 0
     for row in run.rows:
-        a, b = map(int, re.findall(r"What is (\d) \+ (\d)\?", row["prompt"])[-1])
-        agreed += (row["completion"] == f"{a + b}<|im_end|>") == (row["reward"] == 1.0)
+        agreed += (read(row) == str(sum(asked(row)))) == (row["reward"] == 1.0)
     assert agreed > 0.5 * len(run.rows), "the judge is taught to be right nearly always"

@@ -132,6 +132,25 @@ def run_example(
     )
 
 
+def read(row: dict[str, Any]) -> str:
+    """What an agent got to read of a row's completion: no thoughts, and no mark of its end."""
+    said = re.sub(r"<think>.*?(</think>|$)", "", row["completion"], flags=re.S)
+    return said.removesuffix("<|im_end|>")
+
+
+def number(said: str) -> str | None:
+    """What most agents take for an answer: the last whole number."""
+    found = re.findall(r"-?\d+", said)
+    return str(found[-1]) if found else None
+
+
+def asked(row: dict[str, Any]) -> tuple[int, int]:
+    """The two numbers of its question; what the model says later on may look like one."""
+    found = re.search(r"What is (\d) \+ (\d)\?", row["prompt"])
+    assert found is not None, row
+    return int(found[1]), int(found[2])
+
+
 @contextmanager
 def service(folder: Path, *settings: str) -> Iterator[Served]:
     """`any-agent serve`, which trains on what an agent outside does, on the taught model."""

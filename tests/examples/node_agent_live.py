@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from tests.clients.environment import component
-from tests.examples.lab import EXAMPLES, ROOT, run_example, small
+from tests.examples.lab import EXAMPLES, ROOT, number, run_example, small
 from tests.examples.trained_talks import check_talks, talks
 
 _TOOL = 0.1
@@ -21,9 +21,6 @@ def test_the_example_trains(tmp_path: Path) -> None:
     run = run_example("node_agent", small(tmp_path), tmp_path, LARGEST="4", GROUP="4")
     assert [step["step"] for step in run.steps] == [1, 2]
     assert "of 4 finalized, mean reward" in run.said
-    # Two steps, each of two groups of four.
-    check_talks(
-        talks("node-agent", tmp_path),
-        reward=lambda right, used: right + _TOOL * used,
-        least=16,
-    )
+    found = talks("node-agent", tmp_path)
+    assert len(found) == sum(step["sessions"] for step in run.steps)
+    check_talks(found, answer=number, reward=lambda right, used: right + _TOOL * used)
