@@ -46,8 +46,9 @@ class Deal:
 def deal(config: Config, visible: Sequence[str], *, engines: int, trains: bool) -> Deal:
     """Give each of this machine's engines its GPUs, and the trainer those that are left.
 
-    Where none is left the trainer shares the engines'. More embedded engines than GPUs share
-    them, too; SGLang fills the memory of its own: ConfigError where there are too few.
+    The engines' are the last ones: a script that trains in its own process takes the first. Where
+    none is left the trainer shares the engines'. More embedded engines than GPUs share them, too;
+    SGLang fills the memory of its own: ConfigError where there are too few.
     """
     if not visible or config.engine.device == "cpu" or config.engine.urls:
         return Deal((None,) * engines, None)
@@ -61,8 +62,8 @@ def deal(config: Config, visible: Sequence[str], *, engines: int, trains: bool) 
                 f"{len(visible)} ({','.join(visible)}): lower server.ranks or engine.gpus"
             )
         return Deal(tuple((visible[k % len(visible)],) for k in range(engines)), None)
-    hands = tuple(tuple(visible[k * each : (k + 1) * each]) for k in range(engines))
-    left = tuple(visible[needed:])
+    left, theirs = tuple(visible[: len(visible) - needed]), visible[len(visible) - needed :]
+    hands = tuple(tuple(theirs[k * each : (k + 1) * each]) for k in range(engines))
     return Deal(hands, left if trains and left else None)
 
 

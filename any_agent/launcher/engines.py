@@ -5,32 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from any_agent.config import Config
 from any_agent.errors import ConfigError
 from any_agent.launcher.address import answers
 from any_agent.launcher.devices import sees_gpu
+from any_agent.launcher.process import Command
 from any_agent.private_address import require_private_url
 
 _LOOK_FOR_SGLANG = "import importlib.util as u; raise SystemExit(u.find_spec('sglang') is None)"
 _EMBEDDED_TIMEOUT = 300.0
 _HEALTH_TIMEOUT = 25.0
 """Seconds; SGLang takes up to 20 to say that it is ill."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCommand:
-    """What :class:`any_agent.launcher.process.Process` starts."""
-
-    arguments: list[str]
-    """What follows `python -m`."""
-    python: str | None = None
-    """Another environment's interpreter; None: ours."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """For its environment."""
 
 
 def engine_command(
@@ -42,7 +30,7 @@ def engine_command(
     name: str,
     *,
     gpus: Sequence[str] | None = None,
-) -> EngineCommand:
+) -> Command:
     """An engine that serves these weights as this version, on these GPUs; None: on any."""
     make = _sglang if config.engine.kind == "sglang" else _embedded
     arguments = ["--model-path", path, "--weight-version", str(version)]
@@ -56,13 +44,6 @@ def engine_command(
     if gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return make(config, arguments, variables, name)
-
-
-def engine_arguments(
-    config: Config, path: str, version: int, host: str, port: int, name: str
-) -> list[str]:
-    """What follows `python -m` for an engine of ours."""
-    return engine_command(config, path, version, host, port, name).arguments
 
 
 def engine_ready(config: Config, url: str) -> Callable[[], bool]:
@@ -118,18 +99,16 @@ def _require_divisible(config: Config) -> None:
 
 def _embedded(
     config: Config, arguments: list[str], variables: dict[str, str], name: str
-) -> EngineCommand:
+) -> Command:
     engine = config.engine
     arguments = ["any_agent.engine.embedded", *arguments, "--threads", str(engine.threads)]
     arguments += ["--device", engine.device]
     # The other parts read their logs' form from the settings; an engine knows none of ours.
     arguments += ["--log-format", config.log_format, "--log-part", name]
-    return EngineCommand(arguments, variables=variables)
+    return Command(arguments, variables=variables)
 
 
-def _sglang(
-    config: Config, arguments: list[str], variables: dict[str, str], name: str
-) -> EngineCommand:
+def _sglang(config: Config, arguments: list[str], variables: dict[str, str], name: str) -> Command:
     engine = config.engine
     arguments = ["sglang.launch_server", *arguments]
     if engine.device == "cpu" or (engine.device == "auto" and not sees_gpu()):
@@ -137,4 +116,4 @@ def _sglang(
         variables.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     else:
         arguments += ["--tp-size", str(engine.gpus)]
-    return EngineCommand([*arguments, *engine.arguments], engine.python, variables)
+    return Command([*arguments, *engine.arguments], engine.python, variables)

@@ -29,6 +29,7 @@ from any_agent.config import Config
 from any_agent.errors import StartupError
 from any_agent.launcher.address import from_here, reachable
 from any_agent.launcher.devices import require_devices
+from any_agent.launcher.engines import require_engines
 from any_agent.launcher.model import Model
 from any_agent.launcher.part import Part
 from any_agent.launcher.place import WHOLE, Place
@@ -168,6 +169,8 @@ class Node:
         config, options, place = self.config, self.options, self.options.place
         self._model.require(trains=options.train)
         require_devices(config, trains=options.train and place.trainer)
+        if place.ranks_of(config):
+            require_engines(config)
         require_key(config, config.server.host)
         settings = yaml.safe_dump(config.dump(), sort_keys=False)
         if place.router:

@@ -9,12 +9,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from any_agent.config import ENV_PREFIX
 from any_agent.with_parent import die_with_parent
 
 _OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a process runs."""
+
+    arguments: list[str]
+    """What follows `python -m`."""
+    python: str | None = None
+    """Another environment's interpreter; None: ours."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """For its environment."""
 
 
 class Process:

@@ -13,11 +13,12 @@ from typing import Any
 
 from any_agent.config import SECRET_VARIABLES, Config
 from any_agent.launcher.address import answers, from_here
-from any_agent.launcher.engines import engine_arguments
+from any_agent.launcher.devices import deal, visible_gpus
+from any_agent.launcher.engines import engine_command, engine_ready, start_timeout
 from any_agent.launcher.model import Model
 from any_agent.launcher.part import Part
 from any_agent.launcher.place import Place
-from any_agent.launcher.process import Process
+from any_agent.launcher.process import Command, Process
 from any_agent.launcher.training import trainer_arguments
 from any_agent.ports import accept_on, reserve, url_of
 from any_agent.registry import Registry, rank_name
@@ -58,6 +59,12 @@ class Starter:
         self._training = training
         self._lock = lock
         self._ranks = place.ranks_of(config)
+        self._deal = deal(
+            config,
+            visible_gpus(),
+            engines=len(self._ranks),
+            trains=training and place.trainer,
+        )
 
     def engines(self) -> Sequence[str]:
         """The URLs of these ranks' engines; they are ready."""
@@ -67,18 +74,25 @@ class Starter:
             path, version = self._model.weights()
             self._say(f"model     {path}, version {version}")
         ports = [self.reserve(self._place.host, 0) for _ in self._ranks]
-        for rank, port in zip(self._ranks, ports, strict=True):
-            self._add_engine(rank, port)
+        for rank, port, gpus in zip(self._ranks, ports, self._deal.engines, strict=True):
+            self._add_engine(rank, port, gpus)
         self.until_ready()
         return [url_of(self._place.host, port) for port in ports]
 
-    def _add_engine(self, rank: int, port: int) -> None:
+    def _add_engine(self, rank: int, port: int, gpus: Sequence[str] | None) -> None:
         host, name = self._place.host, f"engine-{rank}"
         url = url_of(host, port)
+
+        def now() -> Command:
+            weights = self._model.weights()
+            return engine_command(self._config, *weights, host, port, name, gpus=gpus)
+
+        ready = engine_ready(self._config, url)
         self.add(
             name,
-            lambda: engine_arguments(self._config, *self._model.weights(), host, port, name),
-            ready=lambda _: answers(f"{url}/health"),
+            now,
+            ready=lambda _: ready(),
+            timeout=start_timeout(self._config),
             where=f" at {url}",
             secret=False,
         )
@@ -127,9 +141,13 @@ class Starter:
     def trainer(self) -> None:
         """It is not waited for: however long its model takes to load."""
         settings = self._dir.resolved
+        gpus = self._deal.trainer
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus is not None else {}
         self.add(
             "trainer",
-            lambda: trainer_arguments(self._config, settings, self._place),
+            lambda: Command(
+                trainer_arguments(self._config, settings, self._place), variables=variables
+            ),
             ready=self.registered("trainer"),
             timeout=math.inf,
             progress=lambda: _size(self._dir.metrics),
@@ -141,23 +159,27 @@ class Starter:
     def add(
         self,
         name: str,
-        arguments: Callable[[], list[str]],
+        command: Callable[[], Command | list[str]],
         *,
         secret: bool = True,
         listener: int | None = None,
         quick: int = signal.SIGTERM,
         **options: Any,
     ) -> None:
-        """A part whose process is `python -m` these arguments; it is started."""
+        """A part whose process is this command, `python -m` a list of arguments; it is started."""
         key = self._config.server.admin_key if secret else None
         secrets = {SECRET_VARIABLES[0]: key.get_secret_value()} if key else {}
         log = self._dir.logs / f"{name}.log"
 
         def make() -> Process:
+            made = command()
+            now = made if isinstance(made, Command) else Command(made)
             return Process(
                 name,
-                arguments(),
+                now.arguments,
                 log,
+                python=now.python,
+                variables=now.variables,
                 lock=self._lock,
                 listener=listener,
                 secrets=secrets,

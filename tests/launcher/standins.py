@@ -83,7 +83,8 @@ def main(kind):
     signal.signal(signal.SIGINT, lambda *_: end(130))
     signal.signal(signal.SIGUSR1, lambda *_: end(0))
     variables = sorted(name for name in os.environ if name.startswith("ANY_AGENT_"))
-    tell("starts", argv=sys.argv[1:], variables=variables)
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    tell("starts", argv=sys.argv[1:], variables=variables, gpus=gpus)
     bad = os.path.join(HOME, NAME + ".exit")
     if os.path.exists(bad):
         print("these are the last words of", NAME, flush=True)

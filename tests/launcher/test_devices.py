@@ -77,3 +77,58 @@ def test_a_service_tells_it_before_anything_is_started(
     with pytest.raises(ConfigError, match="no GPU"):
         Node(config, NodeOptions(say=lambda _: None)).__enter__()
     assert not root.exists()
+
+
+NAMES = ("0", "1", "2", "3", "4")
+SGLANG = ("engine.kind=sglang", "engine.device=cuda")
+
+
+def test_each_engine_has_gpus_of_its_own_and_the_trainer_the_first_ones() -> None:
+    two = settings(*SGLANG, "engine.gpus=2")
+    dealt = devices.deal(two, NAMES, engines=2, trains=True)
+    assert dealt.engines == (("1", "2"), ("3", "4"))
+    assert dealt.trainer == ("0",)
+    assert not dealt.shared
+    assert devices.deal(two, NAMES, engines=2, trains=False).trainer is None
+
+
+def test_where_none_is_left_the_trainer_shares_the_engines() -> None:
+    dealt = devices.deal(settings(*SGLANG), NAMES[:2], engines=2, trains=True)
+    assert dealt.engines == (("0",), ("1",))
+    assert dealt.shared
+
+
+def test_too_few_are_told_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.gpus=2 need 6 GPUs, and there are 5"):
+        devices.deal(settings(*SGLANG, "engine.gpus=2"), NAMES, engines=3, trains=True)
+
+
+def test_our_own_engines_share_what_there_is() -> None:
+    dealt = devices.deal(settings(), NAMES[:2], engines=3, trains=True)
+    assert dealt.engines == (("0",), ("1",), ("0",))
+    assert dealt.shared
+
+
+@pytest.mark.parametrize(
+    "given", ["engine.device=cpu", "engine.urls=http://10.0.0.1:3,http://10.0.0.2:3"]
+)
+def test_engines_that_need_none_leave_them_to_the_trainer(given: str) -> None:
+    dealt = devices.deal(settings(given), NAMES, engines=1, trains=True)
+    assert dealt == devices.Deal((None,), None)
+    assert devices.deal(settings(), (), engines=1, trains=True) == dealt
+
+
+def test_which_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.visible_gpus(tmp_path) == ()
+    for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert devices.visible_gpus(tmp_path) == ("2", "10")
+    for told, seen in (("", ()), ("-1", ()), ("3, GPU-a1", ("3", "GPU-a1"))):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
+        assert devices.visible_gpus(tmp_path) == seen
+
+
+def test_several_for_an_engine_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+    with pytest.raises(ConfigError, match=r"engine\.gpus=2, but there is no GPU"):
+        devices.require_devices(settings("engine.kind=sglang", "engine.gpus=2"), trains=False)

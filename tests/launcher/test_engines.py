@@ -1,0 +1,120 @@
+"""How engines are started: what of the settings reaches which kind, and what is refused before."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from any_agent.config import Config, load_config
+from any_agent.errors import ConfigError
+from any_agent.launcher import engines
+from any_agent.launcher.process import Command
+from tests.launcher.standins import Lab, kill_and_wait
+
+PLACE = ("/weights", 7, "10.0.0.5", 3000, "engine-1")
+
+
+def settings(*overrides: str) -> Config:
+    return load_config(None, overrides, environ={})
+
+
+def option(command: Command, name: str) -> str:
+    return command.arguments[command.arguments.index(name) + 1]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether there is one."""
+    there = [True]
+    monkeypatch.setattr(engines, "sees_gpu", lambda: there[0])
+    return there
+
+
+def test_sglang(gpus: list[bool]) -> None:
+    config = settings(
+        "engine.kind=sglang",
+        "engine.python=/sgl/bin/python",
+        "engine.gpus=2",
+        "engine.arguments=--mem-fraction-static 0.7",
+        "engine.environment={A: 1}",
+        "engine.context_length=512",
+        "model.dtype=bfloat16",
+    )
+    command = engines.engine_command(config, *PLACE, gpus=("2", "3"))
+    assert command.python == "/sgl/bin/python"
+    assert command.arguments[0] == "sglang.launch_server"
+    wanted = {
+        "--model-path": "/weights",
+        "--weight-version": "7",
+        "--host": "10.0.0.5",
+        "--port": "3000",
+        "--dtype": "bfloat16",
+        "--tp-size": "2",
+        "--context-length": "512",
+        "--max-running-requests": str(config.engine.max_running_requests),
+        "--mem-fraction-static": "0.7",
+    }
+    assert {name: option(command, name) for name in wanted} == wanted
+    assert "--incremental-streaming-output" in command.arguments
+    assert "--device" not in command.arguments
+    assert command.variables == {"A": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
+
+
+def test_sglang_without_a_gpu(gpus: list[bool]) -> None:
+    gpus[0] = False
+    command = engines.engine_command(settings("engine.kind=sglang"), *PLACE)
+    assert option(command, "--device") == "cpu"
+    assert command.variables == {"SGLANG_USE_CPU_ENGINE": "1"}
+    assert command.python is None
+
+
+def test_our_own() -> None:
+    command = engines.engine_command(settings("engine.environment={A: b}"), *PLACE)
+    assert command.arguments[0] == "any_agent.engine.embedded"
+    assert (option(command, "--log-part"), option(command, "--device")) == ("engine-1", "auto")
+    assert command.variables == {"A": "b"}
+
+
+def test_an_environment_without_sglang_is_told(tmp_path: Path) -> None:
+    config = settings("engine.kind=sglang", f"engine.python={sys.executable}")
+    with pytest.raises(ConfigError, match="no SGLang in the environment of"):
+        engines.require_engines(config)
+    gone = settings("engine.kind=sglang", f"engine.python={tmp_path / 'python'}")
+    with pytest.raises(ConfigError, match=r"engine\.python=.* cannot be run"):
+        engines.require_engines(gone)
+
+
+def test_gpus_must_divide_the_heads(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 12}))
+    config = settings("engine.kind=sglang", "engine.gpus=8", f"model.path={tmp_path}")
+    with pytest.raises(ConfigError, match="does not divide the 12 attention heads") as caught:
+        engines.require_engines(config)
+    assert "1, 2, 3, 4, 6, 12" in caught.value.message
+
+
+def test_public_engines_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"public address 8\.8\.8\.8"):
+        engines.require_engines(settings("engine.urls=http://8.8.8.8:30000"))
+    engines.require_engines(settings("engine.urls=http://10.0.0.1:30000"))
+
+
+def test_it_has_longer_to_start() -> None:
+    sglang, own = (settings(f"engine.kind={kind}") for kind in ("sglang", "embedded"))
+    assert engines.start_timeout(sglang) > engines.start_timeout(own)
+
+
+def test_a_node_deals_out_its_gpus_and_again_to_one_that_restarts(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5")
+    with lab.node("server.ranks=2", "engine.environment={ANY_AGENT_SEEN: x}") as node:
+        kill_and_wait(node, "engine-1")
+        lab_of = {name: lab.start_of(node, name) for name in node.parts}
+        assert lab_of["engine-0"]["gpus"] == "4"
+        assert lab_of["engine-1"]["gpus"] == "5"
+        assert lab_of["trainer"]["gpus"] == "3"
+        assert lab_of["rank-0"]["gpus"] == lab_of["router"]["gpus"] == "3,4,5"
+        assert lab_of["engine-0"]["variables"] == ["ANY_AGENT_SEEN"]
