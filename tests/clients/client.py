@@ -17,7 +17,7 @@ from tests.clients.environment import component, node_with, python_with
 from tests.e2e.serving import environment
 
 HERE = Path(__file__).parent
-_STEP_LIMIT, _END_LIMIT = 120.0, 10.0
+_STEP_LIMIT, _END_LIMIT = 300.0, 60.0
 """Seconds."""
 # What is on 127.0.0.1 is reached directly, whatever else is asked for fails at once: a client that
 # calls home, or fetches something on its way, neither does nor waits.

@@ -117,7 +117,7 @@ def test_a_screen_draws_what_it_sees_and_leaves_the_terminal_as_it_was() -> None
 
     with Screen(look, console) as shown:  # type: ignore[arg-type]
         now = replace(now, parts=(Part("engine-0", "ready"),))
-        assert drawn.wait(10), "nobody looked again"
+        assert drawn.wait(60), "nobody looked again"
         assert "\x1b[?25l" in file.getvalue(), "the cursor is hidden meanwhile"
     shown.end(report())
     text = file.getvalue()

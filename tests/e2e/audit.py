@@ -132,7 +132,7 @@ async def read_counters(run: RunDir, ranks: int, admin_key: str) -> list[Counter
     registry = Registry(run.registry)
     registry.refresh()
     out = []
-    async with httpx.AsyncClient(timeout=30, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
         for rank in range(ranks):
             entry = registry.get(rank_name(rank))
             assert entry is not None

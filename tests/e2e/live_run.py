@@ -47,12 +47,12 @@ async def agent(
     """One session of up to three turns, each whole or streaming; False when the run has ended."""
     try:
         session = await service.start_session(
-            group_id=f"g{number // group_size}", group_size=group_size, wait=20, patience=60
+            group_id=f"g{number // group_size}", group_size=group_size, wait=20, patience=240
         )
     except RunFinished:
         return False
     client = openai.AsyncOpenAI(
-        base_url=session.base_url, api_key=session.api_key, max_retries=0, timeout=60
+        base_url=session.base_url, api_key=session.api_key, max_retries=0, timeout=240
     )
     talk: list = [{"role": "user", "content": f"count from {number}"}]
     try:
@@ -94,7 +94,7 @@ async def drive(node: Node, *, agents: int, seed: int = 0) -> int:
                 if len(failures) > 50:
                     raise
 
-    async with RLClient(node.url) as service, asyncio.timeout(240):
+    async with RLClient(node.url) as service, asyncio.timeout(480):
         await asyncio.gather(*(work(service) for _ in range(agents)))
     assert not failures, failures[:5]
     return finalized

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 CLI = [sys.executable, "-m", "any_agent.cli"]
-START_TIMEOUT = 180.0
+START_TIMEOUT = 300.0
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -31,7 +31,7 @@ def run_cli(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProc
         env=environment(**more),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=540,
     )
 
 
@@ -80,7 +80,7 @@ def serve(*arguments: str, cwd: Path) -> Iterator[Served]:
         if process.poll() is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(15)
+                process.wait(60)
             process.kill()
             process.wait()
 

@@ -82,18 +82,18 @@ class Terminal:
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(20)
+                self.process.wait(60)
             self.process.kill()
             self.process.wait()
         os.close(self._inner)
-        self._reader.join(10)
+        self._reader.join(60)
         os.close(self._fd)
 
     def _settle(self) -> None:
         """What was written before now comes out before a mark that is written now."""
         mark = b"--all-was-read--"
         os.write(self._inner, mark)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while mark not in self._seen and time.monotonic() < deadline:
             time.sleep(0.01)
         del self._seen[self._seen.index(mark) :]

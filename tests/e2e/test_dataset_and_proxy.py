@@ -70,7 +70,7 @@ class RecordingNode(Node):
 
 async def drive(node: Node) -> None:
     """Each task's agents open their sessions one after the other, and then run at once."""
-    async with asyncio.timeout(LIMIT), httpx.AsyncClient(timeout=60) as http:
+    async with asyncio.timeout(LIMIT), httpx.AsyncClient(timeout=240) as http:
         running: set[asyncio.Task[None]] = set()
         try:
             for item in (item for item in items() for _ in range(GROUP)):

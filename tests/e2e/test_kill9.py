@@ -84,14 +84,14 @@ async def test_kill_9(tiny_model_dir: Path, tmp_path: Path) -> None:
             await client.set_capacity(limit=1000, ttl=600, owner="trainer", held=[])
             leased_id, leased_key = await episode(client, 1)
             await client.finalize(leased_key, 0.25)
-            assert await client.lease(owner="trainer", wait=5) is not None
+            assert await client.lease(owner="trainer", wait=60) is not None
             open_id, open_key = await episode(client, 2)
             rewarded_id, rewarded_key = await episode(client, 1)
             await client.set_reward(rewarded_key, 0.75)
             final_id, final_key = await episode(client, 3)
             assert (await client.finalize(final_key, 0.5)).state == "finalized"
             agents = [asyncio.create_task(crowd.agent(client)) for _ in range(8)]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 await crowd.enough.wait()
             kill(process)
             await asyncio.gather(*agents, return_exceptions=True)
@@ -114,7 +114,7 @@ async def test_kill_9(tiny_model_dir: Path, tmp_path: Path) -> None:
             InteractionTree.from_interactions(trajectory.interactions)
             acked = await client.ack(owner="trainer", trained=[final_id, leased_id], rejected=[])
             assert acked == 2
-            async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=120) as http:
                 for session_id in crowd.answered:
                     info = (await http.get(f"/rl/v1/sessions/{session_id}")).json()
                     assert info["interactions"] == 1  # type: ignore[index]

@@ -87,8 +87,8 @@ async def _run(seen: Observed) -> None:
 
     async with (
         RLClient(url, admin_key=ADMIN, trust_env=False) as service,
-        httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http,
-        asyncio.timeout(300),
+        httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http,
+        asyncio.timeout(420),
         asyncio.TaskGroup() as tasks,
     ):
         await _abuse(seen, service, http)
@@ -130,7 +130,7 @@ async def _abuse(seen: Observed, service: RLClient, http: httpx.AsyncClient) -> 
 def _send(url: str, text: str) -> None:
     """Bytes that are no HTTP."""
     parts = urlsplit(url)
-    with socket.create_connection((parts.hostname, parts.port), timeout=10) as raw:
+    with socket.create_connection((parts.hostname, parts.port), timeout=60) as raw:
         raw.sendall(text.encode("latin-1"))
         raw.recv(100)
 

@@ -93,7 +93,7 @@ async def call(session: SessionStarted, text: str = "hello") -> str:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(240):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
@@ -170,7 +170,7 @@ def test_two_parts_of_one_rank_at_once(node: Node) -> None:
 
 def test_a_killed_engine_serves_what_was_published_last(node: Node) -> None:
     async def run() -> None:
-        async with watched(node) as client, httpx.AsyncClient(timeout=30) as http:
+        async with watched(node) as client, httpx.AsyncClient(timeout=120) as http:
             opening = {"group_id": "g", "group_size": 4, "wait": 60.0}
             group = [await client.start_session(**opening) for _ in range(4)]  # type: ignore[arg-type]
             for session, reward in zip(group, (0.0, 1.0, 0.0, 1.0), strict=True):

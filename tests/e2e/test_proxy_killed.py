@@ -30,7 +30,7 @@ async def kill_and_wait(node: Node, name: str) -> None:
     """Let the launcher start the part again, until it is ready."""
     part = node.parts[name]
     os.kill(part.pid, signal.SIGKILL)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(240):
         while part.restarts == 0 or part.state != "ready":
             node.check()
             await asyncio.sleep(0.05)

@@ -59,13 +59,13 @@ class Rank:
     async def load(self, path: Path, version: int) -> None:
         """What the trainer asks of the engine, whoever of the others lives."""
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": True}
-        async with httpx.AsyncClient(timeout=60) as http:
+        async with httpx.AsyncClient(timeout=120) as http:
             response = await http.post(f"{self.engine.url}/update_weights_from_disk", json=body)
         assert response.json()["success"], response.text
 
     async def agent(self, number: int) -> None:
         """Calls without end, long ones, over sessions that outlive the proxy."""
-        async with httpx.AsyncClient(base_url=self.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=self.url, timeout=120) as http:
             opened = await http.post("/rl/v1/start_session", json={"mode": "eval"})
             headers = {"Authorization": f"Bearer {opened.json()['api_key']}"}
             talk = [{"role": "user", "content": f"count from {number}"}]
@@ -87,7 +87,7 @@ def _sections(config: Config) -> dict[str, object]:
 
 async def updates(rank: Rank, weights: dict[int, Path]) -> None:
     """Three updates, in each of which the proxy dies; the trainer goes on with each."""
-    async with RLClient(rank.url, retry_for=30) as trainer:
+    async with RLClient(rank.url, retry_for=120) as trainer:
 
         async def publish(version: int) -> None:
             path = str(weights[version])

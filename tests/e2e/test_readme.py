@@ -64,7 +64,7 @@ def run_bash(script: str, url: str, cwd: Path) -> str:
         env=environment(ANY_AGENT_URL=url),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -94,7 +94,7 @@ def test_the_python_blocks(name: str, served: Served, tmp_path: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     states = [s["state"] for s in httpx.get(f"{served.url}/rl/v1/sessions").json()]
@@ -104,8 +104,8 @@ def test_the_python_blocks(name: str, served: Served, tmp_path: Path) -> None:
 def test_ctrl_c_ends_every_process(served: Served) -> None:
     children = served.children
     assert len(children) >= 3, "engine, proxy and trainer"
-    assert served.interrupt(timeout=10) == 130
-    _, alive = psutil.wait_procs(children, timeout=1)
+    assert served.interrupt(timeout=60) == 130
+    _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
     assert "Traceback" not in served.output.read_text()
 
@@ -126,7 +126,7 @@ def test_a_dataset(config_file: Path, tmp_path: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=540,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^step +1/1 ", done.stdout, re.M), done.stdout

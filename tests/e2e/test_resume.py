@@ -74,7 +74,7 @@ async def agent(service: RLClient, number: int) -> None:
     talk: list[Any] = [{"role": "user", "content": f"count from {number}"}]
     said = ""
     async with openai.AsyncOpenAI(
-        base_url=session.base_url, api_key=session.api_key, max_retries=0, timeout=60
+        base_url=session.base_url, api_key=session.api_key, max_retries=0, timeout=240
     ) as sdk:
         for _ in range(1 + number % 2):
             done = await sdk.chat.completions.create(model="m", messages=talk)

@@ -15,7 +15,7 @@ from tests.e2e.counting_agent import AGENT, items
 from tests.e2e.live_run import agent, live_config
 from trainer import GRPOTrainer
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = 2
 
@@ -49,7 +49,7 @@ def test_it_trains_on_what_they_do(tmp_path: Path, tiny_model_dir: Path) -> None
         agents.start()
         assert trainer.train(eval_workflow=AGENT)
         # They hear that the run has ended while the service is still there.
-        agents.join(120)
+        agents.join(300)
         assert not agents.is_alive()
     assert [line.split()[1] for line in said if line.startswith("step")] == ["1/2", "2/2"]
     # Between two steps the trainer runs an agent of its own, in eval sessions of the service.

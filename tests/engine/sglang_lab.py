@@ -42,7 +42,7 @@ async def all_of(
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         await asyncio.sleep(0.005)

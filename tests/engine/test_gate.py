@@ -84,7 +84,7 @@ async def test_one_task_asks_for_all_calls() -> None:
     await until(lambda: engine.questions >= 3)
     assert not any(call.done() for call in calls)
     engine.up = True
-    await asyncio.wait_for(asyncio.gather(*calls), 10)
+    await asyncio.wait_for(asyncio.gather(*calls), 60)
     assert outage.gate.is_open
     # Nobody asks any more.
     await until(lambda: len(asyncio.all_tasks()) == 1)
@@ -114,7 +114,7 @@ async def test_a_second_outage() -> None:
     for _ in range(2):
         outage.begin()
         assert not outage.gate.is_open
-        await asyncio.wait_for(outage.gate.passed(), 10)
+        await asyncio.wait_for(outage.gate.passed(), 60)
     assert outage.gate.closings == 2
 
 
@@ -124,5 +124,5 @@ async def test_closing_ends_the_questions() -> None:
     engine.answer.clear()
     outage.begin()
     await until(lambda: engine.questions)
-    await asyncio.wait_for(outage.close(), 10)
+    await asyncio.wait_for(outage.close(), 60)
     assert len(asyncio.all_tasks()) == 1

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 
-def until(condition: Callable[[], Any], seconds: float = 30) -> None:
+def until(condition: Callable[[], Any], seconds: float = 60) -> None:
     """Wait for something, for a bounded time."""
     deadline = time.monotonic() + seconds
     while not condition():

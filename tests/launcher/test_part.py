@@ -416,7 +416,7 @@ def test_a_slow_answer_delays_nobody(lab: Lab) -> None:
 
     def slow(_: Process) -> bool:
         asked.append(threading.current_thread())
-        return answer.wait(30)
+        return answer.wait(60)
 
     first, second = lab.part(SERVES, "a-0", ready=slow), lab.part(SERVES, "b-0", ready=serves)
     first.start()

@@ -51,7 +51,7 @@ class Episode:
 class ArealClient:
     def __init__(self, url: str, admin_key: str | None) -> None:
         self._admin_key = admin_key
-        self._http = httpx.AsyncClient(base_url=url, timeout=30, trust_env=False)
+        self._http = httpx.AsyncClient(base_url=url, timeout=60, trust_env=False)
 
     async def __aenter__(self) -> Self:
         return self

@@ -27,7 +27,7 @@ def await_url(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(url, timeout=2).status_code == 200:
+            if httpx.get(url, timeout=10).status_code == 200:
                 return
         time.sleep(0.05)
 
@@ -49,7 +49,7 @@ def process(log: Path, *arguments: str, **more: str) -> Iterator[subprocess.Pope
         if child.poll() is None:
             child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(10)
+                child.wait(60)
         child.kill()
         child.wait()
 

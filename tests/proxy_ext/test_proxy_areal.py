@@ -223,7 +223,7 @@ async def test_a_client_that_leaves_while_its_session_is_ended(
     following = asyncio.create_task(client.start("task", api_key=episode.api_key))
     await until(lambda: slow.waiting)
     following.cancel()
-    await asyncio.wait_for(noticed.wait(), 10)
+    await asyncio.wait_for(noticed.wait(), 60)
     slow.go.set()
 
     async def ended() -> bool:

@@ -87,7 +87,7 @@ async def test_a_long_body_does_not_stop_the_others(
 
     def slow(*args: Any) -> Prepared:
         begun.set()
-        told.append(go.wait(5))
+        told.append(go.wait(60))
         return prepare(*args)
 
     monkeypatch.setattr(completer, "prepare", slow)

@@ -35,7 +35,7 @@ async def state_of(proxy: Proxy, episode: Episode) -> tuple[SessionState, str | 
 
 async def test_a_poll_never_gets_it_also_after_a_restart(proxy: Proxy, start: Start) -> None:
     async with ArealClient(proxy.url, None) as client:
-        waiting = asyncio.create_task(proxy.lease(wait=10))
+        waiting = asyncio.create_task(proxy.lease(wait=60))
         episode = await granted(client)
         ours = await proxy.finished_session()
         assert [t.session_id for t in await waiting] == [ours["session_id"]]

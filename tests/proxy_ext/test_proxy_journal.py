@@ -320,7 +320,7 @@ def counted_transactions(
     go = threading.Event()
 
     def counted(jobs: list) -> list:  # type: ignore[type-arg]
-        assert go.wait(10)
+        assert go.wait(60)
         transactions.append(len(jobs))
         return transact(jobs)
 
@@ -415,7 +415,7 @@ async def test_a_lost_connection_is_told_to_everybody(tmp_path: Path) -> None:
     await journal.commit(PutMeta("a", 1))
     journal._writer.connection.close()
     for _ in range(2):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             results = await asyncio.gather(
                 journal.commit(PutMeta("a", 2)),
                 journal.commit(PutMeta("b", 2)),
@@ -479,7 +479,7 @@ async def test_a_disk_that_is_gone_ends_no_writer(
         raise error
 
     monkeypatch.setattr(os, "statvfs", gone)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(StoreUnavailable, match="cannot be written"):
             await journal._writer.submit(writer.Job(fails, writes=True))
         await journal.commit(PutMeta("a", 1))

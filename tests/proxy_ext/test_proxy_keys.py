@@ -38,7 +38,7 @@ async def asked(
     """With this key alone."""
     if key:
         headers["authorization"] = f"Bearer {key}"
-    async with httpx.AsyncClient(base_url=proxy.url, timeout=15) as http:
+    async with httpx.AsyncClient(base_url=proxy.url, timeout=60) as http:
         return await http.request(method, path, json=body, headers=headers)
 
 
@@ -221,7 +221,7 @@ async def test_refusals_do_not_wait_for_the_body(closed: Proxy) -> None:
             "127.0.0.1", int(closed.url.rpartition(":")[2])
         )
         writer.write(head.encode())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             line = await reader.readline()
         assert line.startswith(f"HTTP/1.1 {status} ".encode()), line
         writer.close()

@@ -31,7 +31,7 @@ async def test_a_partial_group_closes_when_its_time_is_over(start: Start) -> Non
     still_open = await proxy.open(task_id="t", group_size=4)
     assert await proxy.lease() == []
     end_time(proxy)
-    trajectories = await proxy.lease(wait=10)
+    trajectories = await proxy.lease(wait=60)
     assert len(trajectories) == 2
     response = await proxy.call(still_open["api_key"])
     assert response.status_code == 410
@@ -111,7 +111,7 @@ async def test_a_partial_group_stays_closed_after_a_restart(start: Start) -> Non
     for _ in range(2):
         await proxy.finished_session(group_id="g", group_size=3)
     end_time(proxy)
-    assert len(await proxy.lease(wait=10)) == 2
+    assert len(await proxy.lease(wait=60)) == 2
     again = await start()
     await again.admit(4)
     await refused(again, 409, "group_closed", group_id="g", group_size=3)
@@ -164,7 +164,7 @@ async def test_members_that_open_at_once_all_get_in(
 
     monkeypatch.setattr(journal, "group", late)
     first = asyncio.create_task(proxy.open(group_id="g", group_size=2))
-    await asyncio.wait_for(looked.wait(), 15)
+    await asyncio.wait_for(looked.wait(), 60)
     await proxy.open(group_id="g", group_size=2)
     go.set()
     await first

@@ -71,13 +71,13 @@ async def test_slots_go_to_the_rank_that_is_asked(
     await asyncio.to_thread(executor.begin)
     await until(lambda: limits(proxies) == [2, 2])
     # A group of four fits nowhere, until the other rank's share is taken back.
-    first = await one.open(group_id="g", group_size=4, wait=15)
+    first = await one.open(group_id="g", group_size=4, wait=60)
     assert limits(proxies) == [0, 4]
     rest = [await one.open(group_id="g", group_size=4) for _ in range(3)]
     # With eta 0 that is all before the next weights.
     refused = await zero.http.post("/rl/v1/start_session", json={"group_id": "h", "group_size": 2})
     assert refused.status_code == 429
-    waiting = asyncio.create_task(zero.open(group_id="i", group_size=2, wait=15))
+    waiting = asyncio.create_task(zero.open(group_id="i", group_size=2, wait=60))
     for k, session in enumerate([first, *rest]):
         await finish(one, session, k)
     (group,) = await asyncio.to_thread(executor.prepare_batch, 15.0)
@@ -97,7 +97,7 @@ async def test_a_trainer_that_stops_leaves_opens_a_429(
     await asyncio.to_thread(executor.begin)
     await until(lambda: limits(proxies) == [2, 2])
     for proxy in proxies:
-        await proxy.open(wait=15)
+        await proxy.open(wait=60)
     await asyncio.to_thread(executor.stop)
     await until(lambda: limits(proxies) == [1, 1])
     for proxy in proxies:

@@ -134,7 +134,7 @@ async def test_an_opener_that_leaves_while_it_is_written(
     monkeypatch.setattr(journal, "commit", slow)
     noticed = noticed_hang_up(monkeypatch)
     opening = start_waiting(proxy)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await begun.wait()
         opening.cancel()
         await noticed.wait()
@@ -161,7 +161,7 @@ async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start
         asyncio.create_task(client.start_session(wait=60, task_id="t", group_size=2)),
     ]
     await waiting(proxy, 5)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await proxy.client.set_run("finished", step=7, checkpoint="/ckpt")
         for task in opens:
             with pytest.raises(RunFinished, match="training has ended"):

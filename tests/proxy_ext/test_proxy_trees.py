@@ -107,7 +107,7 @@ async def walk(proxy: Proxy, engine: ScriptedEngine, seed: int) -> tuple[list[An
     trees._trim()
     leased: list[Trajectory] = []
     while len(leased) < len(talks):
-        leased += await proxy.lease(wait=15)
+        leased += await proxy.lease(wait=60)
         trees._trim()
     leased.sort(key=lambda t: order.index(t.session_id))
     assert [t.session_id for t in leased] == order

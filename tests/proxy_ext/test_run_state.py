@@ -33,7 +33,7 @@ async def test_a_resume_that_fails_is_made_good_when_the_engine_is_back(
     assert proxy.service.engine.paused
     await engine.revive("2")
     # Its trainer need not come back for that.
-    await asyncio.wait_for(call, 15)
+    await asyncio.wait_for(call, 60)
     (interaction,) = await proxy.recorded(session["session_id"])
     assert interaction.output_versions.tolist() == [0] * 3 + [2] * 5
     assert await told(proxy) == 2

@@ -71,7 +71,7 @@ class Scripted(RolloutWorkflow):
         self.started = threading.Event()
 
     def give(self, *items: Episode | AnyAgentError | None) -> None:
-        assert self.started.wait(5)
+        assert self.started.wait(60)
         assert self.loop is not None
         for item in items:
             self.loop.call_soon_threadsafe(self._queue.put_nowait, item)
@@ -86,7 +86,7 @@ class Scripted(RolloutWorkflow):
 
 
 def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)

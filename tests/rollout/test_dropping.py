@@ -15,12 +15,12 @@ def test_what_runs_and_what_waits_are_both_forgotten(is_eval: bool) -> None:
         kept = e.submit({"n": 9}, workflow, is_eval=is_eval)
         until(lambda: workflow.waiting == [0, 1])
         workflow.let(0)
-        assert e.wait_for_task(ids[0], timeout=20) is not None
+        assert e.wait_for_task(ids[0], timeout=60) is not None
         until(lambda: 1 in workflow.waiting)
         e.drop([*ids, 1234])
         assert set(workflow.cancelled) >= {1}
         workflow.let(9)
-        result = e.wait_for_task(kept, timeout=20)
+        result = e.wait_for_task(kept, timeout=60)
         assert result is not None and numbers(result) == [9]
         assert e.rejected == {}, "what was dropped has not failed"
         assert (e.capacity.running, e._crew.ledger.evaluating) == (0, 0)
@@ -40,7 +40,7 @@ def test_a_group_of_which_some_have_ended() -> None:
         e.drop([first])
         assert (e.capacity.running, e.capacity.buffered) == (2, 0)
         workflow.let(1)
-        assert e.wait_for_task(second, timeout=20) is not None
+        assert e.wait_for_task(second, timeout=60) is not None
 
 
 def test_what_has_ended_is_forgotten() -> None:
@@ -54,4 +54,4 @@ def test_what_has_ended_is_forgotten() -> None:
         # There is room for as many again.
         again = e.submit({"n": 5}, workflow)
         workflow.let(5)
-        assert e.wait_for_task(again, timeout=20) is not None
+        assert e.wait_for_task(again, timeout=60) is not None

@@ -80,13 +80,13 @@ def lab() -> Iterator[Lab]:
 
 def test_a_batch_is_the_oldest_episodes_with_enough_sessions(lab: Lab) -> None:
     lab.workflow.give(episode("a"), episode("b", 1), episode("c"), episode("d"))
-    batch = lab.executor.prepare_batch(timeout=10)
+    batch = lab.executor.prepare_batch(timeout=60)
     assert [e[0].group_id for e in batch] == ["a", "b", "c"]
     with pytest.raises(TimeoutError, match="2 of 4 sessions"):
         until(lambda: len(lab.executor._buffer) == 1)
         lab.executor.prepare_batch(timeout=0.01)
     lab.workflow.give(episode("e"))
-    assert [e[0].group_id for e in lab.executor.prepare_batch(timeout=10)] == ["d", "e"]
+    assert [e[0].group_id for e in lab.executor.prepare_batch(timeout=60)] == ["d", "e"]
 
 
 def test_the_limit_follows_the_formula_and_leases_are_held(lab: Lab) -> None:
@@ -102,7 +102,7 @@ def test_the_limit_follows_the_formula_and_leases_are_held(lab: Lab) -> None:
 
 def test_dull_episodes_are_rejected_at_once(lab: Lab) -> None:
     lab.workflow.give(episode("dull1"), None, episode("a"), episode("dull2"), episode("b"))
-    batch = lab.executor.prepare_batch(timeout=10)
+    batch = lab.executor.prepare_batch(timeout=60)
     assert [e[0].group_id for e in batch] == ["a", "b"]
     until(lambda: len(lab.service.acks) == 2)
     assert [rejected for _, rejected in lab.service.acks] == [
@@ -115,13 +115,13 @@ def test_dull_episodes_are_rejected_at_once(lab: Lab) -> None:
 def test_a_service_that_is_away_for_a_moment(lab: Lab) -> None:
     lab.service.failures = {"capacity": [ServiceUnavailable("away")] * 2}
     lab.workflow.give(EngineUnavailable("away"), episode("a"), episode("b"))
-    assert len(lab.executor.prepare_batch(timeout=10)) == 2
+    assert len(lab.executor.prepare_batch(timeout=60)) == 2
 
 
 def test_an_ack_is_repeated_while_the_store_is_away(lab: Lab) -> None:
     lab.service.failures = {"ack": [StoreUnavailable("full")] * 2}
     lab.workflow.give(episode("dull"), episode("a"), episode("b"))
-    lab.executor.prepare_batch(timeout=10)
+    lab.executor.prepare_batch(timeout=60)
     until(lambda: lab.service.acks == [([], ["dull-0", "dull-1"])])
     lab.service.failures = {"ack": [StoreUnavailable("full")]}
     lab.executor.ack(["a-0", "a-1"], [])
@@ -130,7 +130,7 @@ def test_an_ack_is_repeated_while_the_store_is_away(lab: Lab) -> None:
 
 def test_a_lost_lease_is_no_reason_to_stop(lab: Lab) -> None:
     lab.workflow.give(episode("a"), episode("b"))
-    lab.executor.prepare_batch(timeout=10)
+    lab.executor.prepare_batch(timeout=60)
     lab.service.failures = {"ack": [Conflict("lease lost")]}
     lab.executor.ack(["a-0"], [])
     until(lambda: "a-0" not in lab.service.held[-1])
@@ -139,7 +139,7 @@ def test_a_lost_lease_is_no_reason_to_stop(lab: Lab) -> None:
 def test_with_one_lease_lost_the_others_are_acknowledged(lab: Lab) -> None:
     """The service ends all or none, so they would be handed out, and trained on, again."""
     lab.workflow.give(episode("a"), episode("b"))
-    lab.executor.prepare_batch(timeout=10)
+    lab.executor.prepare_batch(timeout=60)
     lab.service.lost = {"a-1"}
     lab.executor.ack(["a-0", "a-1", "b-0"], [Rejection(session_id="b-1", reason="stale")])
     assert lab.service.acks == [(["a-0"], []), (["b-0"], []), ([], ["b-1"])]
@@ -157,7 +157,7 @@ def test_an_episode_that_cannot_be_judged_is_left_out_and_the_polls_go_on() -> N
     lab = Lab(reject=judge)
     # More of them than there are polls.
     lab.workflow.give(*(episode(f"odd{k}") for k in range(10)), episode("a"), episode("b"))
-    batch = lab.executor.prepare_batch(timeout=10)
+    batch = lab.executor.prepare_batch(timeout=60)
     assert [e[0].group_id for e in batch] == ["a", "b"]
     until(lambda: len(lab.service.acks) == 10)
     assert lab.executor.rejected == {"unusable": 20}
@@ -171,7 +171,7 @@ def test_what_cannot_get_better_is_raised_to_the_trainer() -> None:
     lab = Lab()
     lab.workflow.give(Unauthenticated("wrong key"))
     with pytest.raises(Unauthenticated):
-        lab.executor.prepare_batch(timeout=10)
+        lab.executor.prepare_batch(timeout=60)
     lab.executor.stop()
 
 
@@ -183,10 +183,10 @@ def test_an_internal_error_of_one_poll_ends_nothing(
     for name in ("a", "b"):
         # A good answer in between begins the count anew.
         lab.workflow.give(*[odd] * module._MAX_FAILED_POLLS, episode(name))
-    assert len(lab.executor.prepare_batch(timeout=10)) == 2
+    assert len(lab.executor.prepare_batch(timeout=60)) == 2
     lab.workflow.give(*[odd] * (2 * module._MAX_FAILED_POLLS + 2))
     with pytest.raises(AnyAgentError, match="odd"):
-        lab.executor.prepare_batch(timeout=10)
+        lab.executor.prepare_batch(timeout=60)
 
 
 @pytest.mark.parametrize("error", [TimeoutError, InterruptedError, asyncio.CancelledError])
@@ -199,13 +199,13 @@ def test_a_poll_that_ended_is_not_taken_for_a_wait_that_ended(
 
     lab = Lab(workflow=Failing())
     with pytest.raises(RuntimeError, match=error.__name__):
-        lab.executor.prepare_batch(timeout=10)
+        lab.executor.prepare_batch(timeout=60)
     lab.executor.stop()
 
 
 def test_stopping_ends_polls_at_once() -> None:
     lab = Lab()
-    assert lab.workflow.started.wait(5)
+    assert lab.workflow.started.wait(60)
     began = time.monotonic()
     lab.executor.stop()
     assert time.monotonic() - began < 5
@@ -221,5 +221,5 @@ def test_a_trainer_that_another_took_over_from_ends(
     lab.service.failures[where] = [StaleOwner("start 2 took over") for _ in range(9)]
     lab.executor.ack(["a-0"], [], step=1)
     with pytest.raises(StaleOwner):
-        lab.executor.prepare_batch(timeout=10)
+        lab.executor.prepare_batch(timeout=60)
     lab.executor.stop()

@@ -94,7 +94,7 @@ def test_each_rank_hears_of_its_own_sessions(lab: Lab) -> None:
     zero, one = lab.services
     lab.give(0, group(0, "a", 1, 2))
     lab.give(1, group(1, "b", 1, 2))
-    assert len(lab.executor.prepare_batch(timeout=10)) == 2
+    assert len(lab.executor.prepare_batch(timeout=60)) == 2
     until(lambda: zero.held[-1] == [sid(0, 1), sid(0, 2)])
     until(lambda: one.held[-1] == [sid(1, 1), sid(1, 2)])
     stale = Rejection(session_id=sid(1, 2), reason="stale")
@@ -109,7 +109,7 @@ def test_a_rank_that_is_away_holds_up_no_ack(lab: Lab, monkeypatch: pytest.Monke
     zero, one = lab.services
     lab.give(0, group(0, "a", 1, 2), group(0, "a2", 3))
     lab.give(1, group(1, "b", 1))
-    lab.executor.prepare_batch(timeout=10)
+    lab.executor.prepare_batch(timeout=60)
     one.away = True
     lab.executor.ack([sid(0, 1), sid(1, 1)], [])
     lab.executor.ack([sid(0, 2)], [])
@@ -144,7 +144,7 @@ def test_a_step_waits_only_a_moment_for_a_rank_that_is_away() -> None:
 def test_a_session_that_is_gone_does_not_keep_the_others(lab: Lab) -> None:
     zero, _ = lab.services
     lab.give(0, group(0, "a", 1, 2, 3, 4))
-    lab.executor.prepare_batch(timeout=10)
+    lab.executor.prepare_batch(timeout=60)
     zero.failures = {"ack": [NotFound("no such session"), NotFound("no such session")]}
     lab.executor.ack([sid(0, 1), sid(0, 2)], [])
     assert zero.acks == [([sid(0, 2)], [])]
@@ -155,7 +155,7 @@ def test_what_is_handed_out_twice_is_taken_once(lab: Lab) -> None:
     """Its lease had run out, or the rank thought that its answer was lost."""
     lab.give(0, group(0, "a", 1, 2), group(0, "a", 1, 2), group(0, "a", 2))
     lab.give(0, group(0, "b", 3, 4))
-    batch = lab.executor.prepare_batch(timeout=10)
+    batch = lab.executor.prepare_batch(timeout=60)
     assert [[t.session_id for t in e] for e in batch] == [
         [sid(0, 1), sid(0, 2)],
         [sid(0, 3), sid(0, 4)],
@@ -173,7 +173,7 @@ def test_what_a_step_took_is_acknowledged_again_and_nothing_more(lab: Lab) -> No
     }
     lab.give(0, group(0, "a", 1, 2), group(0, "new", 5, 6))
     lab.give(1, group(1, "b", 1, 2, 3, 4))
-    batch = lab.executor.prepare_batch(timeout=10)
+    batch = lab.executor.prepare_batch(timeout=60)
     assert {t.session_id for e in batch for t in e} == {sid(0, 5), sid(0, 6), sid(1, 2), sid(1, 3)}
     until(lambda: zero.acks == [([sid(0, 1)], [sid(0, 2)])])
     until(lambda: one.acks == [([sid(1, 1)], []), ([], [sid(1, 4)])])
@@ -185,7 +185,7 @@ def test_before_it_begins_it_holds_and_replays_and_admits_nothing() -> None:
     lab = Lab(begin=False)
     zero, one = lab.services
     ids = [sid(rank, number) for number in range(100) for rank in (1, 0)]
-    found = lab.executor.replay(ids, timeout=30)
+    found = lab.executor.replay(ids, timeout=60)
     assert found.keys() == set(ids)
     assert [len(part) for part in zero.replayed] == [64, 36]
     assert one.replayed[0][:2] == [sid(1, 0), sid(1, 1)]
@@ -194,10 +194,10 @@ def test_before_it_begins_it_holds_and_replays_and_admits_nothing() -> None:
     assert not any(workflow.started.is_set() for workflow in lab.workflows.values())
     zero.lost = {ids[1]}
     with pytest.raises(Conflict, match="open"):
-        lab.executor.replay(ids, timeout=30)
+        lab.executor.replay(ids, timeout=60)
     lab.executor.begin()
     until(lambda: zero.limits[-1] == one.limits[-1] == 4)
-    assert all(workflow.started.wait(5) for workflow in lab.workflows.values())
+    assert all(workflow.started.wait(60) for workflow in lab.workflows.values())
     lab.executor.stop()
 
 
@@ -207,7 +207,7 @@ def test_batches_are_sorted_where_that_is_asked_for(deterministic: bool) -> None
     lab.give(0, group(0, "b", 2, 1))
     until(lambda: len(lab.executor._buffer) == 1)
     lab.give(1, group(1, "a", 4, 3))
-    batch = lab.executor.prepare_batch(timeout=10)
+    batch = lab.executor.prepare_batch(timeout=60)
     ids = [t.session_id for episode in batch for t in episode]
     came = [sid(0, 2), sid(0, 1), sid(1, 4), sid(1, 3)]
     assert ids == ([*came[:1:-1], *came[1::-1]] if deterministic else came)
@@ -219,5 +219,5 @@ async def test_stopping_ends_an_ack_that_never_arrives(monkeypatch: pytest.Monke
     lab = Lab()
     lab.services[1].away = True
     await asyncio.to_thread(lab.executor.ack, [sid(1, 1)], [])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await asyncio.to_thread(lab.executor.stop)

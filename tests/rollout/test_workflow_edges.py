@@ -60,7 +60,7 @@ def batch_of(engines: list[Weights], version: int, *, told: int, coming: int | N
         if coming is not None:
             e.hold(coming)
         stream = iter([(0, {"n": 7})])
-        return e.sessions_batch(stream, sampled_by(version), timeout=20), dict(e.rejected)
+        return e.sessions_batch(stream, sampled_by(version), timeout=60), dict(e.rejected)
 
 
 def test_an_engine_that_came_back_with_old_weights_does_not_make_the_others_wrong() -> None:
@@ -82,7 +82,7 @@ def test_a_token_that_the_model_does_not_know_costs_its_session_alone() -> None:
     """Trained on, it would end the training, and every one after it."""
     with executor(batch_size=1, options={"vocab_size": 100}) as e:
         stream = iter([(n, {"n": n}) for n in (100, 99)])
-        ((session,),) = e.sessions_batch(stream, Doing(), timeout=20)
+        ((session,),) = e.sessions_batch(stream, Doing(), timeout=60)
         assert (session.session_id, dict(e.rejected)) == ("data-99-0", {"invalid": 1})
     with pytest.raises(InvalidTrajectory, match="token id 100: the model knows those below 100"):
         rows_of(tensors([1, 2, 100]), vocab_size=100)
@@ -106,7 +106,7 @@ def test_that_the_last_item_came_to_nothing_is_told_before_all_is_over() -> None
     with executor(batch_size=1) as e:
         stream = iter([(0, {"n": 0})])
         workflow = Doing(lambda data: REJECT)
-        assert e.sessions_batch(stream, workflow, on_rejected=slowly, timeout=20) == []
+        assert e.sessions_batch(stream, workflow, on_rejected=slowly, timeout=60) == []
         assert told == [0]
 
 

@@ -28,7 +28,7 @@ def test_what_was_submitted_is_waited_for() -> None:
     with executor() as e:
         ids = [e.submit(item, THIRD) for item in items(6)]
         assert len(set(ids)) == 6
-        results = e.wait(6, timeout=20)
+        results = e.wait(6, timeout=60)
     assert [r and numbers(r) for r in results] == [None, [1], [2], None, [4], [5]]
     assert e.rejected == {"returned_none": 2}
 
@@ -36,7 +36,7 @@ def test_what_was_submitted_is_waited_for() -> None:
 def test_a_group_is_one_result() -> None:
     with executor() as e:
         e.submit({"n": 7}, Doing(), group_size=4)
-        (result,) = e.wait(1, timeout=20)
+        (result,) = e.wait(1, timeout=60)
     assert result is not None
     assert result["input_ids"].shape == (4, 3)
     assert result["rewards"].shape == (4,)
@@ -46,7 +46,7 @@ def test_a_grouped_workflow_is_a_group() -> None:
     workflow = Doing()
     with executor() as e:
         e.submit({"n": 7}, GroupedRolloutWorkflow(workflow, 3), group_size=2)
-        (result,) = e.wait(1, timeout=20)
+        (result,) = e.wait(1, timeout=60)
     assert result is not None
     assert len(workflow.seen) == len(result["input_ids"]) == 6
 
@@ -56,9 +56,9 @@ def test_those_that_are_done_come_first_in_the_order_of_their_submission() -> No
     with executor() as e:
         ids = [e.submit(item, workflow) for item in items(4)]
         workflow.let(2, 1)
-        assert [numbers(r) for r in e.wait(2, timeout=20) if r] == [[1], [2]]
+        assert [numbers(r) for r in e.wait(2, timeout=60) if r] == [[1], [2]]
         workflow.let(3)
-        result = e.wait_for_task(ids[3], timeout=20)
+        result = e.wait_for_task(ids[3], timeout=60)
         assert result is not None
         assert numbers(result) == [3]
         with pytest.raises(TimeoutError, match="0 of 1 items are done"):
@@ -68,7 +68,7 @@ def test_those_that_are_done_come_first_in_the_order_of_their_submission() -> No
         with pytest.raises(TimeoutError, match=f"task {ids[0]} did not end in 0.05 s"):
             e.wait_for_task(ids[0], timeout=0.05)
         workflow.let(0)
-        assert e.wait_for_task(ids[0], timeout=20) is not None
+        assert e.wait_for_task(ids[0], timeout=60) is not None
 
 
 def test_ids_of_ones_own() -> None:
@@ -78,7 +78,7 @@ def test_ids_of_ones_own() -> None:
         assert e.submit({"n": 3}, Doing()) == 2, "1 is taken"
         with pytest.raises(ValueError, match="task_id 1 is in use"):
             e.submit({"n": 4}, Doing(), task_id=1)
-        assert e.wait_for_task(1, timeout=20) is not None
+        assert e.wait_for_task(1, timeout=60) is not None
         for unknown in (1, 99):
             with pytest.raises(ValueError, match="was not submitted, or waited for already"):
                 e.wait_for_task(unknown)
@@ -101,9 +101,9 @@ def test_more_than_training_looks_ahead_may_be_waited_for() -> None:
             e.submit(item, workflow, group_size=2)
         time.sleep(0.1)
         assert len(workflow.seen) == 4, "nobody waits: no more than one batch"
-        assert len(e.wait(30, timeout=20)) == 30
+        assert len(e.wait(30, timeout=60)) == 30
         e.submit({"n": 0}, workflow, group_size=2)
-        assert len(e.wait(1, timeout=20)) == 1
+        assert len(e.wait(1, timeout=60)) == 1
 
 
 def test_what_nobody_waits_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_what_nobody_waits_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
             e.submit(item, Doing())
         with pytest.raises(TooManyRequests, match="3 items were submitted and not waited for"):
             e.submit({"n": 3}, Doing())
-        e.wait(1, timeout=20)
+        e.wait(1, timeout=60)
         e.submit({"n": 3}, Doing())
 
 
@@ -121,7 +121,7 @@ def test_what_is_accepted() -> None:
     with executor() as e:
         for item in items(4):
             e.submit(item, Doing(), should_accept_fn=lambda t: numbers(t)[0] % 2 == 1, group_size=2)
-        results = e.wait(4, timeout=20)
+        results = e.wait(4, timeout=60)
     assert [r and numbers(r) for r in results] == [None, [1, 1], None, [3, 3]]
     assert e.rejected == {"not_accepted": 4}
 
@@ -167,7 +167,7 @@ def test_batches_go_round_the_loader() -> None:
         taken = [
             n
             for _ in range(4)
-            for result in e.prepare_batch(loader, workflow, group_size=2, timeout=20)
+            for result in e.prepare_batch(loader, workflow, group_size=2, timeout=60)
             for n in set(numbers(result))
         ]
     assert taken == [0, 1, 3, 4, 5] * 3 + [0]
@@ -175,7 +175,7 @@ def test_batches_go_round_the_loader() -> None:
 
 def test_a_batch_without_a_loaders_size_counts_sessions() -> None:
     with executor(batch_size=6) as e:
-        batch = e.prepare_batch(items(10), Doing(), group_size=2, timeout=20)
+        batch = e.prepare_batch(items(10), Doing(), group_size=2, timeout=60)
         assert [numbers(r) for r in batch] == [[0, 0], [1, 1], [2, 2]]
 
 
@@ -183,23 +183,23 @@ def test_the_next_batch_is_made_meanwhile() -> None:
     workflow = Doing()
     data = items(100)
     with executor(batch_size=4, eta=1) as e:
-        e.prepare_batch(data, workflow, timeout=20)
+        e.prepare_batch(data, workflow, timeout=60)
         until(lambda: len(workflow.seen) == 8)
         time.sleep(0.05)
         assert len(workflow.seen) == 8, "one step ahead, and not more"
         assert e.capacity.running + e.capacity.buffered == 8
-        e.prepare_batch(data, workflow, timeout=20)
+        e.prepare_batch(data, workflow, timeout=60)
         until(lambda: len(workflow.seen) == 12)
 
 
 def test_one_loader_and_workflow_per_executor() -> None:
     data, workflow = items(10), Doing()
     with executor() as e:
-        e.prepare_batch(data, workflow, timeout=20)
+        e.prepare_batch(data, workflow, timeout=60)
         for other in ((items(10), workflow, 1), (data, Doing(), 1), (data, workflow, 2)):
             with pytest.raises(ConfigError, match="goes on with the dataloader, workflow and"):
                 e.prepare_batch(*other[:2], group_size=other[2])
-        assert e.prepare_batch(data, workflow, timeout=20)
+        assert e.prepare_batch(data, workflow, timeout=60)
 
 
 def test_a_group_that_fits_into_no_batch() -> None:
@@ -220,8 +220,8 @@ def test_a_group_that_fits_into_no_batch() -> None:
 )
 def test_what_is_no_loader(loader: Any, error: type[Exception], said: str) -> None:
     with executor() as e, pytest.raises(error, match=said):
-        e.prepare_batch(loader, Doing(), timeout=20)
-        e.prepare_batch(loader, Doing(), timeout=20)
+        e.prepare_batch(loader, Doing(), timeout=60)
+        e.prepare_batch(loader, Doing(), timeout=60)
 
 
 def test_a_slow_loader_stops_no_episode() -> None:
@@ -230,7 +230,7 @@ def test_a_slow_loader_stops_no_episode() -> None:
 
     def slow() -> Iterator[dict[str, Any]]:
         yield from items(1)
-        assert free.wait(20)
+        assert free.wait(60)
         yield from items(8)
 
     workflow = Doing()
@@ -238,9 +238,9 @@ def test_a_slow_loader_stops_no_episode() -> None:
         with pytest.raises(TimeoutError, match=r"0 of 4 sessions came"):
             e.prepare_batch(slow_loader := Once(slow()), workflow, timeout=0.1)
         e.submit({"n": 50}, workflow)
-        assert e.wait(1, timeout=20)[0] is not None
+        assert e.wait(1, timeout=60)[0] is not None
         free.set()
-        assert len(e.prepare_batch(slow_loader, workflow, timeout=20)) == 4
+        assert len(e.prepare_batch(slow_loader, workflow, timeout=60)) == 4
 
 
 class Once:
@@ -269,7 +269,7 @@ def test_groups_of_sessions() -> None:
             group_size=2,
             reject=lambda group: "dull" if group[0].task_id == "t3" else None,
             on_rejected=lambda position, why: dropped.append((position, why)),
-            timeout=20,
+            timeout=60,
         ):
             batches.append([[s.session_id for s in group] for group in batch])
             (first, *_), *_ = batch
@@ -291,7 +291,7 @@ def test_a_batch_is_buffered_until_it_is_settled() -> None:
     workflow = Doing()
     stream = iter(list(enumerate(items(100))))
     with executor(eta=0) as e:
-        (one, *others) = e.sessions_batch(stream, workflow, timeout=20)
+        (one, *others) = e.sessions_batch(stream, workflow, timeout=60)
         time.sleep(0.05)
         assert len(workflow.seen) == 4
         with pytest.raises(TimeoutError, match="0 of 4 sessions came"):
@@ -300,7 +300,7 @@ def test_a_batch_is_buffered_until_it_is_settled() -> None:
         until(lambda: len(workflow.seen) == 5)
         e.settled([group[0].group_id for group in (one, *others)])
         until(lambda: len(workflow.seen) == 8)
-        assert len(e.sessions_batch(stream, workflow, timeout=20)) == 4
+        assert len(e.sessions_batch(stream, workflow, timeout=60)) == 4
 
 
 # -- what a workflow knows ---------------------------------------------------------------------
@@ -314,9 +314,9 @@ def test_the_context_of_an_episode() -> None:
     with executor(options=options) as e:
         e.release(5)
         task = e.submit({"n": 1}, workflow)
-        e.wait(1, timeout=20)
+        e.wait(1, timeout=60)
         evaluation = e.submit({"n": 1}, workflow, is_eval=True)
-        e.wait(1, timeout=20)
+        e.wait(1, timeout=60)
     assert workflow.seen == [
         context.WorkflowContext(task, False, 5, 0.7, sampling),
         context.WorkflowContext(evaluation, True, 5, 0.0, greedy),
@@ -349,7 +349,7 @@ def test_figures_of_episodes() -> None:
     stats_tracker.export_all()
     with executor() as e:
         e.rollout_batch(items(6), THIRD)
-        e.wait_for_task(e.submit({"n": 0}, THIRD, is_eval=True), timeout=20)
+        e.wait_for_task(e.submit({"n": 0}, THIRD, is_eval=True), timeout=60)
     figures = stats_tracker.export_all()
     assert figures["rollout/accepted"] == pytest.approx(4 / 6)
     assert figures["rollout/accepted__count"] == 6
@@ -388,15 +388,15 @@ def test_while_paused_only_evaluations_begin() -> None:
         after = e.submit({"n": 2}, workflow)
         evaluation = e.submit({"n": 3}, workflow, is_eval=True)
         workflow.let(1, 3)
-        assert e.wait_for_task(before, timeout=20) is not None
-        assert e.wait_for_task(evaluation, timeout=20) is not None
+        assert e.wait_for_task(before, timeout=60) is not None
+        assert e.wait_for_task(evaluation, timeout=60) is not None
         with pytest.raises(TimeoutError, match="the executor is paused"):
             e.wait_for_task(after, timeout=0.05)
         with pytest.raises(RuntimeError, match=r"paused, .* call resume\(\) first"):
             e.wait_for_task(after)
         e.resume()
         workflow.let(2)
-        assert e.wait_for_task(after, timeout=20) is not None
+        assert e.wait_for_task(after, timeout=60) is not None
 
 
 def test_evaluations_have_places_of_their_own() -> None:
@@ -408,7 +408,7 @@ def test_evaluations_have_places_of_their_own() -> None:
         until(lambda: len(train.waiting) == 2 and len(evaluation.waiting) == 2)
         evaluation.let(0, 1, 2)
         for number in ids:
-            assert e.wait_for_task(number, timeout=20) is not None
+            assert e.wait_for_task(number, timeout=60) is not None
         assert len(train.waiting) == 2
         assert e.capacity.buffered == 0, "what is never trained on holds up nothing"
 

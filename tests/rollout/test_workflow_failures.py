@@ -68,7 +68,7 @@ def test_one_bad_episode_costs_itself_alone(bad: str) -> None:
         assert e.rejected == {reason: 1}
         # And so it is for a trainer.
         stream = iter(list(enumerate(items(5))))
-        batch = e.sessions_batch(stream, workflow, timeout=20)
+        batch = e.sessions_batch(stream, workflow, timeout=60)
     assert [group[0].group_id for group in batch] == ["data-0", "data-2", "data-3", "data-4"]
 
 
@@ -84,7 +84,7 @@ def test_a_member_that_fails_leaves_its_siblings_alone() -> None:
 
     with executor() as e:
         e.submit({"n": 7}, Doing(second_fails), group_size=4)
-        (result,) = e.wait(1, timeout=20)
+        (result,) = e.wait(1, timeout=60)
     assert result is not None
     assert numbers(result) == [7, 7, 7]
     assert e.rejected == {"failed": 1}
@@ -126,13 +126,13 @@ def test_an_agent_that_always_fails_ends_the_run(how: str) -> None:
         if how == "wait":
             for item in data:
                 e.submit(item, workflow)
-            e.wait(50, timeout=20)
+            e.wait(50, timeout=60)
         elif how == "rollout_batch":
             e.rollout_batch(data, workflow)
         elif how == "prepare_batch":
-            e.prepare_batch(data, workflow, timeout=20)
+            e.prepare_batch(data, workflow, timeout=60)
         else:
-            e.sessions_batch(stream, workflow, timeout=20)
+            e.sessions_batch(stream, workflow, timeout=60)
     assert 8 <= len(workflow.seen) <= 8 + 2 * 4, "those under way at the first failure are free"
 
 
@@ -144,7 +144,7 @@ def test_functions_that_always_fail_end_the_run_too() -> None:
         executor(max_failures=8) as e,
         pytest.raises(TrainingError, match=r"in a row failed.*AttributeError: no such field"),
     ):
-        e.prepare_batch(items(50), Doing(), should_accept_fn=broken, timeout=20)
+        e.prepare_batch(items(50), Doing(), should_accept_fn=broken, timeout=60)
 
 
 def test_a_success_now_and_then_is_enough() -> None:
@@ -164,7 +164,7 @@ def test_evaluations_that_fail_end_nothing() -> None:
     workflow = Doing(lambda _: ValueError("a bad agent"))
     with executor(max_failures=2) as e:
         ids = [e.submit(item, workflow, is_eval=True) for item in items(20)]
-        assert [e.wait_for_task(number, timeout=20) for number in ids] == [None] * 20
+        assert [e.wait_for_task(number, timeout=60) for number in ids] == [None] * 20
         assert len(e.rollout_batch(items(4), Doing())) == 4
 
 

@@ -14,7 +14,7 @@ from any_agent.rollout import WorkflowExecutor
 from any_agent.workflow import RolloutWorkflow, context
 from tests.workflow.tensors_lab import tensors
 
-LIMIT = 30.0
+LIMIT = 60.0
 """Seconds until a test that waits gives up."""
 
 

@@ -404,7 +404,7 @@ async def test_a_stop_ends_what_does_not_end(lab: Lab, monkeypatch: pytest.Monke
         await asyncio.Event().wait()
 
     lab.ranks[0].handler = answer
-    async with asyncio.timeout(30), serving(lab.config) as (_, port):
+    async with asyncio.timeout(60), serving(lab.config) as (_, port):
         lab.port = port
         wire = await lab.connect()
         await wire.send(b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n\r\n")

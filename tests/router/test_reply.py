@@ -41,7 +41,7 @@ class Writer:
         self._drained = drained
 
     async def drain(self) -> None:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             await self._drained.wait()
 
 

@@ -100,7 +100,7 @@ def test_it_ends_when_it_is_told_to(config: Path, number: signal.Signals) -> Non
         # A connection that is kept open holds nobody up.
         assert http.get("/readyz").status_code == 503
         process.send_signal(number)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     assert "Traceback" not in (config.parent / "router.log").read_text()
 
 
@@ -124,7 +124,7 @@ def test_it_comes_back_on_its_port_after_a_kill(config: Path) -> None:
 def test_it_tells_its_public_url(config: Path) -> None:
     with running(config, "--public-url", "https://rl.example.org") as (process, _):
         path = trial_dir(load_config(config, environ={})).registry / "router.json"
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not path.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -267,7 +267,7 @@ async def test_the_first_chunk_arrives_with_the_first_token(
         second = engine.hold(1)
         texts: list[str] = []
         async with (
-            asyncio.timeout(60),
+            asyncio.timeout(240),
             http.stream(
                 "POST",
                 "/v1/chat/completions",
@@ -300,7 +300,7 @@ async def test_a_calls_arguments_arrive_as_they_are_sampled(
     rest = engine.hold(len(ids) - 25)
     arguments = ""
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(240),
         http.stream(
             "POST",
             "/v1/chat/completions",

@@ -109,7 +109,7 @@ async def test_a_connection_that_is_not_accepted_in_time(monkeypatch: pytest.Mon
         for one in waiting:
             one.setblocking(False)
             one.connect_ex(full.getsockname())
-        async with open_upstream() as client, asyncio.timeout(15):
+        async with open_upstream() as client, asyncio.timeout(60):
             with pytest.raises(NeverSent):
                 url = f"http://127.0.0.1:{full.getsockname()[1]}"
                 await client.send("POST", url, "/", CIMultiDict(), b"{}")

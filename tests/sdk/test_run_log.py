@@ -107,7 +107,7 @@ async def test_half_a_character(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     await written(file)
     log = opened(file)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await log.ended(replace(DONE, item=1, state="failed", error="no file \udcff"))
     await log.end()
     log = opened(file)

@@ -386,7 +386,7 @@ with AgentSession("a", group_size=1, url={served.url!r}, api_key={served.tenant_
     admission = served.proxy.service.sessions.admission
     await until(lambda: admission.waiting)
     waiting.send_signal(signal.SIGINT)
-    _, said = await asyncio.wait_for(waiting.communicate(), 30)
+    _, said = await asyncio.wait_for(waiting.communicate(), 60)
     assert said.rstrip().endswith(b"KeyboardInterrupt")
     await until(lambda: not admission.waiting)
     await served.proxy.admit(5)

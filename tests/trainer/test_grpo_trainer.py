@@ -18,7 +18,7 @@ from any_agent.workflow import RolloutWorkflow
 from trainer import GRPOTrainer, grpo_trainer
 from trainer.signals import Stopped
 
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 class FakeService:

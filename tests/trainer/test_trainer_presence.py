@@ -33,7 +33,7 @@ def entry_in(folder: Path) -> Entry | None:
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

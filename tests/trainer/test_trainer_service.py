@@ -15,7 +15,7 @@ from any_agent.launcher.stopping import Terminated
 from trainer import service as module
 from trainer.service import Service
 
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 class FakeNode:

@@ -30,7 +30,7 @@ RUNS = [
 ]
 FILES = {("agent", "python"): "my_agent.py", ("program", "js"): "agent.mjs"}
 """What a page's other blocks call these blocks."""
-_LIMIT = 120.0
+_LIMIT = 300.0
 
 
 @pytest.fixture(scope="module")

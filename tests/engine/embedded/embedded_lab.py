@@ -15,7 +15,7 @@ from any_agent.types import GenerationHyperparameters, ModelRequest
 
 Serve: TypeAlias = Callable[..., Awaitable[str]]
 """The fixture ``serve``: an engine to the URL where it is served."""
-LIMIT = 20.0
+LIMIT = 60.0
 """Seconds until a test that waits for the engine gives up."""
 
 
