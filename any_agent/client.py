@@ -49,6 +49,7 @@ from any_agent.protocol import (
     StartSession,
     Veto,
 )
+from any_agent.service_url import names_file, url_file
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -60,13 +61,14 @@ class RLClient:
     """One service, reached by URL; every call raises the AnyAgentError that the service answered.
 
     ``url`` may be a function that says where the service is now, or None while nobody knows: it
-    is asked at each attempt, because a service that restarts may move. A connection that could
-    not be made is tried again for ``retry_for`` seconds (a rank that restarts). So is a lost reply
-    or a 503, but for polls: what must not happen twice has an Idempotency-Key of its own, and the
-    rest may. Without ``trust_env`` proxies named in the environment are not used. ``admin_key`` (or
-    a trainer's, or a tenant's) may be a function, too, for a key that changes. ``epoch`` is the
-    number of the trainer's start: once a later one was heard of, StaleOwner is raised. ``tls``: a
-    context that is there already, as reading all authorities' certificates takes 30 ms. ``http``:
+    is asked at each attempt, because a service that restarts may move. So is a file that holds it,
+    named as ``file:///shared/run/url``. A connection that could not be made is tried again for
+    ``retry_for`` seconds (a rank that restarts). So is a lost reply or a 503, but for polls: what
+    must not happen twice has an Idempotency-Key of its own, and the rest may. Without ``trust_env``
+    proxies named in the environment are not used. ``admin_key`` (or a trainer's, or a tenant's) may
+    be a function, too, for a key that changes. ``epoch`` is the number of the trainer's start: once
+    a later one was heard of, StaleOwner is raised. ``tls``: a context that is there already, as
+    reading all authorities' certificates takes 30 ms. ``http``:
     what sends the requests instead of httpx, for those who send many.
     """
 
@@ -82,6 +84,11 @@ class RLClient:
         tls: ssl.SSLContext | None = None,
         http: ManyRequests | None = None,
     ) -> None:
+        self._nowhere = "the service does not answer: nobody has said yet where it is"
+        if isinstance(url, str) and names_file(url):
+            file = url_file(url, "url")
+            url = file.read
+            self._nowhere = f"no service has written its URL into {file.path}; is it running?"
         self._where = url
         self._key = admin_key if callable(admin_key) else lambda: admin_key or ""
         self._epoch = {EPOCH_HEADER: str(epoch)} if epoch is not None else {}
@@ -376,7 +383,7 @@ class RLClient:
                 headers["Authorization"] = f"Bearer {bearer}"
             try:
                 if url is None:
-                    raise httpx.ConnectError("nobody has said where it is")
+                    raise httpx.ConnectError(self._nowhere)
                 response = await self._http.request(
                     method,
                     f"{url}/rl/v1{path}",
@@ -398,8 +405,9 @@ class RLClient:
                 never_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 if not (once or repeatable or never_sent) or late:
                     raise errors.ServiceUnavailable(
-                        f"{url or 'the service'} does not answer ({type(error).__name__}); "
-                        "is it running?"
+                        f"{url} does not answer ({type(error).__name__}); is it running?"
+                        if url is not None
+                        else self._nowhere
                     ) from error
             await asyncio.sleep(jittered(delay))
             delay = min(delay * 2, 2.0)

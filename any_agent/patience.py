@@ -17,6 +17,7 @@ from any_agent.connections import Connections
 from any_agent.errors import from_response
 from any_agent.jitter import jittered
 from any_agent.keys import SESSION_KEY_PREFIX
+from any_agent.service_url import moved
 
 _COUNT = "x-stainless-retry-count"
 """By which SDKs mark a call that is sent again: the service then samples nothing twice."""
@@ -44,6 +45,7 @@ class PatientTransport(httpx.AsyncBaseTransport):
         delay = 0.1
         while True:
             response: httpx.Response | None = None
+            request = _followed(request)
             try:
                 response = await self._inner.handle_async_request(request)
                 wait = await _wait_asked_for(response, delay)
@@ -116,6 +118,18 @@ def _of_a_session(request: httpx.Request) -> bool:
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
     key = bearer or request.headers.get("x-api-key", "")
     return bool(key.startswith(SESSION_KEY_PREFIX))
+
+
+def _followed(request: httpx.Request) -> httpx.Request:
+    """The same, or one to where the service has moved."""
+    to = moved(str(request.url))
+    if to is None:
+        return request
+    headers = request.headers.copy()
+    headers.pop("host", None)
+    return httpx.Request(
+        request.method, to, headers=headers, content=request.content, extensions=request.extensions
+    )
 
 
 async def _wait_asked_for(response: httpx.Response, delay: float) -> float | None:

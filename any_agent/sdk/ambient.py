@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
 import httpx
 
 from any_agent.keys import SESSION_KEY_PREFIX, session_prefix
+from any_agent.service_url import moved, names_file, url_file
 
 _PORTS = {"http": 80, "https": 443}
 _CALLS = ("chat", "completions", "responses", "messages", "embeddings", "models")
@@ -25,35 +27,53 @@ _REWARDS = ("set_reward", "finalize", "end_session")
 _NAMING = "x-any-agent-session"
 
 
-@dataclass(slots=True, eq=False)
-class Membership:
-    """Being in a session: its key, and where it may go."""
-
+@dataclass(frozen=True, slots=True)
+class _Place:
     scheme: str
     host: str
     port: int
     path: str
     """What the service's own paths come after."""
+
+
+@dataclass(slots=True, eq=False)
+class Membership:
+    """Being in a session: its key, and where it may go."""
+
+    service: str
+    """Its URL, or that of the file that holds it."""
     api_key: str = field(repr=False)
     outer: Membership | None = field(default=None, repr=False)
     over: bool = False
     """Whoever joined has left: nobody comes back here from an inner one."""
 
+    @property
+    def place(self) -> _Place | None:
+        """Where the service is now; None while nobody knows."""
+        url: str | None = self.service
+        if names_file(self.service):
+            url = url_file(self.service, "url").now()
+        return _place(url) if url is not None else None
 
-_current: ContextVar[Membership | None] = ContextVar("any_agent_session", default=None)
 
-
-def join(url: str, api_key: str) -> Membership:
-    """From here on this context is in the session with this key, of the service at ``url``."""
+@lru_cache(maxsize=64)
+def _place(url: str) -> _Place:
     parsed = httpx.URL(url)
-    membership = Membership(
+    return _Place(
         scheme=parsed.scheme,
         host=parsed.raw_host.decode("ascii"),
         port=parsed.port or _PORTS[parsed.scheme],
         path=parsed.path.rstrip("/"),
-        api_key=api_key,
-        outer=_not_over(_current.get()),
     )
+
+
+_current: ContextVar[Membership | None] = ContextVar("any_agent_session", default=None)
+
+
+def join(service: str, api_key: str) -> Membership:
+    """From here on this context is in the session with this key, of the service at a URL, or at the
+    one that a file holds."""
+    membership = Membership(service, api_key, outer=_not_over(_current.get()))
     _current.set(membership)
     return membership
 
@@ -83,14 +103,33 @@ def key_for(
     route, and where the request names a session itself.
     """
     here = _current.get()
-    if here is None or (scheme, host) != (here.scheme, here.host):
+    place = here.place if here is not None else None
+    if here is None or place is None or (scheme, host) != (place.scheme, place.host):
         return None
-    if (port or _PORTS[scheme]) != here.port or not path.startswith(f"{here.path}/"):
+    if (port or _PORTS[scheme]) != place.port or not path.startswith(f"{place.path}/"):
         return None
-    path = path[len(here.path) :]
+    path = path[len(place.path) :]
     if not _is_agents(path) or session_prefix(path) is not None or _names_session(headers):
         return None
     return here.api_key
+
+
+def followed(url: str, headers: Mapping[str, Any]) -> str | None:
+    """Where a session's request goes instead, as its service has moved since its client was made.
+
+    None for every other one: a request that is in no session, and one to where the service is.
+    """
+    to = moved(url)
+    if to is None:
+        return None
+    parsed = httpx.URL(to)
+    host = parsed.raw_host.decode("ascii")
+    ours = (
+        _names_session(headers)
+        or SESSION_KEY_PREFIX in parsed.path
+        or key_for(parsed.scheme, host, parsed.port, parsed.path, headers) is not None
+    )
+    return to if ours else None
 
 
 def _is_agents(path: str) -> bool:

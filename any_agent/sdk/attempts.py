@@ -165,7 +165,7 @@ class Attempts:
             },
             version=terms.version,
             ttl=terms.ttl,
-            url=terms.service.url,
+            url=terms.service.named,
             api_key=terms.service.api_key,
             wait=terms.wait,
             retry_for=terms.retry_for,

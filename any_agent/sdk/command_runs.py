@@ -83,13 +83,14 @@ class CommandRuns:
     async def _reach(self) -> None:
         """So that it is said once, and soon, that the service is away or its training has ended."""
         service = self.options.service
-        client = borrow_client(service, retry_for=_ANSWERS_WITHIN)
+        within = service.patience if service.file is not None else _ANSWERS_WITHIN
+        client = borrow_client(service, retry_for=within)
         try:
             info = await client.run_info()
         except Unauthenticated as error:
             raise key_refused(error, service) from None
         finally:
-            await return_client(service, retry_for=_ANSWERS_WITHIN)
+            await return_client(service, retry_for=within)
         if info.state == "finished" and self.options.mode == "train":
             raise RunFinished(
                 f"the training of {info.experiment}/{info.trial} has ended at step {info.step}: it "
@@ -126,7 +127,7 @@ class CommandRuns:
             mode=options.mode,
             metadata=options.metadata,
             ttl=options.limit + options.source.limit + _SPARE,
-            url=options.service.url,
+            url=options.service.named,
             api_key=options.service.api_key,
             wait=options.wait,
         )

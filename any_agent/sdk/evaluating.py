@@ -80,15 +80,16 @@ async def _watch(look: Callable[[], object]) -> None:
 
 
 async def _evaluate(options: EvalOptions, service: Service) -> Evaluated:
-    client = borrow_client(service, retry_for=_ANSWERS_WITHIN)
+    within = service.patience if service.file is not None else _ANSWERS_WITHIN
+    client = borrow_client(service, retry_for=within)
     try:
         run = await client.run_info()
     finally:
-        await return_client(service, retry_for=_ANSWERS_WITHIN)
+        await return_client(service, retry_for=within)
     version = {"current": run.version, "any": None}.get(str(options.version), options.version)
     assert version is None or isinstance(version, int)
     runner = AgentRunner(
-        url=service.url,
+        url=service.named,
         api_key=service.api_key,
         mode="eval",
         version=version,

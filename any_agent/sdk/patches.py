@@ -2,7 +2,8 @@
 
 Each client is patched where it sends one request, below its redirects and its own authentication.
 So every hop is judged by its own URL, no header is left on what a client goes on with, and the key
-can reach no other origin.
+can reach no other origin. Requests of a session go to where its service is now, if that has moved
+since their client was made.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-from any_agent.sdk.ambient import key_for
+from any_agent.sdk.ambient import followed, key_for
 
 log = logging.getLogger(__name__)
 
@@ -60,26 +61,37 @@ def _httpx_async(send: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _joined_httpx(request: Any) -> Any:
-    """The request itself, or a copy with the session's key: its owner may send it elsewhere."""
+    """The request itself, or a copy with the session's key, and to where its service has moved: its
+    owner may send it elsewhere."""
     url = request.url
+    if (to := followed(str(url), request.headers)) is not None:
+        url = type(url)(to)
     key = key_for(url.scheme, url.raw_host.decode("ascii"), url.port, url.path, request.headers)
-    if key is None:
+    if key is None and to is None:
         return request
     copy = object.__new__(type(request))
     copy.__dict__.update(request.__dict__)
     copy.headers = request.headers.copy()
-    _put(copy.headers, key)
+    if to is not None:
+        copy.url = url
+        copy.headers["Host"] = url.netloc.decode("ascii")
+    if key is not None:
+        _put(copy.headers, key)
     return copy
 
 
 def _requests(send: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(send)
     def send_one(adapter: Any, request: Any, *arguments: Any, **named: Any) -> Any:
-        key = _key_for_requests(request)
-        if key is None:
+        to = followed(request.url, request.headers)
+        key = _key_for_requests(to or request.url, request.headers)
+        if key is None and to is None:
             return send(adapter, request, *arguments, **named)
         joined = request.copy()
-        _put(joined.headers, key)
+        if to is not None:
+            joined.url = to
+        if key is not None:
+            _put(joined.headers, key)
         with _not_shown(joined, request):
             response = send(adapter, joined, *arguments, **named)
         response.request = request
@@ -88,14 +100,14 @@ def _requests(send: Callable[..., Any]) -> Callable[..., Any]:
     return send_one
 
 
-def _key_for_requests(request: Any) -> str | None:
+def _key_for_requests(text: str, headers: Any) -> str | None:
     try:
-        url = urlsplit(request.url)
+        url = urlsplit(text)
         port = url.port
     except ValueError:
         # What is no URL is the adapter's to refuse.
         return None
-    return key_for(url.scheme, url.hostname, port, url.path, request.headers)
+    return key_for(url.scheme, url.hostname, port, url.path, headers)
 
 
 @contextmanager
@@ -134,6 +146,21 @@ def _aiohttp(send: Callable[..., Any]) -> Callable[..., Any]:
     return send_one
 
 
+def _aiohttp_made(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def make(request: Any, method: str, url: Any, *arguments: Any, **named: Any) -> None:
+        # Where it goes is asked of it before it is sent: connections are made by it.
+        to = followed(str(url), _names_as_sent(named.get("headers")))
+        init(request, method, url if to is None else type(url)(to), *arguments, **named)
+
+    return make
+
+
+def _names_as_sent(headers: Any) -> dict[str, Any]:
+    pairs = headers.items() if hasattr(headers, "items") else headers or ()
+    return {str(name).lower(): value for name, value in pairs}
+
+
 def _put(headers: Any, key: str) -> None:
     for name in _REPLACED:
         headers.pop(name, None)
@@ -157,7 +184,10 @@ _PLACES: dict[str, Sequence[_Place]] = {
         )
         for package in ("httpx", "httpx2")
     },
-    "aiohttp.client_reqrep": (_Place("ClientRequest", "send", _aiohttp),),
+    "aiohttp.client_reqrep": (
+        _Place("ClientRequest", "send", _aiohttp),
+        _Place("ClientRequest", "__init__", _aiohttp_made),
+    ),
     "requests.adapters": (_Place("HTTPAdapter", "send", _requests),),
 }
 """By the module that has them."""

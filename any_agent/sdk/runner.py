@@ -38,9 +38,9 @@ class AgentRunner:
     them one after the other stop all in any case. ``timeout``: seconds that one attempt may take.
     ``missing_reward``: what becomes of a run that gave no reward: `"fail"`, `"await"` (somebody
     else gives it later), or a number that it is given. ``wait``: seconds to wait for a slot, of
-    which training gives out no more than it wants. ``retry_for``: seconds to try again while the
-    service is away. ``progress``: called with a :class:`Progress` at each change; True shows a
-    bar, None does on a terminal, False never. ``ttl`` and ``version`` are those of the sessions.
+    which training gives out no more than it wants. ``retry_for``: as that of
+    :class:`AgentSession`. ``progress``: called with a :class:`Progress` at each change; True shows
+    a bar, None does on a terminal, False never. ``ttl`` and ``version`` are those of the sessions.
     ``url`` and ``api_key`` are by default those of the environment (`find_service`).
     ``agent_name``: a file of results that was begun under another one is refused.
     """
@@ -61,7 +61,7 @@ class AgentRunner:
         version: int | Literal["current"] | None = None,
         ttl: float | None = None,
         wait: float = 3600.0,
-        retry_for: float = 60.0,
+        retry_for: float | None = None,
         url: str | None = None,
         api_key: str | None = None,
         progress: bool | Callable[[Progress], object] | None = None,
@@ -91,7 +91,7 @@ class AgentRunner:
             timeout=timeout,
             missing_reward=missing_reward,
             wait=wait,
-            retry_for=retry_for,
+            retry_for=self._service.patience if retry_for is None else retry_for,
             ttl=ttl,
             version=version,
         )

@@ -21,10 +21,14 @@ from any_agent.connections import proxied
 from any_agent.errors import ConfigError
 from any_agent.keys import SESSION_KEY_PREFIX
 from any_agent.many_requests import ManyRequests
+from any_agent.service_url import UrlFile, checked_url, names_file, url_file
 
 _URLS = ("ANY_AGENT_URL", "OPENAI_BASE_URL")
 _TIMEOUT = 60.0
 """Seconds for an answer, beyond what a request asks to wait."""
+_PATIENCE = 60.0
+_PATIENCE_WHILE_MOVING = 900.0
+"""Seconds: a scheduler that stops a run starts it again after some minutes."""
 _KEYS = ("ANY_AGENT_API_KEY", "OPENAI_API_KEY")
 _KEY = re.compile(r"[\x21-\x7e]+")
 
@@ -33,13 +37,30 @@ _KEY = re.compile(r"[\x21-\x7e]+")
 class Service:
     """Where a service is, and the key that opens sessions there (None: it needs none)."""
 
-    url: str
-    """Without `/v1`."""
+    named: str
+    """Its URL without `/v1`; or that of a file that holds it, ``file:///shared/run/url``."""
     api_key: str | None = field(default=None, repr=False)
     url_from: str = field(default="url", compare=False)
     """What named it: the argument, or a variable of the environment."""
     key_from: str | None = field(default=None, compare=False)
     """What gave the key."""
+
+    @property
+    def url(self) -> str:
+        """Where it is now, without `/v1`; while nobody has said where, the file's URL."""
+        if self.file is None:
+            return self.named
+        return self.file.now() or self.named
+
+    @property
+    def patience(self) -> float:
+        """Seconds to try again while it is away, where nobody says so."""
+        return _PATIENCE if self.file is None else _PATIENCE_WHILE_MOVING
+
+    @property
+    def file(self) -> UrlFile | None:
+        """What says where it is, if a file does."""
+        return url_file(self.named, self.url_from) if names_file(self.named) else None
 
 
 def find_service(
@@ -48,7 +69,8 @@ def find_service(
     environ: Mapping[str, str] | None = None,
 ) -> Service:
     """The arguments, else `ANY_AGENT_URL` and `ANY_AGENT_API_KEY`, else `OPENAI_BASE_URL` and
-    `OPENAI_API_KEY`, each by itself; with or without `/v1`.
+    `OPENAI_API_KEY`, each by itself; with or without `/v1`. ``file:///shared/run/url`` names a file
+    that holds the URL, as long as the service is there: it may move, and come later.
 
     ConfigError if nothing names a service, for what is no URL, and for a key that is a session's.
     """
@@ -72,7 +94,12 @@ def find_service(
         raise ConfigError(
             f"{key_from} is no key: it holds white space, or other characters that no key has"
         )
-    return Service(_checked(found.strip(), url_from), key, url_from, key_from if key else None)
+    found = found.strip()
+    if names_file(found):
+        url_file(found, url_from).read()
+    else:
+        found = checked_url(found, url_from)
+    return Service(found, key, url_from, key_from if key else None)
 
 
 def service_of_options(url: str | None, key_file: str | None) -> Service:
@@ -104,31 +131,6 @@ def _first(
     return next(((environ[name], name) for name in names if environ.get(name)), (None, argument))
 
 
-def _checked(url: str, named_by: str) -> str:
-    try:
-        parsed = httpx.URL(url)
-    except (httpx.InvalidURL, ValueError):
-        parsed = httpx.URL("")
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(
-            f"{named_by} is {url[:200]!r}, which is no URL of a service: it begins with http:// "
-            "or https://, like http://127.0.0.1:8000"
-        )
-    if parsed.userinfo:
-        raise ConfigError(
-            f"{named_by} holds a user or a password before its host: keys go into "
-            "ANY_AGENT_API_KEY, as URLs are written into logs"
-        )
-    if SESSION_KEY_PREFIX in parsed.path:
-        raise ConfigError(
-            f"{named_by} names one session in its path, under which no others are opened: leave "
-            "the session's key out"
-        )
-    if parsed.query or parsed.fragment:
-        raise ConfigError(f"{named_by} must end with its path, without ? or #")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
 # -- connections -----------------------------------------------------------------------------------
 
 
@@ -154,12 +156,14 @@ def borrow_client(service: Service, *, retry_for: float) -> RLClient:
     shared = of_loop.get((service, retry_for))
     if shared is None:
         tls = tls_context()
+        # Whether a proxy stands before a service that moves is asked at each request.
+        behind_proxy = proxied(None if service.file is not None else service.named)
         client = RLClient(
-            service.url,
+            service.named,
             admin_key=service.api_key,
             retry_for=retry_for,
             tls=tls,
-            http=None if proxied(service.url) else ManyRequests(timeout=_TIMEOUT, tls=tls),
+            http=None if behind_proxy else ManyRequests(timeout=_TIMEOUT, tls=tls),
             timeout=_TIMEOUT,
         )
         shared = of_loop[service, retry_for] = _Shared(client)

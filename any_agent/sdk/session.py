@@ -244,8 +244,9 @@ class AgentSession:
     ``url`` and ``api_key`` are by default those of the environment (`find_service`). Fields of
     :class:`any_agent.protocol.StartSession`: ``task_id``, ``group_id``, ``group_size``, ``mode``,
     ``metadata``, ``version``, ``ttl`` (seconds). ``wait``: seconds to wait for a slot.
-    ``retry_for``: seconds to try again while the service is away. ``idempotency_key``: whoever has
-    opened a session with it before gets that one again. ``on_missing_reward``: what leaving it
+    ``retry_for``: seconds to try again while the service is away (default: 60; 900 where its URL
+    stands in a file, as it may be moving). ``idempotency_key``: whoever has opened a session with
+    it before gets that one again. ``on_missing_reward``: what leaving it
     normally without any reward does: raise (and abort), abort, or await the reward, which somebody
     else gives then.
     """
@@ -263,7 +264,7 @@ class AgentSession:
         url: str | None = None,
         api_key: str | None = None,
         wait: float = 300.0,
-        retry_for: float = 60.0,
+        retry_for: float | None = None,
         idempotency_key: str | None = None,
         on_missing_reward: OnMissingReward = "raise",
     ) -> None:
@@ -281,7 +282,7 @@ class AgentSession:
         }
         _check(self._fields)
         self._wait = wait
-        self._retry_for = retry_for
+        self._retry_for = self.service.patience if retry_for is None else retry_for
         self._idempotency_key = idempotency_key
         self._on_missing_reward = on_missing_reward
         self._opening = False
@@ -344,7 +345,7 @@ class AgentSession:
 
     def _join(self, session: AsyncSession) -> None:
         patches.acquire()
-        self._membership = ambient.join(session.url, session.api_key)
+        self._membership = ambient.join(self.service.named, session.api_key)
 
     def _leave(self) -> None:
         assert self._membership is not None

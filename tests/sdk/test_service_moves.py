@@ -1,0 +1,253 @@
+"""A service whose URL stands in a file: it comes, goes and moves, and its clients follow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from any_agent import AgentRunner, AgentSession
+from any_agent.client import RLClient
+from any_agent.errors import ConfigError, ServiceUnavailable
+from any_agent.many_requests import Answer, ManyRequests
+from any_agent.patience import PatientTransport
+from any_agent.sdk import ambient, find_service
+from any_agent.sdk.patches import patches
+from any_agent.sdk.session import AsyncSession
+from any_agent.service_url import moved, url_file
+from tests.sdk.conftest import ADMIN, Serve, Served
+from tests.sdk.hops import CLIENTS, Get, Server, serving
+
+KEY = "sk-v1.0.aaaaaaaaaaaaaaaaaaaaaaaa.bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:tests.sdk.hops")
+SAID = {"model": "any", "messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.fixture
+async def first() -> AsyncIterator[Server]:
+    async with serving() as server:
+        yield server
+
+
+@pytest.fixture
+async def second() -> AsyncIterator[Server]:
+    async with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "url"
+
+
+def put(place: Path, url: str) -> None:
+    place.write_text(f"{url}\n")
+
+
+def write(place: Path, url: str) -> None:
+    """As the service does, and seen at once."""
+    put(place, url)
+    url_file(place.as_uri(), "url").read()
+
+
+def test_what_a_file_says(place: Path) -> None:
+    service = find_service(place.as_uri())
+    assert (service.named, service.url) == (place.as_uri(), place.as_uri())
+    write(place, "http://10.0.0.1:8000/v1/")
+    assert service.url == "http://10.0.0.1:8000"
+    # Neither a file that is away nor an empty one says that the service is nowhere.
+    for gone in (lambda: place.write_text(""), place.unlink):
+        gone()
+        assert url_file(place.as_uri(), "url").read() == "http://10.0.0.1:8000"
+    write(place, "https://10.0.0.2:9000")
+    assert service.url == "https://10.0.0.2:9000"
+    assert find_service(f"file://localhost{place}").url == service.url
+
+
+@pytest.mark.parametrize(
+    "url", ["file:url", "file://host/shared/url", "file:///x?y", "file:///x#y"]
+)
+def test_what_names_no_file(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"ANY_AGENT_URL is .*by its whole path"):
+        find_service(environ={"ANY_AGENT_URL": url})
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1:8000", "http://me:secret@host", "file:///other"])
+async def test_a_file_with_something_else(place: Path, text: str) -> None:
+    put(place, text)
+    with pytest.raises(ConfigError, match=f"the file {place}") as refused:
+        find_service(place.as_uri())
+    assert "secret" not in str(refused.value)
+    async with RLClient(place.as_uri()) as client:
+        with pytest.raises(ConfigError, match=f"the file {place}"):
+            await client.run_info()
+
+
+async def test_a_service_that_was_not_there_yet(serve: Serve, place: Path) -> None:
+    async with RLClient(place.as_uri(), retry_for=0.1) as client:
+        with pytest.raises(ServiceUnavailable, match=f"has written its URL into {place}"):
+            await client.run_info()
+    opening = AgentSession(url=place.as_uri(), api_key=ADMIN)
+
+    async def opened() -> AsyncSession:
+        return await opening.__aenter__()
+
+    waits = asyncio.create_task(opened())
+    served = await serve()
+    write(place, served.url)
+    session = await waits
+    assert session.base_url == f"{served.url}/v1"
+    await session.abort()
+    await opening.__aexit__(None, None, None)
+
+
+async def test_a_client_of_the_rl_routes(serve: Serve, place: Path) -> None:
+    """It has no connection where the service was, looks again, and finds it."""
+    served = await serve()
+    put(place, "http://127.0.0.1:9")
+
+    class Moves(ManyRequests):
+        async def request(self, *arguments: Any, **named: Any) -> Answer:
+            try:
+                return await super().request(*arguments, **named)
+            except httpx.ConnectError:
+                put(place, served.url)
+                raise
+
+    http = Moves(timeout=60.0)
+    async with RLClient(place.as_uri(), admin_key=served.tenant_key, http=http) as client:
+        started = await client.start_session()
+        assert await served.state(started.session_id) == "open"
+
+
+@pytest.mark.parametrize("get", CLIENTS)
+async def test_clients_that_know_the_earlier_place(
+    get: Get, first: Server, second: Server, place: Path
+) -> None:
+    write(place, first.url)
+    patches.acquire()
+    membership = ambient.join(place.as_uri(), KEY)
+    try:
+        await get(f"{first.url}/v1/models", {})
+        write(place, second.url)
+        await get(f"{first.url}/v1/models", {})
+        # Outside of every session it has one key, which is not theirs to send elsewhere.
+        assert [path for path, _ in second.seen] == ["/v1/models"]
+        await get(f"{first.url}/rl/v1/sessions", {})
+    finally:
+        ambient.leave(membership)
+        patches.release()
+    assert second.keys == [f"Bearer {KEY}"]
+    assert [head.get("host") for _, head in second.seen] == [second.url.removeprefix("http://")]
+    assert [path for path, _ in first.seen] == ["/v1/models", "/rl/v1/sessions"]
+    await get(f"{first.url}/v1/models", {})
+    assert len(second.seen) == 1
+
+
+async def test_the_key_goes_to_nobody_who_came_to_the_earlier_place(
+    first: Server, second: Server, place: Path
+) -> None:
+    """A client that bears the session's key itself, in no session: it is the service's."""
+    write(place, first.url)
+    write(place, second.url)
+    patches.acquire()
+    try:
+        for get in CLIENTS:
+            if "auth" not in get.__name__:
+                await get(f"{first.url}/v1/models", {"Authorization": f"Bearer {KEY}"})
+                await get(f"{first.url}/v1/models", {"Authorization": "Bearer sk-proj-mine"})
+    finally:
+        patches.release()
+    assert set(second.keys) == {f"Bearer {KEY}"}
+    assert set(first.keys) == {"Bearer sk-proj-mine"}
+    assert len(first.keys) == len(second.keys) > 3
+
+
+async def test_the_client_that_waits(second: Server, place: Path) -> None:
+    """It is sent again to where the service has moved meanwhile."""
+    write(place, "http://127.0.0.1:9")
+
+    class Moves(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            try:
+                return await super().handle_async_request(request)
+            except httpx.ConnectError:
+                write(place, second.url)
+                raise
+
+    transport = PatientTransport(Moves(trust_env=False), patience=10.0)
+    async with httpx.AsyncClient(transport=transport) as http:
+        response = await http.post(
+            "http://127.0.0.1:9/v1/x", json={"a": 1}, headers={"Authorization": f"Bearer {KEY}"}
+        )
+    assert response.status_code == 200
+    assert [path for path, _ in second.seen] == ["/v1/x"]
+
+
+def test_only_below_the_earlier_place(place: Path) -> None:
+    write(place, "http://10.9.0.1:80/here")
+    write(place, "http://10.9.0.2:81")
+    assert moved("http://10.9.0.1:80/here/v1/x?y=%2F") == "http://10.9.0.2:81/v1/x?y=%2F"
+    for other in (
+        "http://10.9.0.1:80/hereafter/v1",
+        "http://10.9.0.1:80/",
+        "http://10.9.0.2:81/v1",
+    ):
+        assert moved(other) is None
+    # Another one came to where this one was.
+    beside = place.with_name("other")
+    write(beside, "http://10.9.0.1:80/here")
+    assert moved("http://10.9.0.1:80/here/v1/x") is None
+    write(beside, "http://10.9.0.3:80")
+    assert moved("http://10.9.0.1:80/here/v1/x") == "http://10.9.0.3:80/v1/x"
+    # Back again: the other place is the earlier one now.
+    write(place, "http://10.9.0.1:80/here")
+    assert moved("http://10.9.0.1:80/here/v1/x") is None
+    assert moved("http://10.9.0.2:81/v1/x") == "http://10.9.0.1:80/here/v1/x"
+
+
+@pytest.mark.parametrize("name", ["ANY_AGENT_URL", "OPENAI_BASE_URL"])
+async def test_an_agent_that_finds_the_file_in_its_environment(
+    served: Served, place: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also OpenAI's own client, which takes the file's URL for the service's."""
+    write(place, served.url)
+    monkeypatch.delenv("OPENAI_BASE_URL")
+    monkeypatch.setenv(name, place.as_uri())
+    monkeypatch.setenv("OPENAI_API_KEY", served.tenant_key)
+    async with AgentSession("task") as session:
+        base_url = session.base_url if name == "ANY_AGENT_URL" else None
+        async with AsyncOpenAI(base_url=base_url, max_retries=0) as client:
+            await client.chat.completions.create(**SAID)  # type: ignore[call-overload]
+        await session.set_reward(1.0)
+    assert await served.state(session.session_id) == "finalized"
+
+
+async def test_a_runner_follows(served: Served, second: Server, place: Path) -> None:
+    """While its agents run, the service comes to the place that the file says: the calls of clients
+    that it gave them before, the rewards and the ends go there."""
+    write(place, "http://127.0.0.1:9")
+    clients = []
+
+    async def agent(item: str, session: AsyncSession) -> float:
+        client = session.openai(max_retries=0)
+        clients.append(client)
+        # As if it had been there when the client was made.
+        earlier = AsyncOpenAI(
+            base_url="http://127.0.0.1:9/v1", api_key=session.api_key, max_retries=0
+        )
+        for each in (client, earlier):
+            await each.chat.completions.create(**SAID)  # type: ignore[call-overload]
+            await each.close()
+        return 1.0
+
+    write(place, served.url)
+    runner = AgentRunner(url=place.as_uri(), group_size=2, progress=False)
+    results = await runner.arun(agent, ["a"])
+    assert [result.state for result in results] == ["finalized"] * 2
+    assert not second.seen
