@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from array import array
 from collections import Counter
@@ -44,6 +43,8 @@ _JSON = {"Content-Type": "application/json"}
 _LONG_ANSWER = 262_144
 """Bytes of a whole answer that is read in a thread: megabytes, with many tokens' likeliest ones,
 take tenths of a second."""
+HALF_LOADED = -1
+"""The version of weights that are no version's: nothing is sampled with them."""
 _MAX_FRUITLESS = 5
 """Resubmissions in a row of one call whose engine died before a token came."""
 
@@ -100,7 +101,8 @@ class SGLangEngine:
 
     @property
     def version(self) -> int:
-        """What the engine last said; also after a restart with other weights."""
+        """What the engine last said; also after a restart with other weights. `HALF_LOADED`: it
+        says no number, as while weights come bucket by bucket."""
         return self._version
 
     @property
@@ -121,8 +123,11 @@ class SGLangEngine:
     async def info(self) -> dict[str, Any]:
         """The engine's `/model_info`; EngineUnavailable if it does not answer."""
         data = await self._control.tell("model_info")
-        with contextlib.suppress(TypeError, ValueError):
-            self._version = version_number(data.get("weight_version"))
+        if "weight_version" in data:
+            try:
+                self._version = version_number(data["weight_version"])
+            except (TypeError, ValueError):
+                self._version = HALF_LOADED
         return data
 
     async def server_info(self) -> dict[str, Any]:
@@ -287,6 +292,10 @@ class SGLangEngine:
         self, request: ModelRequest, *, stream: bool
     ) -> AsyncGenerator[GenerationChunk]:
         """One request to the engine; its last chunk has a stop reason, or it raises."""
+        if self._pause_mode == "in_place":
+            # The cache stays as it is: no prefix of another version's weights may be found in it.
+            salt = f"{request.cache_salt or ''}@{self._version}"
+            request = replace(request, cache_salt=salt)
         runs = True
         try:
             async with self._http.post(
@@ -346,8 +355,8 @@ class SGLangEngine:
                 # SGLang samples a token for it, which it cannot while it is paused.
                 await self._control.ask("GET", "/health", within=_HEALTH_TIMEOUT)
                 await self.require_model()
-            else:
-                await self.info()
+                return self._version != HALF_LOADED
+            await self.info()
         except EngineUnavailable:
             return False
         except ConfigError as error:

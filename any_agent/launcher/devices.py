@@ -12,6 +12,8 @@ from pathlib import Path
 from any_agent.config import Config
 from any_agent.errors import ConfigError
 
+SHARED_GPUS = "ANY_AGENT_SHARED_GPUS"
+"""A trainer's variable: "1" where its GPUs are engines', too, "0" where they are not."""
 _SIGNS = ("nvidiactl", "nvidia0", "dxg", "kfd", "nvhost-gpu", "nvgpu")
 """In `/dev`: NVIDIA's driver, that of Windows' Linux, AMD's, and those of small boards."""
 
@@ -39,8 +41,8 @@ class Deal:
 
     @property
     def shared(self) -> bool:
-        """Whether the trainer's GPUs may be engines', too."""
-        return self.trainer is None
+        """Whether the trainer's GPUs are engines', too."""
+        return self.trainer is None and any(self.engines)
 
 
 def deal(config: Config, visible: Sequence[str], *, engines: int, trains: bool) -> Deal:

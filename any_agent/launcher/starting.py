@@ -13,7 +13,7 @@ from typing import Any
 
 from any_agent.config import SECRET_VARIABLES, Config
 from any_agent.launcher.address import answers, from_here
-from any_agent.launcher.devices import deal, visible_gpus
+from any_agent.launcher.devices import SHARED_GPUS, deal, visible_gpus
 from any_agent.launcher.engines import engine_command, engine_ready, start_timeout
 from any_agent.launcher.model import Model
 from any_agent.launcher.part import Part
@@ -143,6 +143,8 @@ class Starter:
         settings = self._dir.resolved
         gpus = self._deal.trainer
         variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus is not None else {}
+        # It decides by which way weights go to the engines.
+        variables[SHARED_GPUS] = str(int(self._deal.shared))
         self.add(
             "trainer",
             lambda: Command(

@@ -114,3 +114,33 @@ async def test_an_engine_that_is_away_is_not_another_model() -> None:
             await client.require_model()
     finally:
         await client.close()
+
+
+async def test_half_loaded_weights_are_no_version(scripted: ScriptedEngine) -> None:
+    """While they come bucket by bucket, SGLang says `loading-7`."""
+    async with client_of(scripted, update_wait=1) as client:
+        scripted.weight_version = "loading-7"
+        with pytest.raises(EngineUnavailable):
+            await all_of(client, request("r"), stream=False)
+        await client.info()
+        assert client.version == -1
+        scripted.weight_version = "7"
+        await until(lambda: not client.away)
+        assert client.version == 7
+        assert (await all_of(client, request("s"), stream=False))[-1].versions[-1] == 7
+
+
+@BOTH
+async def test_a_cache_that_stays_is_each_versions_own(
+    scripted: ScriptedEngine, stream: bool
+) -> None:
+    async with client_of(scripted, update_mode="in_place") as client:
+        for version in (0, 1):
+            await client.pause()
+            scripted.weight_version = str(version)
+            await client.resume(version)
+            await all_of(client, replace(request(f"r{version}"), cache_salt="mine"), stream=stream)
+    assert [body["cache_salt"] for body in scripted.requests] == ["mine@0", "mine@1"]
+    async with client_of(scripted) as client:
+        await all_of(client, request("flushed"), stream=stream)
+    assert "cache_salt" not in scripted.requests[-1]
