@@ -5,6 +5,7 @@
     step-00000012/            model, configuration, tokenizer: Hugging Face's layout
       trainer/                kept apart: engines load every *.safetensors beside the model
         optimizer.safetensors   moments by parameter name
+        optimizer/              those of divided weights, a file of each process
         rng.safetensors         torch's generators
         state.json              steps, optimizer scalars, Python's and numpy's generators,
                                 and what the caller counts
@@ -19,18 +20,23 @@ import logging
 import random
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from any_agent.atomic import remove_folder, whole_folder, write_whole
 from any_agent.errors import NotFound, StartupError
 from any_agent.rundir import checkpoint_problem
+from trainer.parallel.shards import load_shards, moments, names_in, save_shard
+from trainer.parallel.world import World
 from trainer.policy import Policy, PolicyConfig
 from trainer.weights import save_pretrained
 
@@ -60,6 +66,9 @@ def save_checkpoint(
 
     ``state`` is what the caller counts (versions, consumed session ids, ...): JSON. A folder of
     the same step, left by a history that was given up, is replaced.
+
+    Where several processes train together the leading one calls it, and the others write their
+    shares of the optimizer's state; any number of processes can go on from that.
     """
     target = root / f"step-{policy.steps:08d}"
     document = _state_document(policy, state)
@@ -67,7 +76,7 @@ def save_checkpoint(
         save_pretrained(policy, tokenizer, folder)
         extra = folder / "trainer"
         extra.mkdir()
-        save_file(_optimizer_tensors(policy), extra / "optimizer.safetensors")
+        _save_optimizer(policy, extra)
         save_file(_torch_generators(), extra / "rng.safetensors")
         (extra / "state.json").write_text(document, encoding="utf-8")
         _write_manifest(folder)
@@ -78,23 +87,24 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: Path, config: PolicyConfig | None = None
+    path: Path, config: PolicyConfig | None = None, *, world: World | None = None
 ) -> tuple[Policy, dict[str, Any]]:
     """A policy that goes on exactly where :func:`save_checkpoint` was called, and its ``state``.
 
     The optimizer's settings are those saved (the learning rate may be under a schedule); from
     ``config`` come the device, chunks and the like. Restores the generators of torch, Python and
-    numpy. Raises NotFound if the folder is not a whole checkpoint, StartupError if it does not fit.
+    numpy. All processes of a ``world`` must call it together. Raises NotFound if the folder is not
+    a whole checkpoint, StartupError if it does not fit.
     """
     problem = checkpoint_problem(path)
     if problem:
         raise NotFound(f"{path} is not a whole checkpoint: {problem}")
-    policy = Policy.load(path, config)
+    policy = Policy.load(path, config, world)
     extra = path / "trainer"
     saved = json.loads((extra / "state.json").read_text(encoding="utf-8"))
     if saved["format"] != FORMAT:
         raise StartupError(f"{path}: format {saved['format']}, this version reads {FORMAT}")
-    _restore_optimizer(policy, load_file(extra / "optimizer.safetensors"), saved["optimizer"])
+    _restore_optimizer(policy, extra, saved["optimizer"])
     policy.steps = saved["steps"]
     # Last: building the model drew random numbers.
     _restore_generators(load_file(extra / "rng.safetensors"), saved["generators"])
@@ -173,24 +183,42 @@ def _named_parameters(policy: Policy) -> list[tuple[str, Tensor]]:
     return [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
 
 
-def _optimizer_tensors(policy: Policy) -> dict[str, Tensor]:
-    out = {}
-    for name, parameter in _named_parameters(policy):
-        for key, value in policy.optimizer.state.get(parameter, {}).items():
-            out[f"{name}/{key}"] = value.detach().contiguous()
-    return out
+def _save_optimizer(policy: Policy, folder: Path) -> None:
+    state = moments(policy)
+    if policy.world is not None:
+        shares = folder / "optimizer"
+        shares.mkdir()
+        with policy.crew.saving(shares) if policy.crew is not None else nullcontext():
+            save_shard(policy, shares)
+        # What all processes have alike: the steps that each parameter has seen.
+        state = {name: t for name, t in state.items() if not isinstance(t, DTensor)}
+    save_file({name: t.contiguous() for name, t in state.items()}, folder / "optimizer.safetensors")
 
 
-def _restore_optimizer(
-    policy: Policy, tensors: dict[str, Tensor], groups: list[dict[str, Any]]
-) -> None:
-    names = [name for name, _ in _named_parameters(policy)]
-    index = {name: k for k, name in enumerate(names)}
+def _restore_optimizer(policy: Policy, folder: Path, groups: list[dict[str, Any]]) -> None:
+    """The moments of this process's parameters, whoever wrote them."""
+    plain = folder / "optimizer.safetensors"
+    shares = folder / "optimizer"
+    parameters = dict(_named_parameters(policy))
+    divided: dict[str, Tensor] = {}
+    alike: dict[str, Tensor] = {}
+    with safe_open(plain, framework="pt") as file:
+        kept = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+        for full_name in sorted(kept.keys() | names_in(shares)):
+            name = full_name.rsplit("/", 1)[0]
+            if name not in parameters:
+                raise StartupError(
+                    f"the optimizer's state names a parameter the model lacks: {name}"
+                )
+            if kept.get(full_name) == []:
+                alike[full_name] = file.get_tensor(full_name)
+            else:
+                divided[full_name] = torch.zeros_like(parameters[name]).detach()
+    load_shards(shares if shares.is_dir() else folder, divided)
+    index = {name: k for k, name in enumerate(parameters)}
     state: dict[int, dict[str, Tensor]] = {}
-    for full_name, tensor in tensors.items():
+    for full_name, tensor in (alike | divided).items():
         name, key = full_name.rsplit("/", 1)
-        if name not in index:
-            raise StartupError(f"the optimizer's state names a parameter the model lacks: {name}")
         state.setdefault(index[name], {})[key] = tensor
     now = policy.optimizer.state_dict()["param_groups"]
     merged = [group | saved for group, saved in zip(now, groups, strict=True)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,19 @@ from torch.utils.checkpoint import checkpoint
 from any_agent.errors import ConfigError, StartupError
 from trainer.buckets import Bucket, in_buckets, stored_tensors
 from trainer.loss import LossConfig, LossStats, policy_loss
-from trainer.packing import Batch, TrainedTokens, trained_tokens
+from trainer.packing import (
+    Batch,
+    Row,
+    TrainedTokens,
+    count_trained,
+    micro_batches,
+    trained_tokens,
+)
+from trainer.parallel.sharding import Whole, shard, summed, whole_tensor
+from trainer.parallel.world import World, alone
+
+if TYPE_CHECKING:
+    from trainer.parallel.crew import Crew
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +48,10 @@ class PolicyConfig:
     head_chunk: int = 1024
     attention: str = "sdpa"
     gradient_checkpointing: bool = False
+    dtype: torch.dtype | None = None
+    """What passes compute in; None: in the weights' own type."""
+    offload: bool = False
+    """Weights, gradients and optimizer stay in the machine's memory between their uses."""
     device: str = "cpu"
     threads: int | None = None
 
@@ -63,25 +79,47 @@ class StepResult:
     micro_batches: int
 
 
+class GradientNotFinite(FloatingPointError):
+    """Of a step all of whose log-probabilities are finite on this process."""
+
+
 class Policy:
     """A causal language model, its AdamW, and how many optimizer steps it has made.
 
     ``model`` is a transformers causal LM, its parameters the float32 master copy. Dropout is off:
     the policy trained must be the one that sampled. Nothing in here draws random numbers: the same
-    weights, optimizer state and batches give the same step, bit for bit (on one kind of machine).
+    weights, optimizer state and batches give the same step, bit for bit (on one kind of machine,
+    with one number of processes).
+
+    In a ``world`` of several processes each has its share of the weights, of gradients and of the
+    optimizer, and all must call :meth:`step` together, each with its own batches; what one of them
+    leads is its ``crew``'s affair. A single process divides nothing, unless ``config`` wants what
+    needs it.
     """
 
-    def __init__(self, model: Any, config: PolicyConfig | None = None) -> None:
+    def __init__(
+        self, model: Any, config: PolicyConfig | None = None, world: World | None = None
+    ) -> None:
         self.config = config or PolicyConfig()
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
+        if world is None and (self.config.dtype is not None or self.config.offload):
+            world = alone(self.config.device)
+        self.world = world
+        self.crew: Crew | None = None
+        """The other processes, where this one leads."""
         self.model: Any = model
-        self.model.to(self.config.device).eval()
+        self.whole: Any = Whole(model)
+        self.model.eval()
+        if world is None:
+            self.model.to(self.config.device)
         _switch_dropout_off(self.model)
         if self.config.gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
             # transformers checkpoints in training mode only; dropout is already off.
             self.model.train()
+        if world is not None:
+            shard(self.whole, world, dtype=self.config.dtype, offload=self.config.offload)
         self.optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad],
             lr=self.config.lr,
@@ -90,10 +128,14 @@ class Policy:
             weight_decay=self.config.weight_decay,
         )
         self.steps = 0
+        self._cause: FloatingPointError | None = None
+        """What this process came upon in the step under way that is not finite."""
         self._require_plain_head()
 
     @classmethod
-    def load(cls, source: str | Path, config: PolicyConfig | None = None) -> Policy:
+    def load(
+        cls, source: str | Path, config: PolicyConfig | None = None, world: World | None = None
+    ) -> Policy:
         """From a local folder or a hub name, safetensors only, in float32.
 
         Raises StartupError where weights are missing: transformers would draw them at random.
@@ -111,11 +153,11 @@ class Policy:
         wrong = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
         if wrong:
             raise StartupError(f"{source}: weights are missing or misshapen: {', '.join(wrong)}")
-        return cls(model, config)
+        return cls(model, config, world)
 
     @property
     def device(self) -> torch.device:
-        return torch.device(self.config.device)
+        return self.world.device if self.world is not None else torch.device(self.config.device)
 
     def set_lr(self, lr: float) -> None:
         """For schedules: the rate of the next steps."""
@@ -130,11 +172,15 @@ class Policy:
         may be the policy's own: neither change them nor keep them over a step. It may be left
         before its end.
         """
-        return in_buckets(self.model, nbytes, dtype, self._whole)
+        return in_buckets(self.model, nbytes, dtype, self._lead_gather)
 
-    def _whole(self, names: list[str]) -> list[Tensor]:
+    def gathered(self, names: Sequence[str]) -> list[Tensor]:
+        """These stored tensors, whole. All processes must call it together."""
         stored = stored_tensors(self.model)
-        return [stored[name].detach() for name in names]
+        return [whole_tensor(stored[name].detach(), self.device) for name in names]
+
+    def _lead_gather(self, names: list[str]) -> list[Tensor]:
+        return self.gathered(names) if self.crew is None else self.crew.gather(self, names)
 
     def token_logprobs(
         self, batch: Batch, temperature: float | Tensor = 1.0, *, entropy: bool = False
@@ -152,16 +198,36 @@ class Policy:
         per_row = temperature.to(ids.device).expand(ids.shape[0])
         if not bool((per_row > 0).all()):
             raise ValueError("temperatures must be positive: greedy tokens cannot be trained on")
+        temperatures = tokens.spread(per_row)
+        logprobs, entropies = self._within(self._compute, ids, tokens, temperatures, entropy)
+        return TokenLogprobs(tokens, logprobs, entropies)
+
+    def _within(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """``work(model, *arguments)`` where the weights it uses are whole."""
+        out = self.whole(work, *arguments)
+        if self.world is not None and not torch.is_grad_enabled():
+            # No backward pass comes that would divide the last of them again.
+            self.whole.reshard()
+        return out
+
+    def _compute(
+        self, model: Any, ids: Tensor, tokens: TrainedTokens, temperatures: Tensor, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         # Right padding and causal attention: no trained token sees padding, so no mask is needed,
         # and sdpa takes its causal path instead of a dense [seq_len, seq_len] one.
-        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         selected = hidden[tokens.rows, tokens.sources]
-        return self._head(tokens, selected, tokens.spread(per_row), entropy)
+        return self._head(model, tokens, selected, temperatures, entropy)
 
     def _head(
-        self, tokens: TrainedTokens, hidden: Tensor, temperatures: Tensor, entropy: bool
-    ) -> TokenLogprobs:
-        head = self.model.get_output_embeddings()
+        self,
+        model: Any,
+        tokens: TrainedTokens,
+        hidden: Tensor,
+        temperatures: Tensor,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        head = model.get_output_embeddings()
         chunk = self.config.head_chunk
         logprobs, entropies = [], []
         parts = (hidden, tokens.labels, temperatures)
@@ -177,8 +243,26 @@ class Policy:
             entropies.append(ent)
         if not len(tokens):
             empty = hidden.new_zeros(0)
-            return TokenLogprobs(tokens, empty, empty if entropy else None)
-        return TokenLogprobs(tokens, torch.cat(logprobs), torch.cat(entropies) if entropy else None)
+            return empty, empty if entropy else None
+        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+
+    def train(
+        self,
+        rows: Sequence[Row],
+        token_budget: int,
+        config: LossConfig | None = None,
+        *,
+        entropy: bool = False,
+    ) -> StepResult:
+        """One optimizer step on these rows, on all processes: see :meth:`step`.
+
+        ``token_budget`` is that of one process's forward pass.
+        """
+        if self.crew is not None:
+            return self.crew.train(self, rows, token_budget, config or LossConfig(), entropy)
+        return self.step(
+            micro_batches(rows, token_budget), count_trained(rows), config, entropy=entropy
+        )
 
     def step(
         self,
@@ -195,8 +279,11 @@ class Policy:
         micro-batches and ranks. pi_prox is the policy before the step. The result does not depend
         on how rows are split into batches, but for rounding.
 
+        All processes of a world must bring equally many batches; where one has too few, idle ones
+        (:func:`trainer.parallel.balance.idle_batch`). The statistics are those of all.
+
         Raises ValueError without batches; FloatingPointError, the weights untouched, where a
-        log-probability, the loss or the gradient is not finite.
+        log-probability, the loss or the gradient is not finite, on every process of a world.
         """
         if not batches:
             raise ValueError("there is nothing to train on")
@@ -206,12 +293,18 @@ class Policy:
                 batches, total_tokens, config or LossConfig(), entropy=entropy, reference=reference
             )
             norm = float(
-                nn.utils.clip_grad_norm_(
-                    [p for p in self.model.parameters() if p.requires_grad], self.config.grad_clip
+                whole_tensor(
+                    nn.utils.clip_grad_norm_(
+                        [p for p in self.model.parameters() if p.requires_grad],
+                        self.config.grad_clip,
+                    ),
+                    self.device,
                 )
             )
             if not math.isfinite(norm):
-                raise FloatingPointError(f"the gradient's norm is {norm} at step {self.steps}")
+                raise self._cause or GradientNotFinite(
+                    f"the gradient's norm is {norm} at step {self.steps}"
+                )
             self.optimizer.step()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
@@ -229,11 +322,12 @@ class Policy:
     ) -> LossStats:
         """Add the gradient of every micro-batch's share of the loss to the parameters' ``grad``."""
         stats = LossStats()
+        self._cause = None
         for k, batch in enumerate(batches):
             loss, part = self._loss(k, batch, total_tokens, config, entropy, reference)
             loss.backward()  # type: ignore[no-untyped-call]
             stats = stats + part
-        return stats
+        return stats if self.world is None else summed(stats, self.world)
 
     def _loss(
         self,
@@ -246,34 +340,48 @@ class Policy:
     ) -> tuple[Tensor, LossStats]:
         batch = {key: tensor.to(self.device) for key, tensor in batch.items()}
         now = self.token_logprobs(batch, batch["temperatures"], entropy=entropy)
+        if "logprobs" not in batch:
+            # An idle process's: it takes part in what all do together, and adds nothing.
+            return 0.0 * now.logprobs.sum(), LossStats()
         ref = None
         if reference is not None and config.kl_coef:
             with torch.no_grad():
                 ref = reference.token_logprobs(batch, batch["temperatures"]).logprobs
-        return policy_loss(
-            now.logprobs,
-            now.tokens.gather(batch["logprobs"]),
-            now.tokens.spread(batch["advantages"]),
-            total_tokens=total_tokens,
-            config=config,
-            reference=ref,
-            entropies=now.entropies,
-            place=lambda i: f"micro-batch {k}, {now.tokens.place(i)}",
-        )
+        try:
+            return policy_loss(
+                now.logprobs,
+                now.tokens.gather(batch["logprobs"]),
+                now.tokens.spread(batch["advantages"]),
+                total_tokens=total_tokens,
+                config=config,
+                reference=ref,
+                entropies=now.entropies,
+                place=lambda i: f"micro-batch {k}, {now.tokens.place(i)}",
+            )
+        except FloatingPointError as error:
+            if self.world is None:
+                raise
+            # The others wait for this one's gradient: it is to tell them all.
+            self._cause = self._cause or error
+            return math.nan * now.logprobs.sum(), LossStats()
 
     def _require_plain_head(self) -> None:
         """Some models bend their logits after the head (soft caps, scales); they would be wrong."""
-        head = self.model.get_output_embeddings()
-        ids = torch.arange(1, 5, device=self.device)[None] % head.weight.shape[0]
+        vocabulary = self.model.get_output_embeddings().weight.shape[0]
+        ids = torch.arange(1, 5, device=self.device)[None] % vocabulary
         with torch.no_grad():
-            whole = self.model(input_ids=ids, use_cache=False).logits
-            parts = head(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+            whole, parts = self._within(_logits_in_two_ways, ids)
         bent = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         if bent or not torch.allclose(whole, parts, rtol=1e-6, atol=1e-6):
             raise StartupError(
                 f"{type(self.model).__name__} changes its logits after the output head; "
                 "such models cannot be trained yet"
             )
+
+
+def _logits_in_two_ways(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    body = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return model(input_ids=ids, use_cache=False).logits, model.get_output_embeddings()(body)
 
 
 def _label_logprobs(

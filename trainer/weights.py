@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from safetensors.torch import save_file
 
 from any_agent.atomic import remove_folder, whole_folder
 from any_agent.errors import Conflict, StartupError
 from any_agent.rundir import weights_folder
 from trainer.policy import Policy
 
+_BUCKET = 4 << 30
+"""Bytes of weights that are whole in memory at a time, and in one file."""
 _NAME = re.compile(r"v(\d{8,})")
 _TOKENIZER_FILES = (
     "added_tokens.json",
@@ -55,23 +58,23 @@ def publish_to_disk(
 
 
 def holds_weights(folder: Path, policy: Policy, *, dtype: torch.dtype | None = None) -> bool:
-    """Whether a published folder's weights are the policy's, bit for bit, in ``dtype``.
-
-    Tied weights are stored once, so what counts is that every stored tensor is the policy's.
-    """
-    state = policy.model.state_dict()
-    files = sorted(folder.glob("*.safetensors"))
-    for path in files:
-        with safe_open(path, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 - it is no mapping
-                mine = state.get(name)
-                if mine is None:
-                    return False
-                mine = mine if dtype is None else _cast(mine, dtype)
-                other = stored.get_tensor(name)
-                if other.dtype != mine.dtype or not torch.equal(other, mine.cpu()):
-                    return False
-    return bool(files)
+    """Whether a published folder's weights are the policy's, bit for bit, in ``dtype``."""
+    with ExitStack() as stack:
+        stored: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            stored |= dict.fromkeys(file.keys(), file)
+        if not stored:
+            return False
+        left = set(stored)
+        for name, mine in (pair for part in policy.buckets(_BUCKET, dtype) for pair in part):
+            if name not in stored:
+                return False
+            other = stored[name].get_tensor(name)
+            if other.dtype != mine.dtype or not torch.equal(other, mine.cpu()):
+                return False
+            left.discard(name)
+        return not left
 
 
 def tokenizer_of(model: str) -> Path:
@@ -102,27 +105,56 @@ def prune(root: Path, keep: int) -> list[int]:
 
 
 def save_pretrained(
-    policy: Policy, tokenizer: Any, folder: Path, *, dtype: torch.dtype | None = None
+    policy: Policy,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = _BUCKET,
 ) -> None:
-    """Model (safetensors), configuration and tokenizer as ``AutoModelForCausalLM`` loads them."""
-    if dtype is None:
-        policy.model.save_pretrained(folder)
-    else:
-        state = {name: _cast(t, dtype) for name, t in policy.model.state_dict().items()}
-        policy.model.save_pretrained(folder, state_dict=state)
-        # save_pretrained records the type the model computes in, not that of the given tensors.
-        path = folder / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    """Model (safetensors), configuration and tokenizer as ``AutoModelForCausalLM`` loads them.
+
+    Weights beyond ``shard_bytes`` go to several files with an index: no more of them than that are
+    in memory beside the model.
+    """
+    policy.model.config.save_pretrained(folder)
+    generation = getattr(policy.model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+    # What a configuration says is the type that the model computes in, not that of these tensors.
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["architectures"] = [type(policy.model).__name__]
+    config["dtype"] = str(_save_weights(policy, folder, dtype, shard_bytes)).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if isinstance(tokenizer, str | Path):
         _copy_tokenizer(Path(tokenizer), folder)
     else:
         tokenizer.save_pretrained(folder)
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _save_weights(
+    policy: Policy, folder: Path, dtype: torch.dtype | None, shard_bytes: int
+) -> torch.dtype:
+    """Write all buckets; the type of the first floating-point tensor."""
+    files: list[list[str]] = []
+    total, kind = 0, dtype
+    for bucket in policy.buckets(shard_bytes, dtype):
+        tensors = {name: tensor.cpu() for name, tensor in bucket}
+        save_file(tensors, folder / f"{len(files)}.part", metadata={"format": "pt"})
+        files.append(list(tensors))
+        total += sum(t.nbytes for t in tensors.values())
+        kind = kind or next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
+    names = ["model.safetensors"]
+    if len(files) > 1:
+        names = [f"model-{k:05d}-of-{len(files):05d}.safetensors" for k in range(1, 1 + len(files))]
+        where = {name: file for file, held in zip(names, files, strict=True) for name in held}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    for k, name in enumerate(names):
+        (folder / f"{k}.part").rename(folder / name)
+    return kind or torch.float32
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

@@ -1,0 +1,45 @@
+"""Rows are divided among processes whole, once, and about evenly."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.packing import Row
+from trainer.parallel.balance import balanced, idle_batch
+
+
+def _row(length: int, trained: bool = True) -> Row:
+    mask = torch.zeros(length, dtype=torch.int32)
+    mask[-1] = int(trained)
+    return {"input_ids": torch.zeros(length, dtype=torch.int32), "loss_mask": mask}
+
+
+@given(st.lists(st.integers(2, 400), max_size=40), st.integers(1, 8))
+def test_every_row_has_one_place_and_no_part_much_more_than_its_share(
+    lengths: list[int], parts: int
+) -> None:
+    rows = [_row(n) for n in lengths]
+    divided = balanced(rows, parts)
+    assert len(divided) == parts
+    assert sorted(id(row) for part in divided for row in part) == sorted(map(id, rows))
+    loads = [sum(row["input_ids"].shape[0] for row in part) for part in divided]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+def test_rows_without_a_loss_are_left_out() -> None:
+    kept = _row(5)
+    assert balanced([_row(9, trained=False), kept], 2) == [[kept], []]
+
+
+def test_equal_rows_are_always_divided_alike() -> None:
+    rows = [_row(7) for _ in range(5)]
+    first, second = balanced(rows, 2), balanced(rows, 2)
+    assert [[id(r) for r in part] for part in first] == [[id(r) for r in part] for part in second]
+
+
+def test_what_an_idle_process_runs_trains_one_token() -> None:
+    batch = idle_batch()
+    assert int(batch["loss_mask"].sum()) == 1
+    assert not batch["loss_mask"][0, 0]

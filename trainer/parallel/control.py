@@ -1,0 +1,158 @@
+"""What the leading process tells the others, and what they answer: JSON and tensors by gloo.
+
+::
+
+    leader                                   followers
+      tell(command) ── the same to all ──▶     receive()
+      give(rank, rows) ── each its own ──▶     take()
+      answers()     ◀── one of each ─────      answer()
+
+Nothing is pickled. Every wait ends: when a process is gone its connections break, and what is
+silent for `TIMEOUT` is lost, too. So while there is nothing to do, the leader says so now and then.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
+from torch import Tensor
+
+from any_agent.errors import TrainingError
+from trainer.parallel.world import TIMEOUT, World
+
+log = logging.getLogger(__name__)
+
+_BEAT = 10.0
+"""Seconds of silence after which the leader asks whether the others are there."""
+
+Rows = Sequence[Mapping[str, Tensor]]
+
+
+class Channel:
+    """The messages of one process. A group of its own: nothing gets between gradients."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT))
+
+    def tell(self, command: Mapping[str, Any]) -> None:
+        """The leader to all others."""
+        data = json.dumps(command).encode()
+        dist.broadcast(torch.tensor([len(data)]), 0, self._group)
+        dist.broadcast(_bytes(data), 0, self._group)
+
+    def receive(self) -> dict[str, Any]:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, 0, self._group)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, 0, self._group)
+        command: dict[str, Any] = json.loads(data.numpy().tobytes())
+        return command
+
+    def give(self, rank: int, rows: Rows) -> None:
+        """The leader to one other; any number of tensors in each row."""
+        tensors = {
+            f"{k}/{key}": t.contiguous() for k, row in enumerate(rows) for key, t in row.items()
+        }
+        self._send(rank, save(tensors, metadata={"rows": str(len(rows))}))
+
+    def take(self) -> list[dict[str, Tensor]]:
+        tensors = load(self._from(0))
+        out: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            number, key = name.split("/", 1)
+            out.setdefault(int(number), {})[key] = tensor
+        return [out[k] for k in sorted(out)]
+
+    def answer(self, told: Mapping[str, Any]) -> None:
+        """A follower to the leader."""
+        self._send(0, json.dumps(told).encode())
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Of all followers, by rank."""
+        return [json.loads(self._from(rank)) for rank in range(1, self.world.size)]
+
+    def _send(self, rank: int, data: bytes) -> None:
+        dist.send(torch.tensor([len(data)]), rank, self._group)
+        dist.send(_bytes(data), rank, self._group)
+
+    def _from(self, rank: int) -> bytes:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, rank, self._group)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(data, rank, self._group)
+        return data.numpy().tobytes()
+
+
+class Leader:
+    """The leader's end: one command at a time, and a sign of life in between."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.lost: Callable[[BaseException], None] = lambda error: None
+        """Called, in another thread, when the others cannot be reached any more."""
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="followers", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def doing(
+        self, command: Mapping[str, Any], rows: Sequence[Rows] | None = None
+    ) -> Iterator[list[str]]:
+        """All do this together, the body being the leader's own part; ``rows`` are by rank.
+
+        The list has, after the body, what followers came upon that is not finite. TrainingError
+        where another process failed at it. After another exception than FloatingPointError nobody
+        is waited for: the process has to end, and the others end with it.
+        """
+        found: list[str] = []
+        with self._lock:
+            self.channel.tell(command)
+            for rank, part in enumerate(rows or ()):
+                if rank:
+                    self.channel.give(rank, part)
+            try:
+                yield found
+            except FloatingPointError:
+                self._settle(found)
+                raise
+            self._settle(found)
+
+    def _settle(self, found: list[str]) -> None:
+        for rank, told in enumerate(self.channel.answers(), start=1):
+            if told.get("error"):
+                raise TrainingError(f"training process {rank}: {told['error']}")
+            if told.get("not_finite"):
+                found.append(told["not_finite"])
+
+    def stop(self) -> None:
+        """Let the others end; to be called once, when all is done."""
+        self._over.set()
+        self._thread.join(TIMEOUT)
+        with self._lock:
+            self.channel.tell({"do": "stop"})
+
+    def _beat(self) -> None:
+        while not self._over.wait(_BEAT):
+            try:
+                with self.doing({"do": "nothing"}):
+                    pass
+            except Exception as error:
+                if not self._over.is_set():
+                    log.error("a process that trains with this one is gone: %s", error)
+                    self.lost(TrainingError(f"a training process is gone: {error}"))
+                return
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

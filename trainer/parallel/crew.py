@@ -1,0 +1,90 @@
+"""The processes that train together, as the leading one commands them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from trainer.loss import LossConfig
+from trainer.packing import Batch, Row, count_trained, micro_batches
+from trainer.parallel.balance import balanced, idle_batch
+from trainer.parallel.control import Channel, Leader
+from trainer.parallel.world import World
+
+if TYPE_CHECKING:
+    from trainer.policy import Policy, StepResult
+
+
+class Crew:
+    """For rank 0: each method makes all processes do something together, this one included."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._leader = Leader(Channel(world))
+
+    def when_lost(self, tell: Callable[[BaseException], None]) -> None:
+        """``tell`` is called, in another thread, when a process is gone while all are idle."""
+        self._leader.lost = tell
+
+    def loading(self, source: str | Path, *, checkpoint: bool) -> AbstractContextManager[object]:
+        """The others load this model or checkpoint, while the body does the same."""
+        return self._leader.doing({"do": "load", "source": str(source), "checkpoint": checkpoint})
+
+    def train(
+        self,
+        policy: Policy,
+        rows: Sequence[Row],
+        token_budget: int,
+        loss: LossConfig,
+        entropy: bool,
+    ) -> StepResult:
+        """One step, each process on its part of the rows; see :meth:`Policy.step`."""
+        from trainer.policy import GradientNotFinite
+
+        parts = balanced(rows, self.world.size)
+        count = max(len(micro_batches(part, token_budget)) for part in parts)
+        command = {
+            "do": "step",
+            "batches": count,
+            "budget": token_budget,
+            "tokens": count_trained(rows),
+            "loss": asdict(loss),
+            "entropy": entropy,
+        }
+        found: list[str] = []
+        try:
+            with self._leader.doing(command, parts) as found:
+                return policy.step(
+                    batches_of(parts[0], token_budget, count),
+                    count_trained(rows),
+                    loss,
+                    entropy=entropy,
+                )
+        except GradientNotFinite:
+            if found:
+                raise FloatingPointError(found[0]) from None
+            raise
+
+    def gather(self, policy: Policy, names: list[str]) -> list[Tensor]:
+        """These tensors of the model, whole, on this process."""
+        with self._leader.doing({"do": "gather", "names": names}):
+            return policy.gathered(names)
+
+    def saving(self, folder: Path) -> AbstractContextManager[object]:
+        """The others write their shares of the optimizer's state, while the body writes its."""
+        return self._leader.doing({"do": "save", "folder": str(folder)})
+
+    def stop(self) -> None:
+        """Let the others end."""
+        self._leader.stop()
+
+
+def batches_of(rows: Sequence[Row], token_budget: int, count: int) -> list[Batch]:
+    """One process's micro-batches, and idle ones up to ``count``."""
+    batches = micro_batches(rows, token_budget)
+    return batches + [idle_batch() for _ in range(count - len(batches))]

@@ -1,0 +1,81 @@
+"""A process that is led: it does what the leader says, until it is told to end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from any_agent.config import TrainConfig
+from any_agent.errors import AnyAgentError
+from trainer.checkpoint import load_checkpoint
+from trainer.loss import LossConfig
+from trainer.parallel.control import Channel
+from trainer.parallel.crew import batches_of
+from trainer.parallel.shards import save_shard
+from trainer.parallel.world import World
+from trainer.policy import GradientNotFinite, Policy, PolicyConfig
+from trainer.settings import policy_config, seed_all, set_optimizer
+
+log = logging.getLogger(__name__)
+
+
+class Follower:
+    """Follows the leader of its world; what fails here in the middle of a step ends the process,
+    and with it all others: they would wait for this one."""
+
+    def __init__(self, world: World, settings: PolicyConfig, train: TrainConfig) -> None:
+        self._world = world
+        self._settings = settings
+        self._train = train
+        self._channel = Channel(world)
+        self.policy: Policy
+
+    def follow(self) -> None:
+        """Return when the leader has said so; RuntimeError when it is gone."""
+        does: dict[str, Callable[[Mapping[str, Any]], None]] = {
+            "nothing": lambda command: None,
+            "load": self._load,
+            "step": self._step,
+            "gather": lambda command: self._gather(command["names"]),
+            "save": lambda command: save_shard(self.policy, Path(command["folder"])),
+        }
+        while (command := self._channel.receive())["do"] != "stop":
+            told: dict[str, Any] = {}
+            try:
+                does[command["do"]](command)
+            except GradientNotFinite:
+                pass
+            except FloatingPointError as error:
+                told["not_finite"] = str(error)
+            except (AnyAgentError, OSError) as error:
+                log.error("%s", error)
+                told["error"] = str(error)
+            self._channel.answer(told)
+
+    def _load(self, command: Mapping[str, Any]) -> None:
+        seed_all(self._train.seed)
+        if command["checkpoint"]:
+            self.policy, _ = load_checkpoint(
+                Path(command["source"]), self._settings, world=self._world
+            )
+            set_optimizer(self.policy, self._train)
+        else:
+            self.policy = Policy.load(command["source"], self._settings, self._world)
+
+    def _step(self, command: Mapping[str, Any]) -> None:
+        self.policy.step(
+            batches_of(self._channel.take(), command["budget"], command["batches"]),
+            command["tokens"],
+            LossConfig(**command["loss"]),
+            entropy=command["entropy"],
+        )
+
+    def _gather(self, names: list[str]) -> None:
+        self.policy.gathered(names)
+
+
+def follow(world: World, train: TrainConfig) -> None:
+    """All that a process other than the first does."""
+    Follower(world, policy_config(train), train).follow()

@@ -1,0 +1,94 @@
+"""Weights, gradients and optimizer divided among processes: FSDP2 around a transformers model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from trainer.loss import LossStats
+from trainer.parallel.world import World
+
+
+class Whole(nn.Module):
+    """A model, and whatever is computed with it: in here all weights that it uses are whole.
+
+    FSDP2 gathers weights when a module's forward begins. Log-probabilities take the body and the
+    head by themselves, so both have to run within the forward of one module around them.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """``work(model, *arguments)``; tensors that a gradient flows through it returns in a tuple,
+        or alone."""
+        return work(self.model, *arguments)
+
+
+def shard(whole: Whole, world: World, *, dtype: torch.dtype | None, offload: bool) -> None:
+    """Divide each decoder layer, and what is left, among the processes, in place.
+
+    What a process holds is in the master type; ``dtype`` is what passes compute in, None: the same.
+    Gradients are summed over the processes, in the master type, and never averaged: the loss is
+    divided by the tokens of all of them.
+    """
+    mixed = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.float32 if dtype is not None else None,
+        # Temperatures would lose digits that the log-probabilities need.
+        cast_forward_inputs=False,
+    )
+    on_cuda = world.device.type == "cuda"
+    policy = CPUOffloadPolicy(pin_memory=on_cuda) if offload else OffloadPolicy()
+    for module in [*_layers(whole.model), whole]:
+        fully_shard(module, mesh=world.mesh, mp_policy=mixed, offload_policy=policy)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        # gloo has no scaled sum; NCCL's would be one with a factor of 1.
+        module.set_force_sum_reduction_for_comms(True)
+    if on_cuda:
+        # What is no parameter was left where it was.
+        for module in whole.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(world.device))
+
+
+def whole_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """A divided tensor as one; all processes must ask for it together. Others: as they are."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # What is offloaded travels by the fast way, too.
+    here = tensor if tensor.device.type == device.type else tensor.to(device)
+    full: Tensor = here.full_tensor()  # type: ignore[attr-defined]
+    return full
+
+
+def summed(stats: LossStats, world: World) -> LossStats:
+    """Over all processes; each must call it."""
+    names = [f.name for f in fields(stats)]
+    values = torch.tensor([float(getattr(stats, name)) for name in names], dtype=torch.float64)
+    values = values.to(world.device)
+    dist.all_reduce(values)
+    out = LossStats(**dict(zip(names, values.tolist(), strict=True)))
+    out.tokens = round(out.tokens)
+    return out
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """The blocks that the model says are not to be split."""
+    kinds = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in kinds]

@@ -1,0 +1,104 @@
+"""The optimizer's state of divided weights: each process writes and reads its own share.
+
+Files are those of `torch.distributed.checkpoint` in safetensors, so that any number of processes
+reads what any other number has written. Each process plans for itself: what the library would
+exchange for a common plan it pickles, and every process knows its share anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
+
+from any_agent.errors import StartupError
+
+if TYPE_CHECKING:
+    from trainer.policy import Policy
+
+
+def moments(policy: Policy) -> dict[str, Tensor]:
+    """The optimizer's tensors as `<parameter>/<what>`, divided as the parameters are."""
+    out = {}
+    for name, parameter in policy.model.named_parameters():
+        for key, value in policy.optimizer.state.get(parameter, {}).items():
+            out[f"{name}/{key}"] = value.detach()
+    return out
+
+
+def save_shard(policy: Policy, folder: Path) -> None:
+    """Write this process's share into ``folder``; nothing of what all processes have alike."""
+    assert policy.world is not None
+    mine = {name: t for name, t in moments(policy).items() if _has_part(t)}
+    if mine:
+        state_dict_saver.save(
+            dict(mine),
+            storage_writer=_Writer(str(folder), policy.world.rank),
+            planner=_Planner(),
+            no_dist=True,
+        )
+
+
+def load_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill these tensors, or this process's shares of them, from what ``folder``'s files hold.
+
+    StartupError where one of them is not there, or has another shape.
+    """
+    reader = HuggingFaceStorageReader(str(folder))
+    there = reader.read_metadata().state_dict_metadata
+    for name, tensor in tensors.items():
+        size = getattr(there.get(name), "size", None)
+        if size != tensor.size():
+            found = "nothing" if size is None else f"shape {tuple(size)}"
+            raise StartupError(
+                f"{folder}: the optimizer's state has {found} for {name}, the model wants shape "
+                f"{tuple(tensor.size())}"
+            )
+    wanted = {name: t for name, t in tensors.items() if not isinstance(t, DTensor) or _has_part(t)}
+    if wanted:
+        state_dict_loader.load(dict(wanted), storage_reader=reader, no_dist=True)
+
+
+def names_in(folder: Path) -> set[str]:
+    """What the files in ``folder`` hold."""
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    return names
+
+
+def _has_part(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and tensor.to_local().numel() > 0
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Files named by the process that writes them."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        super().__init__(path, save_distributed=True)
+        self._rank = rank
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(plan, storage_data={"shard_index": self._rank + 1}) for plan in plans]
+
+
+class _Planner(DefaultSavePlanner):
+    """Of one share: that shares make up whole tensors is seen at reading."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self.global_plan = all_plans
+        self.metadata = Metadata({})
+        return all_plans, self.metadata

@@ -1,0 +1,102 @@
+"""The processes that train together, as torchrun starts them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from any_agent.errors import ConfigError, StartupError
+
+TIMEOUT = 600.0
+"""Seconds that one process waits for the others in one exchange: then one of them is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among those that train together. Rank 0 leads."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    """One dimension: the processes that weights are divided among."""
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+
+def started_together(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes torchrun has started with this one; 1 for one by itself."""
+    try:
+        return int(environment.get("WORLD_SIZE", "1"))
+    except ValueError:
+        return 1
+
+
+def follows(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is led by another one."""
+    return started_together(environment) > 1 and environment.get("RANK", "0") != "0"
+
+
+def require_processes(wanted: int, environment: Mapping[str, str] = os.environ) -> None:
+    """ConfigError where more processes are configured than torchrun started on this machine."""
+    here = 1
+    if started_together(environment) > 1:
+        here = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    if wanted not in (1, here):
+        raise ConfigError(
+            f"train.processes={wanted}, but here {here} were started: start the script by "
+            f"torchrun --nproc-per-node {wanted}, or set train.processes={here}"
+        )
+
+
+def join(device: str) -> World:
+    """Meet the others; StartupError where they do not come.
+
+    ``device`` is `cpu`, for gloo, or `cuda`, for NCCL: each process takes the GPU of its number on
+    its machine.
+    """
+    here = _device(device)
+    backend = "gloo" if here.type == "cpu" else "cpu:gloo,cuda:nccl"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT))
+    except (RuntimeError, ValueError) as error:
+        raise StartupError(f"the processes that train together did not meet: {error}") from error
+    size = dist.get_world_size()
+    return World(dist.get_rank(), size, here, init_device_mesh(here.type, (size,)))
+
+
+def alone(device: str) -> World:
+    """A world of this process only, without a network: for what divided weights can do alone."""
+    here = torch.device(device)
+    if not dist.is_initialized():
+        backend = "gloo" if here.type == "cpu" else "cpu:gloo,cuda:nccl"
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    return World(0, 1, here, init_device_mesh(here.type, (1,)))
+
+
+def leave() -> None:
+    """Forget the others."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    number, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= there:
+        raise ConfigError(
+            f"train.processes: process {number + 1} of this machine has no GPU, there are {there}; "
+            f"set train.processes={there}"
+        )
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
