@@ -46,6 +46,12 @@ def hangs() -> float:
     return 1.0
 
 
+def hangs_at(path: str) -> float:
+    """Says there that it has begun."""
+    Path(path).touch()
+    return hangs()
+
+
 def raises() -> float:
     raise ZeroDivisionError("nothing to divide by")
 

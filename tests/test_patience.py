@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 import httpx
@@ -97,11 +96,10 @@ async def test_other_peoples_servers_are_left_alone() -> None:
 
 
 async def test_its_patience_ends() -> None:
-    began = time.monotonic()
-    assert (await post(Scripted(lambda: full("30")), patience=5)).status_code == 429
+    # A wait that is too long is not begun: this one would outlast any test.
+    assert (await post(Scripted(lambda: full("9000")), patience=5000)).status_code == 429
     with pytest.raises(httpx.ConnectError):
         await post(Scripted(lambda: httpx.ConnectError("no")), patience=0.15)
-    assert time.monotonic() - began < 4, "a wait that is too long is not begun"
 
 
 async def test_the_agents_own_limit_holds() -> None:

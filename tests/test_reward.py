@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,12 +38,10 @@ async def test_a_call_that_takes_too_long_costs_itself_alone(
     await AsyncRewardWrapper(functions.pid, max_workers=2)()
     late = AsyncRewardWrapper(functions.hangs, timeout_seconds=0.5, max_workers=2)
     good = AsyncRewardWrapper(functions.by_name, max_workers=2)
-    began = time.monotonic()
     rewards = await asyncio.gather(late(), *(good("4", "4") for _ in range(5)))
     assert rewards == [0.0, 1, 1, 1, 1, 1]
-    assert late.timeouts == 1
+    assert late.timeouts == 1, "it was not tried again"
     assert "hangs took more than 0.5 s" in caplog.text
-    assert time.monotonic() - began < 30, "it was not tried again"
     strict = AsyncRewardWrapper(
         functions.hangs, timeout_seconds=0.2, max_workers=2, timeout_reward=None
     )
@@ -98,7 +95,8 @@ async def test_being_cancelled_ends_the_call() -> None:
     await asyncio.wait(tasks, timeout=0.2)
     for task in tasks:
         task.cancel()
-    await asyncio.wait(tasks, timeout=5)
+    await asyncio.wait(tasks, timeout=60)
     assert all(task.cancelled() for task in tasks)
     # The workers are free again.
-    assert await AsyncRewardWrapper(functions.by_name, max_workers=2)("4", "4") == 1.0
+    good = AsyncRewardWrapper(functions.by_name, timeout_seconds=120, max_workers=2)
+    assert await good("4", "4") == 1.0

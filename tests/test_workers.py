@@ -14,14 +14,16 @@ from any_agent.config import SECRET_VARIABLES
 from any_agent.errors import ConfigError
 from any_agent.workers import WorkerCrashed, WorkerFailed, WorkerPool, unpicklable
 from tests import reward_functions as functions
+from tests.proxy_ext.proxy_lab import until
 
 
-async def test_closing_ends_calls_and_a_later_one_starts_anew() -> None:
-    pool = WorkerPool(1)
-    calls = [asyncio.create_task(pool.run(functions.hangs, timeout=600)) for _ in range(2)]
-    await asyncio.wait(calls, timeout=0.5)
+async def test_closing_ends_calls_and_a_later_one_starts_anew(tmp_path: Path) -> None:
+    pool, begun = WorkerPool(1), tmp_path / "begun"
+    hanging = [pool.run(functions.hangs_at, str(begun), timeout=600) for _ in range(2)]
+    calls = [asyncio.create_task(one) for one in hanging]
+    await until(begun.exists, "one of them has begun")
     await asyncio.to_thread(pool.close)
-    done, _ = await asyncio.wait(calls, timeout=10)
+    done, _ = await asyncio.wait(calls, timeout=60)
     assert len(done) == 2
     for call in calls:
         with pytest.raises(WorkerCrashed):

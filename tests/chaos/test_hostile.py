@@ -120,7 +120,7 @@ async def test_a_body_that_never_ends(target: Target, part: Part) -> None:
         await wire.send(data[:-5])
         reply = await wire.reply()
     assert reply.refused()
-    assert time.monotonic() - started < CLIENT_TIMEOUT + 10
+    assert time.monotonic() - started < CLIENT_TIMEOUT + 40
 
 
 async def test_heads_that_never_end(target: Target, part: Part, long: bool, figure: Figure) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,11 @@ def worst_and_exact(models: Sequence[Any], client: EngineOpenAI) -> tuple[float,
     return worst, exact
 
 
+def answered(clients: list[EngineOpenAI], least: int) -> bool:
+    """Whether so many of their calls were."""
+    return sum(len(client.interactions) for client in clients) >= least
+
+
 async def test_every_exported_logprob_is_that_of_a_fresh_pass(
     embedded: EmbeddedEngine,
     remote: SGLangEngine,
@@ -109,7 +115,7 @@ async def test_every_exported_logprob_is_that_of_a_fresh_pass(
     talks = [asyncio.create_task(talk(client, k)) for k, client in enumerate(clients)]
     # Updates cut whatever is under way, and come between the calls of others.
     for version in range(1, 4):
-        await asyncio.wait(talks, timeout=0.2)
+        await until(partial(answered, clients, 4 * version))
         await remote.pause()
         await embedded.update_weights(str(paths[version]), str(version))
         await remote.resume(version)

@@ -56,11 +56,11 @@ def test_an_interrupt_drains_nothing(lab: Lab) -> None:
 
 def test_what_does_not_end_is_awaited_for_so_long(lab: Lab) -> None:
     lab.keep_busy("rank-1")
-    with pytest.raises(Terminated), lab.node("server.drain_timeout=0.5") as node:
+    with pytest.raises(Terminated), lab.node("server.drain_timeout=2") as node:
         all_started(lab, node)
         began = time.monotonic()
         terminate(signal.SIGTERM, None)
-    assert time.monotonic() - began >= 0.5
+    assert time.monotonic() - began >= 2
     assert lab.said[-1] == "service   stopped; what had not ended was cut off"
     assert lab.names("drains") == ["rank-1"]
     assert codes(lab)["rank-0"] == DRAINED

@@ -129,13 +129,13 @@ async def test_without_training_calls_are_nobodys(start: Start) -> None:
 async def test_a_grader_that_misbehaves(start: Start, tmp_path: Path) -> None:
     """Rejected and counted, never trained on; others are graded all the same."""
     grader = "tests.proxy_ext.graders.misbehaves"
-    proxy = await start(*settings("sessions.grader_timeout=6", grader=grader))
+    proxy = await start(*settings("sessions.grader_timeout=10", grader=grader))
     await proxy.admit(100)
     cases = {
         "raises": "RuntimeError: no judge is there at all",
         "nan": "it returned nan",
         "fine": None,
-        "hangs": "it took more than 6 s",
+        "hangs": "it took more than 10 s",
     }
     for how, why in cases.items():
         metadata = {"how": how, "pid": str(tmp_path / "pid")}

@@ -98,7 +98,11 @@ async def test_every_way_out_of_a_call_gives_its_place_back(
             headers = {"Authorization": f"Bearer {key}", **marked}
             with pytest.raises(httpx.ReadTimeout):
                 async with proxy.http.stream(
-                    "POST", "/v1/chat/completions", json=body, headers=headers, timeout=0.3
+                    "POST",
+                    "/v1/chat/completions",
+                    json=body,
+                    headers=headers,
+                    timeout=httpx.Timeout(60, read=0.3),
                 ) as response:
                     await response.aread()
             await until(lambda: places.taken == 0)

@@ -43,6 +43,13 @@ def grow_idle(proxy: Proxy, session: dict[str, Any], seconds: float) -> None:
     proxy.service.sessions.watch(live)
 
 
+def end_ttl(proxy: Proxy, session: dict[str, Any]) -> None:
+    """As if its time were over."""
+    live = proxy.service.sessions.live[session["session_id"]]
+    live.opened -= live.expires - time.monotonic()
+    proxy.service.sessions.watch(live)
+
+
 async def test_an_idle_session_expires_and_says_so(start: Start) -> None:
     proxy = await start("sessions.idle_timeout=0.05")
     await proxy.admit(10)
@@ -117,10 +124,11 @@ async def test_a_call_under_way_is_not_idle(proxy: Proxy, engine: ScriptedEngine
 
 
 async def test_an_expiry_aborts_calls_under_way(proxy: Proxy, engine: ScriptedEngine) -> None:
-    session = await proxy.open(ttl=0.2)
+    session = await proxy.open()
     engine.hold(1)
     call = asyncio.create_task(proxy.call(session["api_key"]))
     await until(lambda: engine.running)
+    end_ttl(proxy, session)
     assert (await expired(proxy, session))["reason"] == "its ttl ran out"
     assert (await call).status_code == 410
     assert await proxy.recorded(session["session_id"]) == []
@@ -131,14 +139,14 @@ async def test_an_expiry_that_cannot_be_written_is_tried_again(
 ) -> None:
     from any_agent.errors import StoreUnavailable
 
-    session = await proxy.open(ttl=0.01)
+    session = await proxy.open()
 
     async def full(*_: Any) -> None:
         raise StoreUnavailable("no space left")
 
     with monkeypatch.context() as patched:
         patched.setattr(proxy.service.journal, "commit", full)
-        await asyncio.sleep(0.02)
+        end_ttl(proxy, session)
         await proxy.service.expiry.sweep()
         assert session["session_id"] in proxy.service.sessions.live
     assert (await expired(proxy, session))["state"] == "expired"

@@ -300,7 +300,7 @@ async def test_calls_under_way_are_bounded(start: Start, engine: ScriptedEngine)
 
 
 async def test_a_client_that_sends_half_a_body_is_cut_off(start: Start) -> None:
-    proxy = await start("server.client_timeout=0.2")
+    proxy = await start("server.client_timeout=1")
     await proxy.admit(5)
     session = await proxy.open()
     host, port = proxy.url.removeprefix("http://").split(":")

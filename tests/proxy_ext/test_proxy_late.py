@@ -225,11 +225,11 @@ async def test_a_grader_may_be_async_and_give_names(start: Start) -> None:
 
 async def test_a_grader_that_misbehaves(start: Start, tmp_path: Path) -> None:
     """Never trained on, the reason says why, and the next one is graded all the same."""
-    proxy = await grading_proxy(start, "misbehaves", "sessions.grader_timeout=3")
+    proxy = await grading_proxy(start, "misbehaves", "sessions.grader_timeout=8")
     pid = tmp_path / "pid"
     cases = {
         "raises": "RuntimeError: no judge is there at all",
-        "hangs": "it took more than 3 s",
+        "hangs": "it took more than 8 s",
         "dies": "its process died (exit code 3)",
         "exits": "SystemExit",
         "nan": "it returned nan",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from any_agent.record import InteractionTree
 from any_agent.types import Continuation
 from tests.proxy_ext.conftest import Start
-from tests.proxy_ext.proxy_lab import HELLO, Proxy
+from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
 
 MORE = {"role": "user", "content": "And another one?"}
 
@@ -38,6 +39,12 @@ async def talk(proxy: Proxy, number: int, turns: int) -> str:
     return str(session["session_id"])
 
 
+async def answered(proxy: Proxy, least: int) -> bool:
+    """Whether so many calls of all sessions were."""
+    lines = (await proxy.http.get("/rl/v1/sessions")).json()
+    return sum(line["interactions"] for line in lines) >= least
+
+
 async def test_every_exported_logprob_is_that_of_a_fresh_pass(
     start: Start, tiny_model_dir: Path
 ) -> None:
@@ -51,7 +58,7 @@ async def test_every_exported_logprob_is_that_of_a_fresh_pass(
         talks = [asyncio.create_task(talk(proxy, k, 4)) for k in range(6)]
         # Updates (to the same weights) cut whatever is under way.
         for version in range(1, 4):
-            await asyncio.wait(talks, timeout=0.2)
+            await until(partial(answered, proxy, 4 * version))
             await proxy.client.pause(ttl=60)
             await engine.update_weights(str(tiny_model_dir), str(version))
             await proxy.client.publish_version(version=version, path="x", step=version)
@@ -94,7 +101,6 @@ async def test_hanging_up_frees_the_real_engine(
 ) -> None:
     from any_agent.engine.embedded.engine import EmbeddedEngine
     from any_agent.engine.embedded.server import EngineServer, listen
-    from tests.proxy_ext.proxy_lab import until
     from tests.proxy_ext.test_proxy_faults import hang_up, raw_call
 
     async with EmbeddedEngine.load(str(tiny_model_dir)) as engine:

@@ -213,7 +213,7 @@ async def test_a_call_that_nobody_comes_back_for_ends(start: Start, engine: Scri
 async def test_an_answer_that_nobody_comes_back_for_is_not_trained_on(
     start: Start, engine: ScriptedEngine
 ) -> None:
-    proxy = await start("server.retry_grace=0.5")
+    proxy = await start("server.retry_grace=3")
     await proxy.admit(5)
     agent = await agent_of(proxy, engine)
     go_on = engine.hold(3)
@@ -245,7 +245,7 @@ async def test_nor_one_whose_session_ends_meanwhile(proxy: Proxy, engine: Script
 async def test_an_answer_that_was_continued_was_received(
     start: Start, engine: ScriptedEngine
 ) -> None:
-    proxy = await start("server.retry_grace=0.5")
+    proxy = await start("server.retry_grace=3")
     await proxy.admit(5)
     agent = await agent_of(proxy, engine)
     go_on = engine.hold(3)

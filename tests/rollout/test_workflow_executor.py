@@ -99,6 +99,7 @@ def test_more_than_training_looks_ahead_may_be_waited_for() -> None:
     with executor(eta=0) as e:
         for item in items(30):
             e.submit(item, workflow, group_size=2)
+        until(lambda: len(workflow.seen) >= 4)
         time.sleep(0.1)
         assert len(workflow.seen) == 4, "nobody waits: no more than one batch"
         assert len(e.wait(30, timeout=60)) == 30

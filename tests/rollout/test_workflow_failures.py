@@ -62,7 +62,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 def test_one_bad_episode_costs_itself_alone(bad: str) -> None:
     do, reason = BAD[bad]
     workflow = Doing(lambda data: do(data) if data["n"] == 1 else None)
-    with executor(options={"timeout": 0.3}) as e:
+    with executor(options={"timeout": 2.0}) as e:
         results = e.rollout_batch(items(4), workflow)
         assert [numbers(r) for r in results] == [[0], [2], [3]]
         assert e.rejected == {reason: 1}

@@ -300,7 +300,7 @@ async def test_a_client_that_leaves_before_the_last_empty_chunk_is_no_fault(
 
 
 async def test_a_client_that_takes_nothing_is_cut_off(start_lab: StartLab) -> None:
-    lab = await start_lab("server.client_timeout=0.5")
+    lab = await start_lab("server.client_timeout=1.5")
     sent = 0
 
     async def answer(received: Received) -> None:
@@ -341,7 +341,7 @@ async def test_a_slow_client_is_served(lab: Lab) -> None:
 
 
 async def test_a_body_that_comes_too_slowly(start_lab: StartLab) -> None:
-    lab = await start_lab("server.client_timeout=0.3")
+    lab = await start_lab("server.client_timeout=1")
     for length in (100, 500_000):
         wire = await lab.connect()
         head = f"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n"

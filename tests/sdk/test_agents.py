@@ -124,21 +124,22 @@ async def test_what_it_raises(blocks: bool) -> None:
 
 
 async def test_a_thread_that_nobody_waits_for_is_counted_until_it_ends() -> None:
-    go_on, ended = threading.Event(), threading.Event()
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     def agent(_: Any) -> None:
-        go_on.wait(10)
+        begun.set()
+        go_on.wait(60)
         ended.set()
 
     one = Agent(agent)
     running = asyncio.ensure_future(one("item", SESSION, None))
-    await asyncio.wait([running], timeout=0.05)
+    await asyncio.to_thread(begun.wait, 60)
     running.cancel()
     await asyncio.wait([running])
     assert one.hanging == 1
     go_on.set()
-    assert await asyncio.to_thread(ended.wait, 10)
-    await asyncio.wait_for(_until_none_hangs(one), 10)
+    assert await asyncio.to_thread(ended.wait, 60)
+    await asyncio.wait_for(_until_none_hangs(one), 60)
 
 
 async def _until_none_hangs(one: Agent) -> None:

@@ -145,13 +145,13 @@ async def test_failures_cost_their_run_alone(served: Served) -> None:
             return {"nan": math.nan, "text": "good", "id": {"chatcmpl-0": 1.0}}.get(what)
 
         items = [{"question": "What?", "what": what} for what in ENDS]
-        results = await runner(group_size=1, retries=1, timeout=1.0).arun(agent, items)
+        results = await runner(group_size=1, retries=1, timeout=4.0).arun(agent, items)
     assert dict(zip(ENDS, codes(results), strict=True)) == ENDS
     again = {"raises", "exits", "cancels", "hangs"}
     assert calls == {item["what"]: 2 if item["what"] in again else 1 for item in items}
     assert [r.attempts for r in results] == [calls[item["what"]] for item in items]
     assert results[0].error == "ValueError: no ch?"
-    assert "1 s" in str(results[3].error)
+    assert "4 s" in str(results[3].error)
     for result in results:
         assert result.session_id is not None and result.reward is None
         info = await served.info(result.session_id)

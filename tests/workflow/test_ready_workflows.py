@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from any_agent.workflow.context import WorkflowContext
 from any_agent.workflow.multi_turn import FEEDBACK
 from tests import reward_functions as functions
 from tests.other_weights import publish_other
+from tests.proxy_ext.proxy_lab import until
 
 SAMPLING = GenerationHyperparameters(max_new_tokens=24, temperature=0.8)
 ITEM: dict[str, Any] = {
@@ -102,6 +104,10 @@ async def test_its_own_prompt(pool: EnginePool, chat: ChatFormat, tiny_model_dir
     assert result["input_ids"][0, : len(ids)].tolist() == ids
 
 
+def has_made(engine: EmbeddedEngine, steps: int) -> bool:
+    return engine.loop.steps >= steps
+
+
 async def test_turns_go_on_exactly_across_weight_updates(
     pool: EnginePool,
     embedded: EmbeddedEngine,
@@ -114,7 +120,8 @@ async def test_turns_go_on_exactly_across_weight_updates(
     workflow = MultiTurnWorkflow(functions.never, SAMPLING, chat, max_turns=4, turn_discount=0.5)
     episodes = [asyncio.create_task(workflow.arun_episode(pool, ITEM)) for _ in range(8)]
     for version in (1, 2):
-        await asyncio.wait(episodes, timeout=0.3)
+        # Amid the turns, of which each takes about as many steps as it has tokens.
+        await until(partial(has_made, embedded, 20 * version))
         await pool.hold()
         await embedded.pause("abort")
         await embedded.update_weights(str(paths[version]), str(version))
