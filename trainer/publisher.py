@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,21 +14,14 @@ from any_agent.protocol import RunInfo
 from any_agent.rollout import RolloutExecutor
 from any_agent.rundir import RunDir, weights_folder
 from trainer.policy import Policy
-from trainer.sync import DiskSync
+from trainer.sync import NewWeights, WeightSync, make_sync
 from trainer.versions import Versions
 from trainer.weights import holds_weights, prune, publish_to_disk
 
 PATIENCE = 120.0
 """Seconds that the trainer waits for a proxy that restarts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What every rank was given last."""
-
-    path: Path
-    version: int
-    step: int
+_BUCKET = 256 * 2**20
+"""Bytes that are sent at once; of sharded weights no more is ever whole in one place."""
 
 
 class Publisher:
@@ -48,9 +40,9 @@ class Publisher:
         self._config = config
         self._folder = run_dir.weights
         self._executor = executor
-        self._sync = DiskSync(load_timeout=config.engine.load_timeout)
+        self._sync: WeightSync | None = None
         self._dtype = {"float32": None, "bfloat16": torch.bfloat16}[config.model.dtype]
-        self._last: Published | None = None
+        self._last: NewWeights | None = None
 
     @property
     def version(self) -> int:
@@ -58,17 +50,28 @@ class Publisher:
         return self._last.version if self._last is not None else 0
 
     def publish(self, policy: Policy, tokenizer: Path) -> None:
-        """To every rank, as a version that was never used before."""
-        version = self.versions.reserve(policy.steps)
-        path = publish_to_disk(policy, tokenizer, self._folder, version, dtype=self._dtype)
-        self._last = Published(path, version, policy.steps)
-        self._bring(self._sync.update)
+        """To every rank, as a version that was never used before; and to the run's folder."""
+        new = self._weights(policy, tokenizer, self.versions.reserve(policy.steps))
+        self._last = new
+        sync = self._way(policy)
+        sync.prepare(new)
+        with self._updating(new.version):
+            sync.update(self._executor.ranks, new)
+        # Engines that are started again load it from there.
+        new.write()
         prune(self._folder, self._config.train.keep_weights)
 
     def repair(self) -> None:
         """Give the last version again to ranks that sample with something else."""
-        if self._last is not None:
-            self._bring(self._sync.repair)
+        if self._last is not None and self._sync is not None:
+            self._sync.prepare(self._last)
+            with self._updating(self._last.version):
+                self._sync.repair(self._executor.ranks, self._last)
+
+    def close(self) -> None:
+        """Leave what the engines share with this process; the executor may have ended."""
+        if self._sync is not None:
+            self._sync.close()
 
     def resume(self, policy: Policy, tokenizer: Path, *, fresh: bool) -> None:
         """Make every rank serve the policy at the trainer's start.
@@ -78,7 +81,7 @@ class Publisher:
         """
         versions = self._served()
         self.versions.at_least(max(versions))
-        if len(set(versions)) == 1 and self._is(policy, versions[0], fresh=fresh):
+        if len(set(versions)) == 1 and self._is(policy, tokenizer, versions[0], fresh=fresh):
             # One may be paused: an earlier trainer may have died in the middle of an update.
             ranks = self._executor.ranks
             resume = ranks.all(lambda rank: ranks.clients[rank].resume())
@@ -86,16 +89,37 @@ class Publisher:
         else:
             self.publish(policy, tokenizer)
 
-    def _bring(self, how: Callable[..., Coroutine[Any, Any, None]]) -> None:
-        last = self._last
-        assert last is not None
-        with self._updating(last.version):
-            self._executor.call(
-                how(self._executor.ranks, last.path, version=last.version, step=last.step),
-                timeout=2 * self._config.engine.load_timeout + 10 * PATIENCE,
-            )
+    def _weights(self, policy: Policy, tokenizer: Path, version: int) -> NewWeights:
+        folder = weights_folder(self._folder, version)
 
-    def _is(self, policy: Policy, version: int, *, fresh: bool) -> bool:
+        def write() -> None:
+            if not folder.is_dir():
+                publish_to_disk(policy, tokenizer, self._folder, version, dtype=self._dtype)
+
+        buckets = partial(policy.buckets, _BUCKET, self._dtype)
+        return NewWeights(version, policy.steps, folder, write, buckets)
+
+    def _way(self, policy: Policy) -> WeightSync:
+        if self._sync is None:
+            self._sync = make_sync(
+                self._config,
+                self._executor.call,
+                cuda=policy.device.type == "cuda",
+                engines=self._engines(),
+            )
+        return self._sync
+
+    def _engines(self) -> list[str]:
+        """The URLs of the ranks' engines, of those that are there."""
+
+        async def look() -> list[str]:
+            ranks = self._executor.ranks
+            entries = [ranks.entry(rank) for rank in range(len(ranks))]
+            return [entry.engine_url for entry in entries if entry and entry.engine_url]
+
+        return self._executor.call(look(), timeout=PATIENCE)
+
+    def _is(self, policy: Policy, tokenizer: Path, version: int, *, fresh: bool) -> bool:
         """Whether the weights of this version are the policy's."""
         if self._config.engine.urls:
             # An engine that somebody else started may hold any weights.
@@ -105,7 +129,8 @@ class Publisher:
         path = weights_folder(self._folder, version)
         if not holds_weights(path, policy, dtype=self._dtype):
             return False
-        self._last = Published(path, version, policy.steps)
+        self._last = self._weights(policy, tokenizer, version)
+        self._way(policy)
         return True
 
     def _served(self) -> list[int]:

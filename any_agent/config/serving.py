@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
@@ -79,6 +80,9 @@ class ServerConfig(Section):
     retry_grace: float = Field(10.0, ge=0)
     """Seconds for which a model call goes on without its client, if that one's SDK marks its
     retries: a retry takes up the call. Without such a mark it ends at once."""
+    journal_dir: Path | None = None
+    """Where the record of sessions lies: a folder on a disk of this machine, as SQLite's locks do
+    not hold on network file systems. null: in the run's folder."""
     drain_timeout: float = Field(20.0, ge=0)
     """Seconds that requests under way have for their end after SIGTERM."""
     client_timeout: float = Field(60.0, gt=0)
@@ -153,6 +157,11 @@ class EngineConfig(Section):
     update_wait: float = Field(120.0, gt=0)
     """Seconds that a call waits for a weight update, or for an engine that died, before it gets
     503."""
+    weight_sync: Literal["auto", "disk", "distributed", "tensor"] = "auto"
+    """How new weights reach the engines: by a folder that they read; by a process group (NCCL
+    between GPUs, gloo else); or as tensors, which on a GPU that trainer and engine share are copied
+    within it. auto: by the folder without GPUs, as tensors where trainer and engines share GPUs of
+    one machine, else by a process group."""
     load_timeout: float = Field(600.0, gt=0, le=1500)
     """Seconds that the engine may take to load new weights."""
     request_timeout: float = Field(600.0, gt=0)

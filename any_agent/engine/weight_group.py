@@ -20,6 +20,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
+_JOINING = timedelta(seconds=60)
+"""For all members to be there."""
+
 
 class Rendezvous:
     """Where the members of one group meet: a store in the trainer's process, on one address only.
@@ -27,7 +30,7 @@ class Rendezvous:
     It has to live as long as the group. Raises OSError for an address that is not this machine's.
     """
 
-    def __init__(self, host: str, *, timeout: float) -> None:
+    def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
         self._listener = socket.socket(family)
         self._listener.bind((host, 0))
@@ -38,7 +41,7 @@ class Rendezvous:
             host,
             self.port,
             is_master=True,
-            timeout=timedelta(seconds=timeout),
+            timeout=_JOINING,
             wait_for_workers=False,
             # By itself it would listen on every address of the machine.
             master_listen_fd=self._listener.detach(),
@@ -58,9 +61,10 @@ class WeightGroup:
         backend: Backend = "gloo",
         timeout: float,
     ) -> None:
-        """Returns once all ``size`` members are there. ``timeout`` is of each operation."""
+        """``timeout`` is of each operation. With gloo it returns once all members are there."""
         self.size, self.backend = size, backend
-        limit = timedelta(seconds=timeout)
+        self._timeout = timedelta(seconds=timeout)
+        limit = min(self._timeout, _JOINING)
         # The prefixes that `init_process_group` adds to the store: SGLang's side has them, too.
         device = "cpu" if backend == "gloo" else "cuda"
         inner = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
@@ -68,7 +72,7 @@ class WeightGroup:
         if backend == "gloo":
             self._group = torch.distributed.ProcessGroupGloo(inner, rank, size, timeout=limit)
         else:
-            self._group = _nccl(inner, rank, size, limit)
+            self._group = _nccl(inner, rank, size, self._timeout)
 
     @classmethod
     def join(
@@ -87,14 +91,14 @@ class WeightGroup:
             host,
             port,
             is_master=False,
-            timeout=timedelta(seconds=timeout),
+            timeout=min(timedelta(seconds=timeout), _JOINING),
             wait_for_workers=False,
         )
         return cls(store, rank=rank, size=size, name=name, backend=backend, timeout=timeout)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Rank 0's values into everybody's tensors, one by one, in the same order on all."""
-        for work in [self._group.broadcast(tensor, 0) for tensor in tensors]:
+        for work in [self._group.broadcast(tensor, 0, self._timeout) for tensor in tensors]:
             work.wait()
         if tensors and tensors[0].is_cuda:
             # NCCL's wait is the stream's; who reads or frees them next may use another one.

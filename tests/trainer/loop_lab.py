@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +21,7 @@ from any_agent.workflow import Episode
 from trainer.loop import TrainingLoop
 from trainer.policy import Policy
 from trainer.source import ProxyFed
+from trainer.sync import NewWeights
 
 
 class Service:
@@ -67,16 +67,21 @@ class OneRank:
 
 
 class Sync:
-    """An engine that takes every version."""
+    """An engine that takes every version, from its folder."""
 
-    async def update(self, ranks: OneRank, path: Path, *, version: int, step: int) -> None:
-        assert (path / "config.json").is_file()
-        ranks.clients[0].published.append((version, step))
-        ranks.clients[0].version = version
+    def prepare(self, new: NewWeights) -> None:
+        new.write()
 
-    async def repair(self, ranks: OneRank, path: Path, *, version: int, step: int) -> None:
-        if ranks.clients[0].version != version:
-            await self.update(ranks, path, version=version, step=step)
+    def update(self, ranks: OneRank, new: NewWeights) -> None:
+        assert (new.folder / "config.json").is_file()
+        ranks.clients[0].published.append((new.version, new.step))
+        ranks.clients[0].version = new.version
+
+    def repair(self, ranks: OneRank, new: NewWeights) -> None:
+        if ranks.clients[0].version != new.version:
+            self.update(ranks, new)
+
+    def close(self) -> None: ...
 
 
 class Executor:
@@ -156,7 +161,7 @@ class Lab:
         self.trainer._executor = self.executor  # type: ignore[assignment]
         self.trainer._source = ProxyFed(self.executor)  # type: ignore[arg-type]
         self.trainer._publisher._executor = self.executor  # type: ignore[assignment]
-        self.trainer._publisher._sync = Sync()  # type: ignore[assignment]
+        self.trainer._publisher._sync = Sync()
 
     @property
     def service(self) -> Service:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from aiohttp import web
@@ -20,8 +21,10 @@ from any_agent.errors import EngineUnavailable, ServiceUnavailable, TrainingErro
 from any_agent.ports import free_port
 from any_agent.registry import Entry
 from any_agent.rollout import Ranks
-from trainer import sync
-from trainer.sync import DiskSync
+from trainer.sync import NewWeights, disk
+from trainer.sync.disk import DiskSync
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -95,7 +98,7 @@ class Fleet(Ranks):
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "_AGAIN_AFTER", 0.01)
+    monkeypatch.setattr(disk, "_AGAIN_AFTER", 0.01)
 
 
 @pytest.fixture
@@ -110,9 +113,19 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.005)
 
 
+def on_this_loop(coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
+    """From a thread, as the trainer's is."""
+    return asyncio.run_coroutine_threadsafe(coroutine, HERE.get()).result(timeout)
+
+
+HERE: ContextVar[asyncio.AbstractEventLoop] = ContextVar("HERE")
+SEVEN = NewWeights(7, 3, Path("/weights/v7"), write=lambda: None, buckets=lambda: iter(()))
+
+
 def update(fleet: Fleet, *, load_timeout: float = 30.0) -> asyncio.Task[None]:
-    disk = DiskSync(load_timeout=load_timeout)
-    return asyncio.create_task(disk.update(fleet, Path("/weights/v7"), version=7, step=3))
+    HERE.set(asyncio.get_running_loop())
+    sync = DiskSync(on_this_loop, load_timeout=load_timeout)
+    return asyncio.create_task(asyncio.to_thread(sync.update, fleet, SEVEN))
 
 
 WHOLE = ["pause", "v7", "resume"]
@@ -165,7 +178,7 @@ async def test_an_engine_that_fails_for_a_moment(engines: tuple[Engine, Engine])
 async def test_one_that_never_takes_them(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch, answer: int
 ) -> None:
-    monkeypatch.setattr(sync, "_AWAY", -0.5)
+    monkeypatch.setattr(disk, "AWAY", -0.5)
     engines[0].answers = [answer]
     fleet = Fleet(*engines)
     async with engines[0].serve(), engines[1].serve():
@@ -189,6 +202,7 @@ async def test_a_repair_is_for_those_that_need_it(engines: tuple[Engine, Engine]
     fleet = Fleet(*engines)
     engines[0].loaded = [{"weight_version": "7"}]
     async with engines[0].serve(), engines[1].serve():
-        disk = DiskSync(load_timeout=30)
-        await disk.repair(fleet, Path("/weights/v7"), version=7, step=3)
+        HERE.set(asyncio.get_running_loop())
+        sync = DiskSync(on_this_loop, load_timeout=30)
+        await asyncio.to_thread(sync.repair, fleet, SEVEN)
     assert [client.events for client in fleet.clients] == [[], WHOLE]

@@ -1,0 +1,10 @@
+"""New weights to every rank's engine, without a call lost: pause, load, publish, resume.
+
+By a folder (:mod:`.disk`), by a process group (:mod:`.distributed`), or as tensors
+(:mod:`.tensor`); the last two send buckets (:mod:`.bucketed`).
+"""
+
+from trainer.sync.base import Call, NewWeights, WeightSync
+from trainer.sync.choice import make_sync
+
+__all__ = ["Call", "NewWeights", "WeightSync", "make_sync"]

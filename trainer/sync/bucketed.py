@@ -1,0 +1,88 @@
+"""Weights sent to engines bucket by bucket: pause, open, send, close, check, publish, resume."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+from any_agent.errors import EngineUnavailable, TrainingError
+from any_agent.rollout import Ranks
+from trainer.sync.attempt import Attempt, Settings
+from trainer.sync.base import AWAY, Call, NewWeights
+from trainer.sync.checks import Checks
+from trainer.sync.transport import Transport
+
+log = logging.getLogger(__name__)
+
+_AGAIN_AFTER = 1.0
+
+
+class BucketSync:
+    """A :class:`trainer.sync.base.WeightSync` over a transport.
+
+    All engines that are there get each bucket at once. Where that fails, each is tried by itself,
+    so that one which is ill keeps no other. The embedded engine takes new weights all or none; a
+    SGLang that failed half-way stays paused, and calls its version no number, until it has all.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        transport: Transport,
+        *,
+        load_timeout: float,
+        dtype: str,
+        in_place: bool = False,
+        cuda: bool = False,
+    ) -> None:
+        self._call = call
+        self._settings = Settings(transport, Checks(), load_timeout, dtype, in_place, cuda)
+
+    def prepare(self, new: NewWeights) -> None:
+        """Nothing: the folder is written while the engines sample again."""
+
+    def update(self, ranks: Ranks, new: NewWeights) -> None:
+        self._bring(ranks, range(len(ranks)), new)
+
+    def repair(self, ranks: Ranks, new: NewWeights) -> None:
+        async def served() -> list[int]:
+            infos = await ranks.all(lambda rank: ranks.clients[rank].run_info())
+            return [info.version for info in infos]
+
+        versions = self._call(served(), timeout=2 * AWAY)
+        for rank, version in enumerate(versions):
+            if version != new.version:
+                log.warning("rank %d samples with version %d, not %d", rank, version, new.version)
+        self._bring(ranks, [r for r, v in enumerate(versions) if v != new.version], new)
+
+    def close(self) -> None:
+        self._settings.transport.drop()
+
+    def _bring(self, ranks: Ranks, wanted: Iterable[int], new: NewWeights) -> None:
+        pending = list(wanted)
+        refused: list[TrainingError] = []
+        within = self._settings.load_timeout + AWAY
+        deadline = time.monotonic() + within
+        together = True
+        while pending:
+            why = ""
+            for members in [pending] if together else [[rank] for rank in pending]:
+                attempt = Attempt(self._call, self._settings, ranks, new, alone=not together)
+                attempt.run(members)
+                refused += attempt.refused.values()
+                gone = attempt.done | attempt.refused.keys()
+                pending = [rank for rank in pending if rank not in gone]
+                why = attempt.why or why
+            together = False
+            if not pending:
+                break
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(
+                    f"ranks {', '.join(map(str, pending))} did not take version {new.version} "
+                    f"within {within:g} s ({why}); are their engines running, "
+                    "and is engine.load_timeout long enough?"
+                )
+            time.sleep(_AGAIN_AFTER)
+        if refused:
+            raise refused[0]

@@ -1,0 +1,93 @@
+"""One rank's engine, as whoever gives it weights talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import orjson
+
+from any_agent.errors import EngineUnavailable, NotFound, TrainingError
+
+_ANSWERS_WITHIN = 10.0
+"""Seconds for what an engine says of itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What an engine says of itself."""
+
+    embedded: bool
+    """Ours: it puts new weights in all at once, and its checksums are of a checkpoint's tensors."""
+    cuda: bool
+    dtype: str
+    """`float32`, `bfloat16`, ...; `auto` where SGLang was left to choose."""
+    processes: int
+    """That share the model's layers; each is a member of a process group."""
+
+
+class Engine:
+    """Its control routes. Errors name it; `EngineUnavailable` is worth another try."""
+
+    def __init__(self, rank: int, url: str, http: httpx.AsyncClient, *, timeout: float) -> None:
+        self.rank, self.url = rank, url
+        self._http, self._timeout = http, timeout
+        self.about = About(False, False, "auto", 1)
+
+    async def look(self) -> None:
+        """Learn what it is."""
+        try:
+            told = await self._ask("GET", "/server_info", None, _ANSWERS_WITHIN)
+        except NotFound:
+            # An older SGLang.
+            told = await self._ask("GET", "/get_server_info", None, _ANSWERS_WITHIN)
+        self.about = About(
+            embedded=told.get("engine") == "any-agent embedded",
+            cuda=str(told.get("device", "")).startswith("cuda"),
+            dtype=str(told.get("dtype", "auto")),
+            processes=int(told.get("tp_size") or 1),
+        )
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer. EngineUnavailable if it is away or failed; TrainingError if it refused."""
+        return await self._ask("POST", path, body, self._timeout)
+
+    async def checksums(self) -> list[dict[str, str]]:
+        """Of its weights, by their names there: one mapping per process; [] where it has none."""
+        try:
+            answer = await self.post("/weights_checker", {"action": "checksum"})
+        except NotFound:
+            return []
+        return [told["checksums"] for told in answer.get("ranks") or []]
+
+    async def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None, within: float
+    ) -> dict[str, Any]:
+        content = orjson.dumps(body) if body is not None else None
+        try:
+            async with asyncio.timeout(within):
+                response = await self._http.request(
+                    method,
+                    self.url + path,
+                    content=content,
+                    headers={"Content-Type": "application/json"},
+                )
+        except (httpx.TransportError, TimeoutError) as error:
+            raise EngineUnavailable(
+                f"the engine at {self.url} does not answer ({type(error).__name__})"
+            ) from error
+        try:
+            answer = orjson.loads(response.content)
+        except orjson.JSONDecodeError:
+            answer = {}
+        answer = answer if isinstance(answer, dict) else {}
+        said = str(answer.get("message") or response.text)[:300]
+        if response.status_code == 404:
+            raise NotFound(f"the engine at {self.url} has no {path}")
+        if response.status_code >= 500:
+            raise EngineUnavailable(f"the engine at {self.url} failed at {path}: {said}")
+        if response.status_code != 200 or answer.get("success") is False:
+            raise TrainingError(f"the engine at {self.url} refused {path}: {said}")
+        return answer
