@@ -6,11 +6,16 @@ import argparse
 import logging
 import os
 import signal
+from typing import TYPE_CHECKING
 
 from any_agent.access import signer_of
-from any_agent.config import load_resolved
+from any_agent.config import Config, load_resolved
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.logs import set_up_logging
+from any_agent.with_parent import die_with_parent
+
+if TYPE_CHECKING:
+    from trainer.parallel.crew import Crew
 
 _STOPPED = 143
 
@@ -27,27 +32,49 @@ def main() -> int:
         set_up_logging(
             config.log_level, config.log_format, part="trainer", secrets=config.secrets()
         )
-        import transformers
-
-        from trainer.loop import TrainingLoop
-        from trainer.presence import Presence
-
-        transformers.utils.logging.disable_progress_bar()
-        trainer = TrainingLoop(config)
-        # After the step under way, so that what was trained is kept.
-        signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
-        present = Presence(
-            trainer.dir.registry,
-            trainer.metrics,
-            signer=signer_of(trainer.dir),
-            ready=lambda: trainer.loaded,
-            host=args.host,
-        )
-        with present:
-            return 0 if trainer.train() else _STOPPED
+        return _train(config, args.host)
     except AnyAgentError as error:
         logging.getLogger(__name__).error("%s", error.message)
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def _train(config: Config, host: str) -> int:
+    import transformers
+
+    from trainer.parallel.joining import follow, joined, leading
+    from trainer.parallel.world import started_together
+
+    transformers.utils.logging.disable_progress_bar()
+    launched = os.getpid()
+    if started_together() > 1:
+        # These are in sessions of their own: nobody else would end them with who started them.
+        launched = os.getppid()
+        die_with_parent(launched, signal.SIGKILL)
+    world = joined(config.train)
+    if world is not None and not world.leads:
+        follow(world, config.train)
+        return 0
+    with leading(world) as crew:
+        return _lead(config, host, crew, launched)
+
+
+def _lead(config: Config, host: str, crew: Crew | None, launched: int) -> int:
+    from trainer.loop import TrainingLoop
+    from trainer.presence import Presence
+
+    trainer = TrainingLoop(config, crew=crew)
+    # After the step under way, so that what was trained is kept.
+    signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
+    present = Presence(
+        trainer.dir.registry,
+        trainer.metrics,
+        signer=signer_of(trainer.dir),
+        ready=lambda: trainer.loaded,
+        host=host,
+        pid=launched,
+    )
+    with present:
+        return 0 if trainer.train() else _STOPPED
 
 
 if __name__ == "__main__":

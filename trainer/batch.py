@@ -6,6 +6,7 @@ A session is a leased :class:`Trajectory`, whose tree is still to be scored, or 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -21,6 +22,8 @@ from any_agent.types import SampledSession, Trajectory
 from trainer.advantage import SessionRewards, group_advantages
 from trainer.packing import Row, mask_stale, with_training_signal
 
+log = logging.getLogger(__name__)
+
 Session: TypeAlias = Trajectory | SampledSession
 Group: TypeAlias = Sequence[Session]
 """Sessions that share a baseline."""
@@ -34,7 +37,8 @@ class TrainingBatch:
     trained: list[str] = field(default_factory=list)
     """Sessions with at least one token in the loss."""
     rejected: dict[str, str] = field(default_factory=dict)
-    """Sessions without one, and why: `stale` (they count in their baseline) or `untrainable`."""
+    """Sessions without one, and why: `stale` or `too_long` (they count in their baseline), or
+    `untrainable`."""
     sampled: set[str] = field(default_factory=set)
     """Those of both that a workflow of this process returned; ranks hold the others."""
     scores: list[float] = field(default_factory=list)
@@ -96,6 +100,15 @@ def training_batch(
             if isinstance(session, SampledSession):
                 batch.sampled.add(session.session_id)
             rows = _rows(session, r, advantages, temperature)
+            longest = max((row["input_ids"].shape[0] for row in rows), default=0)
+            if config.max_row_tokens is not None and longest > config.max_row_tokens:
+                log.warning(
+                    "session %s is not trained on: a row of it has %d tokens, and "
+                    "train.max_row_tokens is %d",
+                    *(session.session_id, longest, config.max_row_tokens),
+                )
+                batch.rejected[session.session_id] = "too_long"
+                continue
             fresh = [
                 mask_stale(row, step_of_version=step_of_version, step=step, eta=eta) for row in rows
             ]

@@ -44,8 +44,8 @@ from trainer.dull import DullGroups
 from trainer.manifests import Manifest, Manifests
 from trainer.memory import Memory
 from trainer.metrics import TrainerMetrics, last_reported
-from trainer.packing import count_trained, micro_batches
-from trainer.policy import Policy, StepResult
+from trainer.parallel.crew import Crew
+from trainer.policy import Policy, PolicyConfig, StepResult
 from trainer.publisher import PATIENCE, Publisher
 from trainer.report import in_words, step_line
 from trainer.settings import loss_config, policy_config, seed_all, set_optimizer
@@ -69,7 +69,7 @@ class TrainingLoop:
     ``make_source`` is given the executor that talks to the ranks; by default external agents are
     trained on. ``say`` is told what a person wants to know. ``evaluate`` is called at the start,
     after every step, and when all is done, with the number of steps behind the weights that are
-    served, and whether no more will follow.
+    served, and whether no more will follow. ``crew`` are the processes that train with this one.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class TrainingLoop:
         make_source: Callable[[RolloutExecutor], Source] = ProxyFed,
         say: Callable[[str], None] = log.info,
         evaluate: Callable[[int, bool], None] = lambda step, last: None,
+        crew: Crew | None = None,
     ) -> None:
         self.config = config
         self.dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
@@ -123,6 +124,9 @@ class TrainingLoop:
         self._exhausted = False
         """The dataset has nothing left."""
         self._failure: BaseException | None = None
+        self._crew = crew
+        if crew is not None:
+            crew.when_lost(self.fail)
 
     def stop(self) -> None:
         """End after the step under way, with a checkpoint; safe in a signal handler."""
@@ -169,6 +173,7 @@ class TrainingLoop:
             try:
                 self._source.stop()
             finally:
+                self._publisher.close()
                 self._executor.stop()
 
     def _finish(self) -> None:
@@ -239,11 +244,16 @@ class TrainingLoop:
             eta=c.rollout.eta,
             discount=c.train.discount,
             normalize_std=c.train.normalize_std,
+            max_row_tokens=c.train.max_row_tokens,
             positions=self._source.positions_of(groups),
         )
 
     def _batch(self, groups: list[Group], taken: Manifest) -> TrainingBatch:
-        settings = {"discount": taken.discount, "normalize_std": taken.normalize_std}
+        settings = {
+            "discount": taken.discount,
+            "normalize_std": taken.normalize_std,
+            "max_row_tokens": taken.max_row_tokens,
+        }
         return training_batch(
             groups,
             self.config.train.model_copy(update=settings),
@@ -258,11 +268,8 @@ class TrainingLoop:
         if not batch.rows:
             return None
         try:
-            result = self.policy.step(
-                micro_batches(batch.rows, self.config.train.micro_batch_tokens),
-                count_trained(batch.rows),
-                self._loss,
-                entropy=True,
+            result = self.policy.train(
+                batch.rows, self.config.train.micro_batch_tokens, self._loss, entropy=True
             )
         except FloatingPointError as error:
             # No step was made, so there is none to be made again.
@@ -366,10 +373,13 @@ class TrainingLoop:
         settings = policy_config(c)
         latest = latest_checkpoint(self.dir.checkpoints)
         if latest is None:
-            self.policy = Policy.load(self.config.model.path, settings)
+            self.policy = self._made(self.config.model.path, settings)
             self._tokenizer = tokenizer_of(self.config.model.path)
             return
-        self.policy, state = load_checkpoint(latest, settings)
+        if self._crew is None:
+            self.policy, state = load_checkpoint(latest, settings)
+        else:
+            self.policy, state = self._crew.load_checkpoint(latest, settings)
         self._tokenizer = latest
         set_optimizer(self.policy, c)
         self._saved_step = self.policy.steps
@@ -378,6 +388,12 @@ class TrainingLoop:
         self._saved_state = self._source.state()
         self.checkpoint = latest
         self._say(f"trainer   going on from step {self.policy.steps}, of {latest}")
+
+    def _made(self, model: str, settings: PolicyConfig) -> Policy:
+        """From the configured model."""
+        if self._crew is None:
+            return Policy.load(model, settings)
+        return self._crew.load(model, settings)
 
     def _save(self) -> None:
         state = self._state()

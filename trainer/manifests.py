@@ -41,6 +41,7 @@ class Manifest:
     positions: list[int] = field(default_factory=list)
     """Items of the dataset that are done with by this step: those of its groups, and those that
     were left out since the step before, because nothing came of them."""
+    max_row_tokens: int | None = None
 
     @property
     def sessions(self) -> list[str]:

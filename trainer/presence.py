@@ -32,7 +32,8 @@ class Presence:
     """A context manager: while it is open, `/metrics` is served and the registry entry is fresh.
 
     ``signer`` knows the run's own key, which metrics need. ``ready`` tells whether the trainer has
-    what it needs, or is still starting. ``host`` is an address that the router reaches.
+    what it needs, or is still starting. ``host`` is an address that the router reaches. ``pid`` is
+    the process that the launcher started, where that is not this one.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class Presence:
         signer: KeySigner,
         ready: Callable[[], bool],
         host: str = "127.0.0.1",
+        pid: int | None = None,
     ) -> None:
         self._folder = folder
         self._metrics = metrics
         self._server = _Server(metrics.exposition().render, signer, host)
         self.url = url_of(host, self._server.server_address[1])
         self._ready = ready
+        self._pid = pid or os.getpid()
         self._boot_id = secrets.token_hex(8)
         self._over = threading.Event()
         self._failed = False
@@ -102,7 +105,7 @@ class Presence:
             name="trainer",
             boot_id=self._boot_id,
             url=self.url,
-            pid=os.getpid(),
+            pid=self._pid,
             state="ready" if self._ready() else "starting",
             version=self._metrics.version,
         )

@@ -32,6 +32,9 @@ def policy_config(c: TrainConfig) -> PolicyConfig:
         betas=c.betas,
         weight_decay=c.weight_decay,
         grad_clip=c.grad_clip,
+        gradient_checkpointing=c.gradient_checkpointing,
+        dtype=_dtype(c.dtype, device),
+        offload=c.offload_optimizer,
         device=device,
         threads=c.threads if device == "cpu" else None,
     )
@@ -47,6 +50,13 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def _dtype(wanted: str, device: str) -> torch.dtype | None:
+    """What passes compute in; None: float32, as the weights."""
+    if wanted == "auto":
+        wanted = "bfloat16" if device == "cuda" else "float32"
+    return torch.bfloat16 if wanted == "bfloat16" else None
 
 
 def _device(wanted: str) -> str:

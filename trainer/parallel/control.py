@@ -100,6 +100,8 @@ class Leader:
         self.channel = channel
         self.lost: Callable[[BaseException], None] = lambda error: None
         """Called, in another thread, when the others cannot be reached any more."""
+        self._astray = False
+        """Not all of a command's answers are there."""
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="followers", daemon=True)
@@ -117,10 +119,12 @@ class Leader:
         """
         found: list[str] = []
         with self._lock:
-            self.channel.tell(command)
-            for rank, part in enumerate(rows or ()):
-                if rank:
-                    self.channel.give(rank, part)
+            self._astray = True
+            with _reached():
+                self.channel.tell(command)
+                for rank, part in enumerate(rows or ()):
+                    if rank:
+                        self.channel.give(rank, part)
             try:
                 yield found
             except FloatingPointError:
@@ -129,18 +133,25 @@ class Leader:
             self._settle(found)
 
     def _settle(self, found: list[str]) -> None:
-        for rank, told in enumerate(self.channel.answers(), start=1):
+        with _reached():
+            answers = self.channel.answers()
+        self._astray = False
+        for rank, told in enumerate(answers, start=1):
             if told.get("error"):
                 raise TrainingError(f"training process {rank}: {told['error']}")
             if told.get("not_finite"):
                 found.append(told["not_finite"])
 
     def stop(self) -> None:
-        """Let the others end; to be called once, when all is done."""
+        """Let the others end, once. Where something failed in the middle of a command they do not
+        listen any more: they end with this process."""
         self._over.set()
         self._thread.join(TIMEOUT)
         with self._lock:
-            self.channel.tell({"do": "stop"})
+            if not self._astray:
+                self._astray = True
+                with _reached():
+                    self.channel.tell({"do": "stop"})
 
     def _beat(self) -> None:
         while not self._over.wait(_BEAT):
@@ -149,9 +160,18 @@ class Leader:
                     pass
             except Exception as error:
                 if not self._over.is_set():
-                    log.error("a process that trains with this one is gone: %s", error)
-                    self.lost(TrainingError(f"a training process is gone: {error}"))
+                    log.error("%s", error)
+                    self.lost(error)
                 return
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    """What gloo says where a connection breaks or a wait is over, in words."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TrainingError(f"a process that trains with this one is gone: {error}") from error
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from trainer.parallel.control import Channel, Leader
 from trainer.parallel.world import World
 
 if TYPE_CHECKING:
-    from trainer.policy import Policy, StepResult
+    from trainer.policy import Policy, PolicyConfig, StepResult
 
 
 class Crew:
@@ -31,9 +31,23 @@ class Crew:
         """``tell`` is called, in another thread, when a process is gone while all are idle."""
         self._leader.lost = tell
 
-    def loading(self, source: str | Path, *, checkpoint: bool) -> AbstractContextManager[object]:
-        """The others load this model or checkpoint, while the body does the same."""
-        return self._leader.doing({"do": "load", "source": str(source), "checkpoint": checkpoint})
+    def load(self, source: str | Path, settings: PolicyConfig) -> Policy:
+        """:meth:`Policy.load` on all processes; what the others have is a share of it, too."""
+        from trainer.policy import Policy
+
+        with self._leader.doing({"do": "load", "source": str(source), "checkpoint": False}):
+            policy = Policy.load(source, settings, self.world)
+        policy.crew = self
+        return policy
+
+    def load_checkpoint(self, path: Path, settings: PolicyConfig) -> tuple[Policy, dict[str, Any]]:
+        """:func:`trainer.checkpoint.load_checkpoint` on all processes."""
+        from trainer.checkpoint import load_checkpoint
+
+        with self._leader.doing({"do": "load", "source": str(path), "checkpoint": True}):
+            policy, state = load_checkpoint(path, settings, world=self.world)
+        policy.crew = self
+        return policy, state
 
     def train(
         self,
@@ -80,7 +94,7 @@ class Crew:
         return self._leader.doing({"do": "save", "folder": str(folder)})
 
     def stop(self) -> None:
-        """Let the others end."""
+        """Let the others end, if they are where they can be told."""
         self._leader.stop()
 
 

@@ -16,7 +16,7 @@ from trainer.parallel.crew import batches_of
 from trainer.parallel.shards import save_shard
 from trainer.parallel.world import World
 from trainer.policy import GradientNotFinite, Policy, PolicyConfig
-from trainer.settings import policy_config, seed_all, set_optimizer
+from trainer.settings import seed_all, set_optimizer
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +74,3 @@ class Follower:
 
     def _gather(self, names: list[str]) -> None:
         self.policy.gathered(names)
-
-
-def follow(world: World, train: TrainConfig) -> None:
-    """All that a process other than the first does."""
-    Follower(world, policy_config(train), train).follow()
