@@ -97,8 +97,8 @@ def test_gpus_must_divide_the_heads(tmp_path: Path) -> None:
 
 def test_public_engines_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"public address 8\.8\.8\.8"):
-        engines.require_engines(settings("engine.urls=http://8.8.8.8:30000"))
-    engines.require_engines(settings("engine.urls=http://10.0.0.1:30000"))
+        engines.require_engines(settings("engine.urls=http://8.8.8.8:30000", "server.ranks=1"))
+    engines.require_engines(settings("engine.urls=http://10.0.0.1:30000", "server.ranks=1"))
 
 
 def test_it_has_longer_to_start() -> None:

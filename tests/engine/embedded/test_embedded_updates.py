@@ -1,0 +1,28 @@
+"""The embedded engine keeps SGLang's contract where weights change, as a real SGLang does."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from embedded_lab import Serve
+
+from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
+from tests.engine.embedded.updates_contract import UpdatesContract
+
+
+@pytest.fixture
+def models(tiny_model_dir: Path, other_model_dir: Path) -> list[Path]:
+    return [tiny_model_dir, other_model_dir]
+
+
+@pytest.fixture
+async def url(tiny_model_dir: Path, serve: Serve) -> AsyncIterator[str]:
+    options = EngineOptions(max_running_requests=4)
+    async with EmbeddedEngine.load(str(tiny_model_dir), options=options) as engine:
+        yield await serve(engine)
+
+
+class TestUpdates(UpdatesContract):
+    pass
