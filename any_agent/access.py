@@ -62,7 +62,8 @@ def authorize(scopes: Set[Scope], caller: Caller) -> None:
 
 
 def run_dir_of(config: Config) -> RunDir:
-    return RunDir.of(config.root, config.user, config.experiment, config.trial)
+    names = (config.user, config.experiment, config.trial)
+    return RunDir.of(config.root, *names, config.server.journal_dir)
 
 
 def signer_of(run_dir: RunDir) -> KeySigner:

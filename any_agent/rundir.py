@@ -13,12 +13,14 @@
     registry/         who serves where, written by each part itself
     state.json        the highest version ever published, the steps done
     metrics.jsonl     one line per training step
-    journal/          the durable record of each rank's sessions; mode 0700
+    journal/          the durable record of each rank's sessions, unless `server.journal_dir` is
+                      another place; mode 0700
     archive/          sessions that ended long ago, compressed; `any-agent export` reads them; 0700
     manifests/        what each training step consumed, written before the step
     weights/          published versions, v00000001 ...
     checkpoints/      step-00000010 ..., and `latest`
     logs/             one file per process; mode 0700
+    shared            what a job's nodes know the folder by
     url               where agents reach the service that runs now, or ran last
 """
 
@@ -53,10 +55,17 @@ class RunDir:
     """Paths of one trial."""
 
     path: Path
+    journals: Path | None = None
+    """Where its journals lie, if not in its own folder."""
 
     @classmethod
-    def of(cls, root: Path, user: str, experiment: str, trial: str) -> RunDir:
-        return cls(Path(root).expanduser().absolute() / user / experiment / trial)
+    def of(
+        cls, root: Path, user: str, experiment: str, trial: str, journal_dir: Path | None = None
+    ) -> RunDir:
+        """``journal_dir`` is to `journals` as ``root`` is to `path`."""
+        names = Path(user, experiment, trial)
+        journals = None if journal_dir is None else _absolute(journal_dir) / names
+        return cls(_absolute(root) / names, journals)
 
     @property
     def weights(self) -> Path:
@@ -87,6 +96,10 @@ class RunDir:
         return self.path / "resolved.yaml"
 
     @property
+    def shared(self) -> Path:
+        return self.path / "shared"
+
+    @property
     def url(self) -> Path:
         return self.path / "url"
 
@@ -99,7 +112,7 @@ class RunDir:
         return self.path / "archive"
 
     def journal(self, rank: int) -> Path:
-        return self.path / "journal" / f"rank-{rank}.sqlite"
+        return (self.journals or self.path / "journal") / f"rank-{rank}.sqlite"
 
     def create(self) -> None:
         """Make what is missing; ConfigError for a folder of another layout."""
@@ -108,6 +121,7 @@ class RunDir:
             folder.mkdir(parents=True, exist_ok=True)
         # What agents and models said is nobody else's on this machine, unless its owner says so.
         for folder in (self.journal(0).parent, self.archive, self.logs):
+            folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
         if not self._format.exists():
             write_whole(self._format, f"{FORMAT}\n")
@@ -205,6 +219,10 @@ class RunDir:
     def signing_secret(self) -> bytes:
         """The one that signs."""
         return self.signing_secrets()[0]
+
+
+def _absolute(path: Path) -> Path:
+    return Path(path).expanduser().absolute()
 
 
 def parse_secrets(content: bytes) -> Sequence[bytes]:

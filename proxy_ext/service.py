@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from any_agent.access import Access
+from any_agent.access import Access, run_dir_of
 from any_agent.audit import AuditLog
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import Completer
@@ -24,7 +24,6 @@ from any_agent.errors import AnyAgentError, EngineUnavailable, StoreUnavailable
 from any_agent.loop_lag import new_lag, watched_loop
 from any_agent.metrics import Histogram
 from any_agent.registry import rank_name
-from any_agent.rundir import RunDir
 from any_agent.types import GenerationHyperparameters
 from proxy_ext.archive.sweep import Archive
 from proxy_ext.auth import Auth
@@ -127,7 +126,7 @@ async def open_service(
     The engine may take ``engine_wait`` seconds to be there: EngineUnavailable after that. ``shape``
     is that of the model which it should have.
     """
-    run_dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
+    run_dir = run_dir_of(config)
     run_dir.create()
     engine = SGLangEngine(
         engine_url,

@@ -1,5 +1,6 @@
 """One configuration tree; a section's meaning is told where it is defined."""
 
+from any_agent.config.cluster import ClusterConfig
 from any_agent.config.load import (
     ENV_PREFIX,
     SECRET_VARIABLES,
@@ -32,6 +33,7 @@ __all__ = [
     "NAME_PATTERN",
     "SECRET_VARIABLES",
     "AgentConfig",
+    "ClusterConfig",
     "Config",
     "DatasetConfig",
     "EngineConfig",

@@ -39,6 +39,8 @@ CALLED_HERE: Mapping[str, str] = {
     "saver.freq_steps": "train.checkpoint_every",
     "recover.freq_steps": "train.checkpoint_every",
     "cluster.fileroot": "root",
+    "cluster.n_nodes": "cluster.nodes",
+    "cluster.n_gpus_per_node": "cluster.gpus_per_node",
     "sglang.context_length": "engine.context_length",
     "lr": "train.lr",
     "learning_rate": "train.lr",
@@ -74,8 +76,7 @@ _NAMED_IN_SCRIPT = (
     "class MyConfig(GRPOConfig): {0}: str = ''"
 )
 NOT_HERE: Mapping[str, str] = {
-    "scheduler": "leave it out: a script starts its service on this machine",
-    "cluster": "leave it out: a script starts its service on this machine",
+    "scheduler": "leave it out: a script starts its service on this machine, or in a Slurm job",
     "allocation_mode": "leave it out: server.ranks says how many engines there are",
     "rollout.backend": "leave it out: engine.urls names engines that run already, else ours start",
     "actor.backend": "leave it out: the trainer has one",

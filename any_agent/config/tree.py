@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from any_agent.config.cluster import ClusterConfig
 from any_agent.config.section import Name, Section
 from any_agent.config.serving import (
     EngineConfig,
@@ -55,6 +56,7 @@ class Config(Section):
     valid_dataset: DatasetConfig = DatasetConfig()  # type: ignore[call-arg]
     eval: EvalConfig = EvalConfig()  # type: ignore[call-arg]
     frozen: FrozenConfig = FrozenConfig()  # type: ignore[call-arg]
+    cluster: ClusterConfig = ClusterConfig()  # type: ignore[call-arg]
 
     @model_validator(mode="after")
     def _an_engine_per_rank(self) -> Self:

@@ -30,6 +30,7 @@ from any_agent.errors import StartupError
 from any_agent.launcher.address import from_here, reachable
 from any_agent.launcher.devices import require_devices
 from any_agent.launcher.engines import require_engines
+from any_agent.launcher.journals import require_local
 from any_agent.launcher.model import Model
 from any_agent.launcher.part import Part
 from any_agent.launcher.place import WHOLE, Place
@@ -109,17 +110,24 @@ class Node:
         cut = False
         try:
             if drains:
-                within = self.config.server.drain_timeout
+                within = self._drain_within(error)
                 say(
                     "service   draining: new work is refused, what is under way has "
                     f"{within:g} s to end"
                 )
-                cut = not drain(self.parts, self._refuse_connections, within)
+                # What proxies need is little, where there is more time than usual.
+                usual = self.config.server.drain_timeout
+                longer = within - usual if within > 2 * usual else None
+                cut = not drain(self.parts, self._refuse_connections, within, trainer_within=longer)
             else:
                 say("service   stopping: calls under way are cut off")
         finally:
             self.stop()
         say(f"service   stopped{'; what had not ended was cut off' if cut else ''}")
+
+    def _drain_within(self, error: BaseException | None) -> float:
+        told = error.within if isinstance(error, Terminated) else None
+        return self.config.server.drain_timeout if told is None else told
 
     def stop(self) -> None:
         """End every process within seconds, for certain."""
@@ -160,8 +168,8 @@ class Node:
             part.check()
         self._silence.look()
         self._room.look()
-        trainer = self.parts.get("trainer")
-        return trainer is not None and trainer.finished
+        trainers = [part for part in self.parts.values() if part.kind == "trainer"]
+        return bool(trainers) and all(part.finished for part in trainers)
 
     # ------------------------------------------------------------------------------------------
 
@@ -171,6 +179,7 @@ class Node:
         require_devices(config, trains=options.train and place.trainer)
         if place.ranks_of(config):
             require_engines(config)
+            require_local(self.dir)
         require_key(config, config.server.host)
         settings = yaml.safe_dump(config.dump(), sort_keys=False)
         if place.router:
@@ -190,11 +199,16 @@ class Node:
             if options.train:
                 # Only now: a start that failed must not bind the trial to a mistyped model.
                 write_whole(self.dir.path / "config.yaml", settings)
-        if options.train and place.trainer and not options.trainer_outside:
-            self.starter.trainer()
+        if options.train and not options.trainer_outside:
+            self._start_trainer()
 
     def _begin_elsewhere(self) -> None:
         """The service's address is known, its folder is there, and no part runs yet."""
+
+    def _start_trainer(self) -> None:
+        """The service is there."""
+        if self.options.place.trainer:
+            self.starter.trainer()
 
     def _make_starter(self) -> Starter:
         return Starter(

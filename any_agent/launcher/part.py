@@ -42,7 +42,8 @@ class Part:
     ``make`` gives the process of each start, so that its arguments are those of that moment.
     ``ready`` is asked in a thread, until it is true.
     ``progress``: something that changes while it does its work. ``finishes``: exit code 0 is its
-    end, not a failure. ``where`` is said when it is ready first.
+    end, not a failure. ``where`` is said when it is ready first. ``kind`` is what stopping goes
+    by, the name up to its hyphen if not told; ``grace`` are seconds that its end takes at least.
     """
 
     def __init__(
@@ -55,11 +56,15 @@ class Part:
         progress: Callable[[], object] = lambda: None,
         finishes: bool = False,
         where: str = "",
+        kind: str | None = None,
+        grace: float = 0.0,
         timeout: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.label = name.replace("-", " ")
+        self.kind = kind or name.partition("-")[0]
+        self.grace = grace
         self.state: State = "starting"
         self.restarts = 0
         self.finished = False

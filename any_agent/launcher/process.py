@@ -39,7 +39,9 @@ class Process:
     It inherits ``lock``, a locked file, so that the lock is held until the last child is gone, and
     ``listener``, a socket, under its number here. ``secrets`` are variables for its environment;
     other settings of ours do not reach it that way. ``quick`` is the signal that ends it at once,
-    also when the launcher is killed: of those that drain at SIGTERM it is another one.
+    also when the launcher is killed: of those that drain at SIGTERM it is another one. ``before``
+    is a program that runs this one somewhere, with what it is told, and passes signals on; of one
+    that does not pass SIGTERM on, ``drain`` is what is sent instead.
     """
 
     def __init__(
@@ -54,13 +56,16 @@ class Process:
         listener: int | None = None,
         secrets: Mapping[str, str] | None = None,
         quick: int = signal.SIGTERM,
+        drain: int = signal.SIGTERM,
+        before: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.log = log
         self._inherited = [number for number in (lock, listener) if number is not None]
         self._secrets = secrets or {}
         self._quick = quick
-        self._arguments = [python or sys.executable, "-m", *arguments]
+        self._drain = drain
+        self._arguments = [*before, python or sys.executable, "-m", *arguments]
         self._foreign = python is not None
         self._variables = variables or {}
         self._popen: subprocess.Popen[bytes] | None = None
@@ -111,9 +116,9 @@ class Process:
         self._popen.wait()
 
     def ask_to_drain(self) -> None:
-        """SIGTERM."""
+        """To end what it is doing, and itself."""
         if self.running:
-            self._signal(signal.SIGTERM)
+            self._signal(self._drain)
 
     def ask_to_stop(self) -> None:
         """At once."""

@@ -17,10 +17,14 @@ _LOOK_EVERY = 0.05
 
 
 class Terminated(SystemExit):
-    """SIGTERM, raised in the main thread: the service is to drain, and the program to exit 0."""
+    """SIGTERM, raised in the main thread: the service is to drain, and the program to exit 0.
 
-    def __init__(self) -> None:
+    ``within``: in so many seconds; None: as configured.
+    """
+
+    def __init__(self, within: float | None = None) -> None:
         super().__init__(0)
+        self.within = within
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
@@ -43,11 +47,18 @@ def stop(parts: Mapping[str, Part], close: Callable[[], None]) -> None:
         _stop(parts.values(), 0.25 * STOP_GRACE)
 
 
-def drain(parts: Mapping[str, Part], close: Callable[[], None], within: float) -> bool:
+def drain(
+    parts: Mapping[str, Part],
+    close: Callable[[], None],
+    within: float,
+    *,
+    trainer_within: float | None = None,
+) -> bool:
     """Let what is under way end, up to ``within`` seconds; SIGTERM or Ctrl-C ends the wait.
 
     The router refuses new work from now on, while the trainer ends its step and keeps a checkpoint,
-    for which it needs the proxies. These are told later, and answer long polls then. Afterwards
+    for which it needs the proxies: for ``trainer_within`` seconds, or half of the time. These are
+    told later, and answer long polls then. Afterwards
     :func:`stop` ends what is left. Whether requests ended by themselves: a router or a proxy that
     ends at its own time limit has cut some off.
     """
@@ -58,7 +69,9 @@ def drain(parts: Mapping[str, Part], close: Callable[[], None], within: float) -
             part.ask_to_drain()
         close()
         # Requests may wait for an answer that comes when the proxies are told to end.
-        _wait(trainer, now + max(0.5 * within, min(within, STOP_GRACE)), hurry)
+        if trainer_within is None:
+            trainer_within = max(0.5 * within, min(within, STOP_GRACE))
+        _wait(trainer, now + trainer_within, hurry)
         for part in proxies:
             part.ask_to_drain()
         _wait([*front, *proxies], now + within, hurry)
@@ -66,15 +79,15 @@ def drain(parts: Mapping[str, Part], close: Callable[[], None], within: float) -
 
 
 def _trainer(parts: Mapping[str, Part]) -> list[Part]:
-    return [part for part in parts.values() if part.name == "trainer"]
+    return [part for part in parts.values() if part.kind == "trainer"]
 
 
 def _router(parts: Mapping[str, Part]) -> list[Part]:
-    return [part for part in parts.values() if part.name == "router"]
+    return [part for part in parts.values() if part.kind == "router"]
 
 
 def _proxies(parts: Mapping[str, Part]) -> list[Part]:
-    return [part for part in parts.values() if part.name.startswith("rank-")]
+    return [part for part in parts.values() if part.kind == "rank"]
 
 
 def _wait(parts: Iterable[Part], deadline: float, hurry: threading.Event) -> None:
@@ -92,7 +105,7 @@ def _stop(parts: Iterable[Part], grace: float) -> None:
         part.ask_to_stop()
     deadline = time.monotonic() + grace
     for part in asked:
-        part.stop(grace=max(0.0, deadline - time.monotonic()))
+        part.stop(grace=max(0.0, deadline + part.grace - time.monotonic()))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+from any_agent.access import run_dir_of
 from any_agent.arguments import parse
 from any_agent.config import Config, load_config
 from any_agent.errors import AnyAgentError, ConfigError, StartupError, Unprocessable
@@ -31,7 +32,7 @@ class Export:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         config = _config(arguments)
-        self._dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
+        self._dir = _run_dir(config)
         self._style: str | None = arguments.style
         self._discount = _discount(self._dir, config, arguments)
         self._wanted = Wanted(arguments.state or (), arguments.task, arguments.since)
@@ -124,6 +125,17 @@ def _config(arguments: argparse.Namespace) -> Config:
         if (value := getattr(arguments, name)) is not None
     ]
     return load_config(arguments.config, [*overrides, *arguments.overrides])
+
+
+def _run_dir(config: Config) -> RunDir:
+    """Of the run; its journals are where it was last started to keep them, unless told."""
+    run = run_dir_of(config)
+    saved = run.path / "config.yaml"
+    if run.journals is None and saved.is_file():
+        return run_dir_of(
+            config.model_copy(update={"server": load_config(saved, environ={}).server})
+        )
+    return run
 
 
 def _discount(run: RunDir, config: Config, arguments: argparse.Namespace) -> float:

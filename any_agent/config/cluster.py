@@ -1,0 +1,80 @@
+"""Settings of a service on several machines that Slurm gives."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from pydantic import Field, field_validator
+
+from any_agent.config.section import Section, listed
+
+_OURS = (
+    *("-J", "--job-name", "-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node", "-o", "--output"),
+    *("--signal", "--requeue", "--no-requeue", "--open-mode", "--wrap", "--gpus-per-node"),
+    *("-a", "--array", "--parsable", "-D", "--chdir"),
+)
+"""Options of sbatch that follow from other settings."""
+
+
+class ClusterConfig(Section):
+    """The machines of a Slurm job, and what each of them does; not used elsewhere."""
+
+    nodes: int = Field(1, ge=1, le=1000)
+    """Nodes to ask for. Inside a job it is those that the job has."""
+    gpus_per_node: int = Field(0, ge=0, le=64)
+    """GPUs to ask for on each node. Inside a job it is those that the job has."""
+    training_nodes: int = Field(1, ge=1)
+    """Of several nodes, how many train; the others have engines and proxies, and the first of these
+    the router. A job of one node does all of it there."""
+    ranks_per_node: int | None = Field(None, ge=1)
+    """Engines, with a proxy each, on each node that has some. null: as many as `engine.gpus` allows
+    for its GPUs; without GPUs, `server.ranks` divided by those nodes."""
+    network: str | None = None
+    """The network by which the nodes reach each other, such as `10.1.0.0/16`. null: the address by
+    which Slurm knows each node."""
+    sbatch: tuple[str, ...] = ()
+    """More options of sbatch, such as `--partition=gpu,--time=1-00:00:00,--account=mine`."""
+    warning: int = Field(120, ge=60, le=3600)
+    """Seconds before its time limit at which a job is warned. It keeps a checkpoint then, ends, and
+    is queued again. Longer than the longest step with its checkpoint."""
+    requeue: bool = True
+    """Whether it is queued again after that warning, to go on where it was."""
+    start_timeout: float = Field(1800.0, gt=0)
+    """Seconds that the other nodes may take until their parts are ready."""
+
+    @field_validator("sbatch", mode="before")
+    @classmethod
+    def _listed(cls, options: object) -> object:
+        return listed(options)
+
+    @field_validator("sbatch")
+    @classmethod
+    def _not_ours(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        for option in options:
+            name = re.split("[= ]", option, maxsplit=1)[0]
+            if not option.startswith("-") or "\n" in option:
+                raise ValueError(
+                    f"{option[:80]!r} is no option of sbatch: one is like --partition=gpu"
+                )
+            if name in _OURS:
+                raise ValueError(
+                    f"{name} is not set here: it follows from experiment and trial, cluster.nodes, "
+                    "cluster.gpus_per_node, cluster.warning and cluster.requeue"
+                )
+        return options
+
+    @field_validator("network")
+    @classmethod
+    def _private_network(cls, network: str | None) -> str | None:
+        if network is None:
+            return None
+        try:
+            found = ipaddress.ip_network(network, strict=False)
+        except ValueError:
+            raise ValueError(f"{network[:80]!r} is no network like 10.1.0.0/16") from None
+        if not found.is_private:
+            raise ValueError(
+                f"{network} is a public network: engines listen on private addresses only"
+            )
+        return str(found)

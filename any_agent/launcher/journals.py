@@ -1,0 +1,129 @@
+"""Where ranks' journals lie: on a disk of the machine, and between two jobs in the run's folder.
+
+SQLite needs locks and shared memory that network file systems do not give. So on several machines
+each rank's journal is on its own one (`server.journal_dir`), and a service that ends well leaves a
+copy in the run's folder, from which the next one goes on, on whichever machine. Beside the copy::
+
+    journal/rank-0.json   {"home": where it was used last, "kept": whether the copy is of its end}
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from pathlib import Path
+
+from any_agent.atomic import fsync
+from any_agent.errors import ConfigError
+from any_agent.rundir import RunDir, read_json, write_json
+
+_NETWORK = re.compile(
+    r"nfs\d?|cifs|smb\d?|smbfs|ncpfs|afs|auristorfs|coda|lustre|gpfs|mmfs|beegfs|beegfs_nodev|ceph|"
+    r"glusterfs|orangefs|pvfs2|panfs|wekafs|ocfs2|gfs2|daos|9p2000|"
+    r"fuse\.(?!fuse-overlayfs|ext|ntfs|bindfs).*"
+)
+"""Types in mountinfo of what other machines see, too, or what only passes files on."""
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+def require_local(run: RunDir, mounts: Path = _MOUNTS) -> None:
+    """ConfigError for journals on a network file system."""
+    folder = run.journal(0).parent
+    kind = filesystem_of(folder, mounts)
+    if kind is not None and _NETWORK.fullmatch(kind):
+        raise ConfigError(
+            f"the journals would lie in {folder}, on a network file system ({kind}), where "
+            "SQLite's locks do not hold: set server.journal_dir to a folder on a disk of this "
+            "machine, such as /var/tmp/any-agent"
+        )
+
+
+def filesystem_of(path: Path, mounts: Path = _MOUNTS) -> str | None:
+    """The type of the file system that a path is on, or will be; None where it is not told."""
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    there = path.resolve()
+    found = None
+    longest = -1
+    for line in lines:
+        # https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html
+        fields, _, rest = line.partition(" - ")
+        point = Path(_unescaped(fields.split()[4]))
+        # Later ones lie over earlier ones at the same point.
+        if there.is_relative_to(point) and len(point.parts) >= longest:
+            longest, found = len(point.parts), rest.split()[0]
+    return found
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def bring(run: RunDir, ranks: Iterable[int], machine: str, say: Callable[[str], None]) -> None:
+    """Have the journals of these ranks on this machine, as the last service left them.
+
+    What a machine kept that is gone now is lost, and told: its ranks begin empty.
+    """
+    if run.journals is None:
+        return
+    run.journals.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for rank in ranks:
+        local, copy, note = run.journal(rank), _copy(run, rank), _note(run, rank)
+        told = read_json(note, {})
+        home = f"{machine}:{local}"
+        if told.get("home") == home and local.exists():
+            pass  # as it is here, also after a crash
+        elif told.get("kept") and copy.exists():
+            _remove(local)
+            _copy_whole(copy, local)
+        elif told:
+            _remove(local)
+            say(
+                f"rank {rank:<4} its sessions are lost: they are at {told.get('home')}, which did "
+                "not end well"
+            )
+        write_json(note, {"home": home, "kept": False})
+        # From now on it is old.
+        copy.unlink(missing_ok=True)
+
+
+def leave(run: RunDir, ranks: Iterable[int], machine: str) -> None:
+    """Copy these ranks' journals to where every machine finds them; nothing uses them any more."""
+    if run.journals is None:
+        return
+    for rank in ranks:
+        local = run.journal(rank)
+        if not local.exists():
+            continue
+        with closing(sqlite3.connect(local)) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        _copy_whole(local, _copy(run, rank))
+        write_json(_note(run, rank), {"home": f"{machine}:{local}", "kept": True})
+
+
+def _copy(run: RunDir, rank: int) -> Path:
+    return run.path / "journal" / f"rank-{rank}.kept"
+
+
+def _note(run: RunDir, rank: int) -> Path:
+    return run.path / "journal" / f"rank-{rank}.json"
+
+
+def _copy_whole(source: Path, target: Path) -> None:
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = target.with_name(f".partial-{target.name}")
+    shutil.copyfile(source, partial)
+    partial.chmod(0o600)
+    fsync(partial)
+    partial.replace(target)
+    fsync(target.parent)
+
+
+def _remove(journal: Path) -> None:
+    for path in (journal, Path(f"{journal}-wal"), Path(f"{journal}-shm")):
+        path.unlink(missing_ok=True)
