@@ -1,0 +1,227 @@
+"""What one GPU gives: ``python -m benchmarks.gpu``, from the repository's folder.
+
+Random weights at Qwen3's shapes: nothing is downloaded, and no SGLang is needed. For each model the
+embedded engine on CUDA (tokens per second at several numbers of requests), the trainer's step
+(tokens per second, model FLOPs utilisation, peak memory) and the time to gather all weights, as a
+weight update does. A model that does not fit is said not to, and the others go on. Without a GPU it
+says so and ends with code 2; ``--device cpu --models tiny`` shows that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# Long rows of all lengths: what is freed is to be of use for what comes.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+PEAKS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "A10G": 70.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 4090": 165.0,
+}
+"""Dense bfloat16 TFLOP/s by what a card's name holds, from the makers' data sheets."""
+_INSTALL = (
+    "pip install torch 'transformers>=5.23,<5.24' aiohttp httpx pydantic pyyaml orjson msgpack"
+)
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    try:
+        import torch
+
+        from benchmarks.gpu.shapes import SHAPES
+    except ImportError as error:
+        return _unable(f"{error}: {_INSTALL}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        return _unable(
+            "no CUDA GPU is here, or this torch is built without CUDA: nothing was measured"
+        )
+    if unknown := sorted(set(args.models) - set(SHAPES)):
+        return _unable(f"--models {','.join(unknown)}: there are {', '.join(SHAPES)}")
+    try:
+        import benchmarks.gpu.generating
+        import benchmarks.gpu.steps  # noqa: F401
+    except ImportError as error:
+        return _unable(f"{error}: {_INSTALL}")
+    figures = _measure(args)
+    if args.json is not None:
+        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    add = parser.add_argument
+    add("--models", type=_names, default=["0.6B", "4B"], help="shapes, default 0.6B,4B")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--concurrency", type=_numbers, default=[1, 8, 32, 128], help="requests at once")
+    add("--prompt", type=int, default=512, help="tokens of each prompt")
+    add("--new", type=int, default=256, help="tokens sampled for each")
+    add("--rows", type=int, default=16, help="rows of a step")
+    add("--length", type=int, default=4096, help="tokens of each row")
+    add("--micro-batch-tokens", type=int, default=16_384, help="tokens of a forward pass")
+    add("--offload", action="store_true", help="train with train.offload_optimizer")
+    add("--rounds", type=int, default=3, help="the median of so many")
+    add("--skip-engine", action="store_true")
+    add("--skip-trainer", action="store_true")
+    add("--json", metavar="FILE", help="write the figures there")
+    return parser
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    from benchmarks.gpu.shapes import SHAPES
+
+    card, peak, product = _card(args.device)
+    print(
+        f"{time.strftime('%Y-%m-%d')}, {card}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}"
+    )
+    if product is not None:
+        against = f"{peak:.0f} by its data sheet" if peak else "no data sheet known"
+        print(f"a product of two 8192 x 8192 bfloat16 matrices: {product:.0f} TFLOP/s ({against})")
+    figures: dict[str, Any] = {
+        "card": card,
+        "torch": torch.__version__,
+        "peak_tflops": peak,
+        "product_tflops": product,
+        "models": {},
+    }
+    for name in args.models:
+        shape = SHAPES[name]
+        print(f"\n{name}: {shape.parameters / 1e9:.3f} B parameters", flush=True)
+        found = figures["models"][name] = {"parameters": shape.parameters}
+        if not args.skip_engine:
+            found["engine"] = _or_too_large(lambda shape=shape: _engine(shape, args))
+        if not args.skip_trainer:
+            found["trainer"] = _or_too_large(
+                lambda shape=shape: _trainer(shape, args, peak or product)
+            )
+    return figures
+
+
+def _engine(shape: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+    import torch
+
+    from benchmarks.gpu.generating import generating
+
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    found = generating(
+        shape,
+        args.device,
+        dtype,
+        concurrency=args.concurrency,
+        prompt=args.prompt,
+        new=args.new,
+        rounds=args.rounds,
+    )
+    print(f"engine   {args.prompt} tokens in, {args.new} out")
+    print("         requests  tokens/s  first token    peak")
+    for one in found:
+        print(
+            f"         {one.requests:8}  {one.tokens_per_second:8.0f}  {one.first_token_ms:8.0f} ms"
+            f"  {one.peak_gb:5.1f} GB",
+            flush=True,
+        )
+    return [one.as_dict() for one in found]
+
+
+def _trainer(shape: Any, args: argparse.Namespace, peak: float | None) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.gpu.steps import stepping
+
+    found = stepping(
+        shape,
+        args.device,
+        compute=torch.bfloat16 if args.device == "cuda" else None,
+        rows=args.rows,
+        length=args.length,
+        micro_batch_tokens=args.micro_batch_tokens,
+        rounds=args.rounds,
+        peak_tflops=peak,
+        offload=args.offload,
+    )
+    mfu = f"{found.mfu:.0%} of the card's" if found.mfu is not None else "no card to compare with"
+    print(
+        f"trainer  {args.rows} rows of {args.length} tokens: {found.seconds:.2f} s a step, "
+        f"{found.tokens_per_second:.0f} tokens/s, {found.tflops:.1f} TFLOP/s ({mfu}), "
+        f"peak {found.peak_gb:.1f} GB"
+    )
+    print(
+        f"weights  gathered in {1000 * found.gather_seconds:.0f} ms "
+        f"({found.gather_gb_per_second:.1f} GB/s in bfloat16), to the machine's memory in "
+        f"{1000 * found.to_host_seconds:.0f} ms",
+        flush=True,
+    )
+    return found.as_dict()
+
+
+def _or_too_large(measure: Any) -> Any:
+    """None where the card's memory is too small, said; whatever was taken is given back."""
+    import torch
+
+    try:
+        return measure()
+    except torch.OutOfMemoryError as error:
+        print(f"         does not fit: {str(error).splitlines()[0]}", flush=True)
+        return None
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _card(device: str) -> tuple[str, float | None, float | None]:
+    """Its name, its dense bfloat16 TFLOP/s by its data sheet, and those of a large product."""
+    import torch
+
+    if device == "cpu":
+        return "no GPU (CPU)", None, None
+    name = torch.cuda.get_device_name()
+    peak = next((peak for part, peak in PEAKS.items() if part in name), None)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(10):
+        a @ b
+    torch.cuda.synchronize()
+    return name, peak, 10 * 2 * 8192**3 / (time.perf_counter() - began) / 1e12
+
+
+def _unable(why: str) -> int:
+    print(f"error: {why}", file=sys.stderr)
+    return 2
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in _names(text)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

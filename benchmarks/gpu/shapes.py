@@ -1,0 +1,87 @@
+"""The shapes of Qwen3's dense models, as far as memory and work follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder of plain layers: grouped-query attention with normalised queries and keys, and a
+    gated feed-forward part."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    head_dim: int = 128
+    vocab: int = 151_936
+    tied: bool = False
+    """The output head is the embedding."""
+    positions: int = 40_960
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer: projections, feed-forward part, norms."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate + 2 * (self.hidden + self.head_dim)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the embedding, and of the head where that is another matrix."""
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.embedding_parameters + self.hidden
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of one token's keys and values in bfloat16, all layers."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+    def forward_flops(self, tokens: int, length: int, heads: int) -> float:
+        """Of ``tokens`` in rows of ``length``, ``heads`` of which go through the output head.
+
+        Two for each weight, and for each pair of a query and a key that it sees: on average half a
+        row of them, as attention is causal. Norms and the like are left out, as is usual.
+        """
+        weights = self.layers * (self.layer_parameters - 2 * (self.hidden + self.head_dim))
+        seen = 4 * self.layers * self.heads * self.head_dim * length / 2
+        return tokens * (2.0 * weights + seen) + heads * 2.0 * self.vocab * self.hidden
+
+    def config(self) -> Any:
+        """Transformers' configuration of such a model."""
+        from transformers import Qwen3Config
+
+        return Qwen3Config(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.positions,
+            tie_word_embeddings=self.tied,
+            # No output ends before its last token.
+            eos_token_id=None,
+            pad_token_id=None,
+            bos_token_id=None,
+        )
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("tiny", 2, 64, 4, 2, 128, head_dim=16, vocab=512, tied=True, positions=2048),
+        Shape("0.6B", 28, 1024, 16, 8, 3072, tied=True),
+        Shape("4B", 36, 2560, 32, 8, 9728, tied=True),
+        Shape("8B", 36, 4096, 32, 8, 12_288),
+        Shape("32B", 64, 5120, 64, 8, 25_600),
+    )
+}
+"""Qwen3's, by their names, and one for machines without a GPU."""

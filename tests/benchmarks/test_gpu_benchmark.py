@@ -1,0 +1,90 @@
+"""The GPU benchmark runs, here on a CPU at a tiny shape, and says so where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.gpu.steps import stepping
+from trainer.parallel.world import leave
+
+
+@pytest.fixture
+def no_group() -> Iterator[None]:
+    yield
+    leave()
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", *options])
+    return gpu.main()
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(monkeypatch) == 2
+    said = capsys.readouterr()
+    assert (said.out, "no CUDA GPU is here" in said.err) == ("", True)
+
+
+def test_a_shape_that_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--device", "cpu", "--models", "7B") == 2
+    assert "--models 7B: there are tiny, 0.6B, 4B, 8B, 32B" in capsys.readouterr().err
+
+
+def test_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    small = "--rows 4 --length 32 --micro-batch-tokens 64 --prompt 12 --new 5 --rounds 1"
+    out = tmp_path / "figures.json"
+    options = f"--device cpu --models tiny --concurrency 1,3 {small} --json {out}".split()
+    assert run(monkeypatch, *options) == 0
+    said = capsys.readouterr().out
+    found = json.loads(out.read_text())["models"]["tiny"]
+    assert [one["requests"] for one in found["engine"]] == [1, 3]
+    assert all(one["tokens_per_second"] > 0 for one in found["engine"])
+    assert found["trainer"]["tokens"] == 4 * 32
+    assert found["parameters"] == SHAPES["tiny"].parameters
+    for line in ("tiny: 0.000 B parameters", "engine   12 tokens in, 5 out", "trainer  4 rows of"):
+        assert line in said
+
+
+def test_a_model_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said, and the others are measured."""
+
+    def too_large() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+
+    assert gpu._or_too_large(too_large) is None
+    assert "does not fit: CUDA out of memory. Tried to allocate\n" in capsys.readouterr().out
+
+
+def test_steps_as_on_a_gpu(no_group: None) -> None:
+    """In bfloat16 over float32 weights, as training on a GPU computes."""
+    found = stepping(
+        SHAPES["tiny"],
+        "cpu",
+        compute=torch.bfloat16,
+        rows=2,
+        length=16,
+        micro_batch_tokens=16,
+        rounds=1,
+        peak_tflops=1.0,
+    )
+    assert (found.tokens, found.peak_gb) == (32, 0.0)
+    assert found.mfu == pytest.approx(found.tflops)
+    # 3 x (all matrices once for each token, the head for half of them, and attention).
+    shape = SHAPES["tiny"]
+    work = 3 * shape.forward_flops(32, 16, 16)
+    assert found.tflops == pytest.approx(work / found.seconds / 1e12)

@@ -1,0 +1,112 @@
+"""What sizing counts is what torch and transformers hold, keep and compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from benchmarks.gpu import sizing
+from benchmarks.gpu.shapes import SHAPES, Shape
+
+SMALL = [
+    Shape("a", 2, 256, 4, 2, 768, head_dim=64, vocab=512, tied=True),
+    Shape("b", 2, 256, 8, 2, 1024, head_dim=64, vocab=512),
+    Shape("c", 2, 512, 8, 4, 1024, head_dim=64, vocab=512, tied=True),
+]
+
+
+def model_of(shape: Shape, **how: Any) -> Any:
+    return AutoModelForCausalLM.from_config(shape.config(), **how)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters(name: str) -> None:
+    with torch.device("meta"):
+        model = model_of(SHAPES[name])
+    assert model.num_parameters() == SHAPES[name].parameters
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
+def test_what_a_layer_keeps_for_its_backward_pass(shape: Shape) -> None:
+    tokens = 256
+    model = model_of(shape, dtype=torch.bfloat16, attn_implementation="sdpa")
+    both = kept(model, tokens)
+    model.model.layers = torch.nn.ModuleList(list(model.model.layers)[:1])
+    measured = (both - kept(model, tokens)) / tokens
+    assert sizing.layer_activations(shape) == pytest.approx(measured, rel=0.1)
+
+
+def kept(model: Any, tokens: int) -> int:
+    """Bytes that autograd keeps of a forward pass, each memory once, weights aside."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
+    held = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor)
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.base_model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
+def test_work(shape: Shape) -> None:
+    """Torch counts all pairs of tokens, causal or not: as many as those of rows twice as long."""
+    model = model_of(shape, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.ones(3, 64, dtype=torch.long), use_cache=False)
+    assert counter.get_total_flops() == pytest.approx(shape.forward_flops(3 * 64, 128, 3 * 64))
+
+
+def test_cache() -> None:
+    shape = SMALL[0]
+    model = model_of(shape, dtype=torch.bfloat16)
+    cache = model(input_ids=torch.ones(1, 10, dtype=torch.long), use_cache=True).past_key_values
+    size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert size == 10 * shape.cache_bytes
+
+
+def test_state_of_training() -> None:
+    shape = SMALL[0]
+    model = model_of(shape, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    held = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values())]
+    # The optimizer counts its steps in tensors of one number.
+    size = sum(t.nbytes for t in held if t.ndim)
+    whole = sizing.training(shape, 1, tokens=1)
+    assert (whole.state, whole.host) == (size, 0)
+    assert sizing.training(shape, 4, tokens=1).state == size / 4
+    offloaded = sizing.training(shape, 2, tokens=1, offload=True)
+    assert (offloaded.state, offloaded.host) == (0, size / 2)
+
+
+def test_more_gpus_or_larger_ones_hold_more() -> None:
+    for name in sizing.MODELS:
+        shape = SHAPES[name]
+        found = [sizing.training_gpus(shape, card) or 1000 for card in sizing.CARDS.values()]
+        assert found == sorted(found, reverse=True)
+        # What it says fits, and half as many do not hold.
+        for card, n in zip(sizing.CARDS.values(), found, strict=True):
+            if n in (1, 1000):
+                continue
+            limit = sizing.USABLE * card * sizing.GB
+            assert sizing.training(shape, n, tokens=16_384).total <= limit
+            assert sizing.training(shape, n // 2, tokens=16_384).total > limit
+    assert sizing.serving_gpus(SHAPES["32B"], 24, cached_tokens=10_000_000) is None
+
+
+def test_rows_that_are_kept_whole_take_more() -> None:
+    for name in sizing.MODELS:
+        without = sizing.training(SHAPES[name], 8, tokens=16_384, checkpointing=False)
+        assert without.total > sizing.training(SHAPES[name], 8, tokens=16_384).total
