@@ -107,12 +107,12 @@ class UrlFile:
         now = self._quietly()
         if now is None:
             return None
-        for earlier in {f"file://{self.path}", *self._earlier} - {now}:
+        if names_file(url):
+            path = _behind(url[len(_SCHEME) :], str(self.path))
+            return f"{now}{path}" if path is not None else None
+        for earlier in {*self._earlier} - {now}:
             if url.startswith(f"{earlier}/"):
-                rest = url[len(earlier) :]
-                # OpenAI's clients put their paths behind a URL that ends with /v1 elsewhere.
-                version = "/v1" if names_file(earlier) and not rest.startswith("/v1/") else ""
-                return f"{now}{version}{rest}"
+                return f"{now}{url[len(earlier) :]}"
         return None
 
     def _quietly(self) -> str | None:
@@ -147,6 +147,18 @@ def url_file(url: str, named_by: str) -> UrlFile:
             "path, like file:///shared/run/url"
         )
     return _files.setdefault(path, UrlFile(path))
+
+
+def _behind(path: str, file: str) -> str | None:
+    """The service's path in that of a request to a file's URL; None for another file's."""
+    path = f"/{path.lstrip('/')}"
+    if not path.startswith(f"{file}/"):
+        return None
+    # To httpx a URL without a host is a relative one: what joins it to a base joins it again.
+    while path.startswith(f"{file}/"):
+        path = path[len(file) :]
+    # OpenAI's clients put their paths behind what ends with /v1 elsewhere.
+    return path if path.startswith("/v1/") else f"/v1{path}"
 
 
 def moved(url: str) -> str | None:
