@@ -262,7 +262,7 @@ def _type(annotation: str) -> str:
         return " / ".join(part.strip().strip("'\"") for part in out[8:-1].split(","))
     names = {"str": "text", "int": "integer", "float": "number", "bool": "true / false"}
     names |= {"Name": "name", "Path": "folder", "SecretStr": "secret"}
-    names |= {"dict[str, float]": "numbers by name"}
+    names |= {"dict[str, float]": "numbers by name", "dict[str, str]": "texts by name"}
     names |= {"tuple[float, float]": "two numbers", "tuple[str, ...]": "list of texts"}
     names["tuple[dict[str, Any], ...]"] = "list of mappings"
     return names[out]

@@ -141,6 +141,8 @@ class Starter:
     def trainer(self) -> None:
         """It is not waited for: however long its model takes to load."""
         settings = self._dir.resolved
+        # Of several machines that train, the first one's process tells how all of it is.
+        leads = self._place.training is None or self._place.training.index == 0
         gpus = self._deal.trainer
         variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus is not None else {}
         # It decides by which way weights go to the engines.
@@ -150,7 +152,7 @@ class Starter:
             lambda: Command(
                 trainer_arguments(self._config, settings, self._place), variables=variables
             ),
-            ready=self.registered("trainer"),
+            ready=self.registered("trainer") if leads else lambda _: True,
             timeout=math.inf,
             progress=lambda: _size(self._dir.metrics),
             finishes=True,

@@ -144,7 +144,7 @@ def test_without_training_the_given_weights_are_served_for_good(lab: Lab, tmp_pa
 
 
 def test_engines_of_others_are_used_and_left_alone(lab: Lab) -> None:
-    with lab.node("engine.urls=http://one:1,http://two:2") as node:
+    with lab.node("engine.urls=http://10.0.0.1:1,http://10.0.0.2:2") as node:
         assert list(node.parts) == [*RANKS, "router", "trainer"]
         found = [flag(lab.start_of(node, rank), "--engine-url") for rank in RANKS]
     assert found == ["http://one:1", "http://two:2"]
@@ -311,7 +311,7 @@ def test_only_the_process_itself_can_say_that_it_is_ready(lab: Lab) -> None:
     process = Process("me", ["x"], lab.home / "log")
     process._popen = subprocess.Popen([sys.executable, "-c", ""])
     process._popen.wait()
-    ready = node.starter.registered("me")
+    ready = node._make_starter().registered("me")
     assert not ready(process)
     told = Entry(name="me", boot_id="b", url="http://127.0.0.1:1", pid=process.pid)
     for wrong in ({"pid": 1}, {"state": "starting"}, {"state": "stopping"}):

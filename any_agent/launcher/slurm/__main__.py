@@ -1,0 +1,90 @@
+"""``python -m any_agent.launcher.slurm trainer/any_agent_grpo.py --config my.yaml``.
+
+In a job's script it runs the service on the job's nodes; elsewhere it submits such a job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from any_agent.cli import add_service_arguments, guarded, overrides_of
+from any_agent.errors import ConfigError
+
+if TYPE_CHECKING:
+    from any_agent.config import Config
+    from any_agent.launcher.slurm.job import Job
+
+_SCRIPT = "any_agent_grpo.py"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    # Until there is something to end; a warning must not end the job without a word.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _run(_parser().parse_args(arguments), arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m any_agent.launcher.slurm",
+        description="Serve and train one run on the nodes of a Slurm job; outside of one, submit "
+        "it. The settings cluster.* say which nodes.",
+    )
+    parser.add_argument("script", help="trainer/any_agent_grpo.py")
+    add_service_arguments(parser)
+    parser.add_argument(
+        "--stay",
+        action="store_true",
+        help="serve the trained model on after the last step, instead of ending the job",
+    )
+    return parser
+
+
+def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from any_agent.launcher.slurm.coordinator import run_job
+    from any_agent.launcher.slurm.job import current_job
+    from any_agent.launcher.slurm.submit import submit
+    from any_agent.logs import set_up_logging
+
+    if Path(args.script).name != _SCRIPT:
+        raise ConfigError(
+            f"{args.script} cannot be spread over nodes: trainer/{_SCRIPT} is what is; a script "
+            "with a GRPOTrainer of its own runs on one machine, by `python` in a job's script"
+        )
+    say = partial(print, flush=True)
+    job = current_job()
+    config = _settings(args, job)
+    if job is None:
+        return submit(config, arguments, say)
+    set_up_logging(config.log_level, secrets=config.secrets())
+    return run_job(config, job, stay=args.stay, say=say)
+
+
+def _settings(args: argparse.Namespace, job: Job | None) -> Config:
+    """With as many ranks as the nodes make; a trial goes on with as many as before."""
+    from any_agent.config import load_config
+    from any_agent.launcher.slurm.plan import plan
+    from any_agent.launcher.trial import resolve_config, trial_dir
+
+    overrides = overrides_of(args)
+    config = load_config(args.config, overrides)
+    saved = trial_dir(config).path / "config.yaml"
+    if args.config is None and saved.is_file():
+        config = load_config(saved, overrides)
+    cluster = config.cluster
+    nodes = job.nodes if job else tuple(f"node {k}" for k in range(cluster.nodes))
+    ranks = plan(config, nodes, job.gpus if job else cluster.gpus_per_node).ranks
+    return resolve_config(args.config, [*overrides, f"server.ranks={ranks}"])
+
+
+if __name__ == "__main__":
+    # Children find the packages that this process found, installed or not.
+    os.environ.setdefault("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    sys.exit(main())

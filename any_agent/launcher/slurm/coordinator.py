@@ -1,0 +1,197 @@
+"""A job's first node: its own parts of the service, and the nodes beside it, each by `srun`."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from any_agent.config import LOOPBACK, SECRET_VARIABLES, Config
+from any_agent.launcher import journals
+from any_agent.launcher.node import Node, NodeOptions
+from any_agent.launcher.part import Part
+from any_agent.launcher.place import LOCAL, Place
+from any_agent.launcher.process import Process
+from any_agent.launcher.slurm.job import Job, node_address, requeue, require_program
+from any_agent.launcher.slurm.plan import Plan, Role, plan
+from any_agent.launcher.slurm.said import Said
+from any_agent.launcher.slurm.shared import mark
+from any_agent.launcher.stopping import Terminated
+from any_agent.registry import Registry
+
+_LAST = 40.0
+"""Of a warning's seconds, those that are left for copies of the journals and for Slurm."""
+_GRACE = 12.0
+"""Seconds that a node's parts take to be ended, at most."""
+_PREFIX = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--unbuffered", "--kill-on-bad-exit=0")
+
+
+class Warned(Terminated):
+    """SIGUSR1: the job's time is almost over."""
+
+
+def prepare(config: Config, job: Job) -> tuple[Config, Plan, str]:
+    """The settings that fit the job, who does what in it, and this node's address.
+
+    Raises ConfigError for settings that do not fit.
+    """
+    roles = plan(config, job.nodes, job.gpus)
+    address = node_address(job.nodes[0], config.cluster.network)
+    changes: dict[str, object] = {"ranks": roles.ranks}
+    if config.server.host in LOOPBACK:
+        # Nobody outside of this node would reach it.
+        changes["host"] = address
+    server = config.server.model_copy(update=changes)
+    return config.model_copy(update={"server": server}), roles, address
+
+
+class Coordinator(Node):
+    """The service of a whole job; a context manager like any node."""
+
+    def __init__(
+        self, config: Config, job: Job, roles: Plan, address: str, *, say: Callable[[str], None]
+    ) -> None:
+        own = roles.roles[0]
+        # Alone, its parts need no address but loopback.
+        host = address if len(roles.roles) > 1 else LOCAL
+        place = Place(host=host, ranks=own.ranks, trainer=own.training is not None)
+        super().__init__(config, NodeOptions(say=say, place=place))
+        self._job = job
+        self._own, self._others = own, roles.roles[1:]
+        self._training_nodes = roles.training_nodes
+        self._tell_roles(roles, address)
+        self._said: list[Said] = []
+        self._token = ""
+        self._left = False
+
+    def check(self) -> bool:
+        for said in self._said:
+            for line in said.new_lines():
+                self.options.say(line)
+        return super().check()
+
+    def stop(self) -> None:
+        super().stop()
+        if not self._left and self._token:
+            self._left = True
+            journals.leave(self.dir, self._own.ranks, self._own.node)
+
+    # ------------------------------------------------------------------------------------------
+
+    def _tell_roles(self, roles: Plan, address: str) -> None:
+        say, job = self.options.say, self._job
+        again = f", started again for the {job.restarts}. time" if job.restarts else ""
+        say(f"job       {job.id} on {', '.join(job.nodes)}{again}")
+        for role in roles.roles:
+            where = f" ({address})" if role is self._own else ""
+            say(f"role      {role.node}{where}: {role}")
+        if len(roles.roles) > 1:
+            say(
+                "journals  each node's own disk has those of its ranks: a node that is lost loses "
+                "its open sessions; surviving that needs a journal in Redis"
+            )
+
+    def _begin_elsewhere(self) -> None:
+        self._token = mark(self.dir)
+        journals.bring(self.dir, self._own.ranks, self._own.node, self.options.say)
+        for role in self._others:
+            if role.training is None:
+                self._start_node(role)
+
+    def _start_trainer(self) -> None:
+        super()._start_trainer()
+        for role in self._others:
+            if role.training is not None:
+                self._start_node(role)
+
+    def _start_node(self, role: Role) -> None:
+        name = f"node-{role.index}"
+        log = self.dir.logs / f"{name}.log"
+        self._said.append(Said(log, role.node))
+        key = self.config.server.admin_key
+        secrets = {SECRET_VARIABLES[0]: key.get_secret_value()} if key else {}
+        starts = 0
+
+        def make() -> Process:
+            nonlocal starts
+            starts += 1
+            return Process(
+                name,
+                [*self._member(role), "--start", f"{self._token}-{starts}"],
+                log,
+                lock=self._lock,
+                secrets=secrets,
+                # srun passes these on, while SIGTERM has it kill what it started.
+                drain=signal.SIGUSR1,
+                quick=signal.SIGUSR2,
+                before=[*_PREFIX, f"--nodelist={role.node}", f"--job-name={name}"],
+            )
+
+        trains = role.training is not None
+        part = Part(
+            name,
+            make,
+            say=self.options.say,
+            ready=lambda _: self._is_ready(name, f"{self._token}-{starts}"),
+            where=f" on {role.node}",
+            kind="trainer" if trains else "rank",
+            grace=_GRACE,
+            finishes=trains,
+            timeout=self.config.cluster.start_timeout,
+        )
+        self.parts[name] = part
+        part.start()
+
+    def _member(self, role: Role) -> Sequence[str]:
+        arguments = ["any_agent.launcher.slurm.member", "--config", str(self.dir.resolved)]
+        arguments += ["--token", self._token, "--index", str(role.index), "--node", role.node]
+        arguments += ["--public-url", self.url, "--ranks", ",".join(map(str, role.ranks))]
+        if role.training is not None:
+            arguments += ["--training", str(role.training)]
+            arguments += ["--training-nodes", str(self._training_nodes)]
+            # Rank 0's, by the number of its node.
+            arguments += ["--first-trainer", str(self._others[-self._training_nodes].index)]
+        return arguments
+
+    def _is_ready(self, name: str, start: str) -> bool:
+        registry = Registry(self.dir.registry)
+        registry.refresh()
+        entry = registry.get(name)
+        return entry is not None and entry.boot_id == start and entry.state == "ready"
+
+
+def run_job(config: Config, job: Job, *, stay: bool, say: Callable[[str], None]) -> int:
+    """Serve and train in this job until the last step, or its time is over; the exit code.
+
+    At SIGUSR1, the warning, it keeps a checkpoint, ends, and has Slurm queue the job again. At
+    SIGTERM, as scancel and preemption send it, what is under way ends; nothing is queued.
+    """
+    for name in ("scontrol", "srun"):
+        require_program(name)
+    config, roles, address = prepare(config, job)
+    warning = config.cluster.warning
+
+    def warned(number: int, frame: FrameType | None) -> None:
+        raise Warned(within=max(0.5 * warning, warning - _LAST))
+
+    def terminated(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminated)
+    signal.signal(signal.SIGUSR1, warned)
+    began = time.monotonic()
+    try:
+        with Coordinator(config, job, roles, address, say=say) as node:
+            say(f"any-agent server listening at {node.url}")
+            say(f"url       {node.url} is in {node.dir.url}")
+            node.watch(until_trained=not stay)
+    except Warned:
+        say(f"job       {job.id} has ended for now, after {time.monotonic() - began:.0f} s")
+        if not config.cluster.requeue:
+            say("job       cluster.requeue is off: submit it again to go on")
+            return 0
+        # Before Slurm ends this process for it.
+        say(f"job       {job.id} is queued again")
+        requeue(job)
+    return 0

@@ -1,0 +1,129 @@
+"""Outside of a job: write the job's script, submit it, and see that Slurm has it."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from any_agent.access import require_key
+from any_agent.atomic import write_whole
+from any_agent.config import Config
+from any_agent.errors import StartupError
+from any_agent.launcher.slurm.job import ask, require_program
+from any_agent.launcher.trial import trial_dir
+
+_SUBMIT_WITHIN = 60.0
+_SEEN_WITHIN = 30.0
+"""Seconds until the queue must show a job that was taken."""
+_SETTLED = 3.0
+"""Seconds after which a controller that dies loses no job any more that it has shown."""
+
+
+def job_name(config: Config) -> str:
+    """One trial is one job's at a time."""
+    return f"any-agent-{config.experiment}-{config.trial}"
+
+
+def script(config: Config, arguments: Sequence[str], log: Path) -> str:
+    """What sbatch is given; ``arguments`` are the coordinator's."""
+    cluster = config.cluster
+    options = [
+        f"--job-name={job_name(config)}",
+        f"--nodes={cluster.nodes}",
+        "--ntasks-per-node=1",
+        *([f"--gpus-per-node={cluster.gpus_per_node}"] if cluster.gpus_per_node else []),
+        f"--signal=B:USR1@{cluster.warning}",
+        "--requeue" if cluster.requeue else "--no-requeue",
+        "--open-mode=append",
+        f"--output={log}",
+        *cluster.sbatch,
+    ]
+    command = [sys.executable, "-m", "any_agent.launcher.slurm", *arguments]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in options),
+            "",
+            "# The job's signals are for the service, which takes this shell's place.",
+            f"exec {shlex.join(command)}",
+            "",
+        ]
+    )
+
+
+def submit(config: Config, arguments: Sequence[str], say: Callable[[str], None]) -> int:
+    """Submit a job that runs the coordinator with these arguments; the exit code.
+
+    Raises ConfigError without Slurm and for numbers that do not fit, StartupError if there is no
+    job in the end, or the trial has one.
+    """
+    for program in ("sbatch", "squeue"):
+        require_program(program)
+    if config.cluster.nodes > 1:
+        # What the job itself would find out, in hours perhaps.
+        require_key(config, "a service on several nodes")
+    name, run = job_name(config), trial_dir(config)
+    if others := _jobs(name):
+        raise StartupError(
+            f"{config.experiment}/{config.trial} has a job already: {others[0]}; scancel it, or "
+            "choose another trial"
+        )
+    run.create()
+    path = run.path / "job.sbatch"
+    write_whole(path, script(config, arguments, run.logs / "job-%j.log"))
+    said = _sbatch(path)
+    # Its answer may be lost, and so may the job be whose controller dies just then.
+    found = _seen(name)
+    if found is None:
+        raise StartupError(f"Slurm has no job {name}: sbatch said {said!r}; submit it again")
+    say(f"job       {found}: {name}, {config.cluster.nodes} nodes")
+    say(f"log       {run.logs / f'job-{found}.log'}")
+    say(f"url       will be in {run.url}")
+    return 0
+
+
+def _sbatch(path: Path) -> str:
+    try:
+        done = subprocess.run(
+            ["sbatch", str(path)],
+            capture_output=True,
+            text=True,
+            timeout=_SUBMIT_WITHIN,
+            stdin=subprocess.DEVNULL,
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired:
+        return f"nothing within {_SUBMIT_WITHIN:g} s"
+    said = (done.stderr or done.stdout).strip()[-500:]
+    if done.returncode and "socket timed out" not in said.lower():
+        raise StartupError(f"sbatch refused {path}: {said}")
+    return said
+
+
+def _seen(name: str) -> str | None:
+    """The id of the job, once the queue has shown it for a while; None if it does not."""
+    deadline = time.monotonic() + _SEEN_WITHIN
+    since = None
+    while time.monotonic() < deadline:
+        try:
+            jobs = _jobs(name)
+        except StartupError:
+            jobs = []  # a controller that starts again answers in a moment
+        if not jobs:
+            since = None
+        elif since is None:
+            since = time.monotonic()
+        elif time.monotonic() - since >= _SETTLED:
+            return jobs[0]
+        time.sleep(0.5)
+    return None
+
+
+def _jobs(name: str) -> list[str]:
+    """Ids of this user's jobs of that name that wait or run."""
+    told = ask(["squeue", "--me", "--noheader", f"--name={name}", "--format=%i"])
+    return told.split()
