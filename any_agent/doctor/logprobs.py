@@ -52,20 +52,20 @@ async def logprobs(
         said = f"the weights in {found.folder} cannot be loaded: {type(error).__name__}"
         yield LAW.unchecked("forward pass", said)
         return
-    dtype = (await asker.server_info()).get("dtype")
-    close = _CLOSE.get(str(dtype), _ROUGH)
     long = (prompt * (_LONG // len(prompt) + 1))[:_LONG]
     for case, ids, temperature in (
         ("forward pass, T=1", prompt, 1.0),
         (f"forward pass, T={_COLD:g}", prompt, _COLD),
         ("forward pass, long prompt", long, 1.0),
     ):
-        yield await _compared(asker, forward, case, ids, temperature, close)
+        yield await against_forward_pass(asker, forward, case, ids, temperature)
 
 
-async def _compared(
-    asker: Asker, forward: Forward, case: str, ids: list[int], temperature: float, close: float
+async def against_forward_pass(
+    asker: Asker, forward: Forward, case: str, ids: list[int], temperature: float = 1.0
 ) -> Verdict:
+    """Whether what the engine says of tokens after ``ids`` is what these weights say."""
+    close = _CLOSE.get(str((await asker.server_info()).get("dtype")), _ROUGH)
     answer = await asker.ask(ids, max_new_tokens=_TOKENS, temperature=temperature, ignore_eos=True)
     # An update may come in between; then there is nothing to compare.
     version = reported_version(await asker.model_info())

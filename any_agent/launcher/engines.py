@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from any_agent.config import Config
@@ -14,9 +17,11 @@ from any_agent.launcher.address import answers
 from any_agent.launcher.devices import sees_gpu
 from any_agent.launcher.process import Command
 from any_agent.private_address import require_private_url
+from any_agent.with_parent import die_with_parent
 
 _LOOK_FOR_SGLANG = "import importlib.util as u; raise SystemExit(u.find_spec('sglang') is None)"
 _EMBEDDED_TIMEOUT = 300.0
+_COMPARE_TIMEOUT = 600.0
 _HEALTH_TIMEOUT = 25.0
 """Seconds; SGLang takes up to 20 to say that it is ill."""
 
@@ -78,6 +83,37 @@ def require_engines(config: Config) -> None:
             f"there is no SGLang in the environment of {python}: install it in one of its own "
             "(python -m venv sgl; sgl/bin/pip install sglang), and set engine.python=sgl/bin/python"
         )
+
+
+def require_weights(config: Config, settings: Path, say: Callable[[str], None]) -> None:
+    """ConfigError where an engine that somebody else started holds other weights than the run's.
+
+    Judged by what it says of tokens, in a process that has torch, where the weights are here and
+    a CPU has the memory for them; else it is only said. ``settings`` is the run's resolved file.
+    """
+    command = [sys.executable, "-m", "any_agent.doctor.held", "--config", str(settings)]
+    try:
+        done = subprocess.run(
+            [*command, *config.engine.urls],
+            capture_output=True,
+            text=True,
+            timeout=_COMPARE_TIMEOUT,
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL),
+        )
+        told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    except subprocess.TimeoutExpired:
+        told, why = [], f"it took more than {_COMPARE_TIMEOUT:g} s"
+    if not told:
+        say(f"engines   whether they hold the run's weights was not found out: {why}")
+    for one in told:
+        if one["outcome"] == "failed":
+            raise ConfigError(
+                f"the engine at {one['url']} holds other weights than the run's ({one['seen']}): "
+                "load the run's into it, or give its own URL in engine.urls"
+            )
+        if one["outcome"] != "passed":
+            say(f"engine    {one['url']}: its weights were not compared ({one['seen']})")
 
 
 def _require_divisible(config: Config) -> None:

@@ -29,7 +29,7 @@ from any_agent.config import Config
 from any_agent.errors import StartupError
 from any_agent.launcher.address import from_here, reachable
 from any_agent.launcher.devices import require_devices
-from any_agent.launcher.engines import require_engines
+from any_agent.launcher.engines import require_engines, require_weights
 from any_agent.launcher.journals import require_local
 from any_agent.launcher.model import Model
 from any_agent.launcher.part import Part
@@ -144,7 +144,7 @@ class Node:
 
         Raises what :meth:`check` raises.
         """
-        progress = Progress(self.dir.metrics, self.config.train.steps)
+        progress = Progress(self.dir.metrics, self.config.train.steps, self.dir.waiting)
         told = False
         while True:
             trained = self.check()
@@ -191,6 +191,9 @@ class Node:
         self.starter = self._make_starter()
         self._begin_elsewhere()
         self.engine_urls = self.starter.engines()
+        if config.engine.urls and place.router and not options.train:
+            # A trainer gives them the run's weights; else nobody does.
+            require_weights(config, self.dir.resolved, options.say)
         self.starter.proxies(self.engine_urls, self.url)
         if place.router:
             self.starter.router(self._public, self.url)

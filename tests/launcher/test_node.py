@@ -147,7 +147,7 @@ def test_engines_of_others_are_used_and_left_alone(lab: Lab) -> None:
     with lab.node("engine.urls=http://10.0.0.1:1,http://10.0.0.2:2") as node:
         assert list(node.parts) == [*RANKS, "router", "trainer"]
         found = [flag(lab.start_of(node, rank), "--engine-url") for rank in RANKS]
-    assert found == ["http://one:1", "http://two:2"]
+    assert found == ["http://10.0.0.1:1", "http://10.0.0.2:2"]
     assert "engine" not in lab.names("starts")
 
 

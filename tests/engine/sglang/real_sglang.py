@@ -20,12 +20,19 @@ HERE = Path(__file__).parent
 FOLDER = Path(__file__).resolve().parents[3] / ".venv-sglang"
 # Without their dependencies: what they need on a CPU is in the requirements.
 _BARE = ("sglang==0.5.23", "torchvision==0.28.0")
-_OPTIONS = (
-    *("--device", "cpu", "--attention-backend", "torch_native"),
-    *("--mem-fraction-static", "0.1", "--max-total-tokens", "32768"),
-    "--sleep-on-idle",
-    "--incremental-streaming-output",
+OPTIONS = (
+    *("--attention-backend", "torch_native", "--mem-fraction-static", "0.1"),
+    *("--max-total-tokens", "32768", "--sleep-on-idle"),
 )
+"""That it needs on a CPU, beside its device."""
+VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # More threads than one hinder each other, and it binds them to cores otherwise.
+    "OMP_NUM_THREADS": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0",
+    "PYTHONPATH": str(HERE / "cpu"),
+}
 _START, _STOP = 480.0, 10.0
 """Seconds; it starts in a minute where nothing else runs."""
 
@@ -51,21 +58,14 @@ def python() -> Path:
 def sglang(model: Path, port: int, folder: Path, *options: str) -> Iterator[str]:
     """Its URL, once it serves."""
     log = folder / "sglang.log"
-    more = {
-        "HF_HUB_OFFLINE": "1",
-        "SGLANG_USE_CPU_ENGINE": "1",
-        # More threads than one hinder each other, and it binds them to cores otherwise.
-        "OMP_NUM_THREADS": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": "0",
-        "PYTHONPATH": str(HERE / "cpu"),
-    }
     command = [str(python()), "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *_OPTIONS, *options]
+    command += ["--host", "127.0.0.1", "--port", str(port), *OPTIONS, *options]
+    command += ["--device", "cpu", "--incremental-streaming-output"]
     url = f"http://127.0.0.1:{port}"
     with open(log, "wb") as out:
         # It starts processes of its own, which must not outlive it.
         child = subprocess.Popen(
-            command, stdout=out, stderr=out, env=environment(**more), start_new_session=True
+            command, stdout=out, stderr=out, env=environment(**VARIABLES), start_new_session=True
         )
     try:
         _await(f"{url}/health_generate", child, log)

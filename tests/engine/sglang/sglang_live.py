@@ -20,6 +20,7 @@ from any_agent.errors import InvalidRequest
 from any_agent.ports import reserve
 from any_agent.types import GenerationChunk, ModelRequest
 from tests.engine.embedded.sglang_contract import SamplingContract, body, call, check_answer
+from tests.engine.embedded.updates_contract import UpdatesContract, load
 from tests.engine.sglang.real_sglang import sglang
 from tests.engine.sglang_lab import all_of, joined, request, until
 from tests.fakes.true_logprobs import TrueModel
@@ -61,18 +62,16 @@ async def client(url: str) -> AsyncIterator[SGLangEngine]:
         await client.close()
 
 
-async def load(url: str, model: Path, version: int) -> None:
-    update = {"model_path": str(model), "weight_version": str(version), "flush_cache": True}
-    status, answer = await call(url, "/update_weights_from_disk", update)
-    assert status == 200 and answer["success"], answer
-
-
 class TestContract(SamplingContract):
     async def test_a_seed_repeats(self, url: str) -> None:
         """It does not on a CPU, whose attention has no deterministic inference."""
         status, answer = await call(url, "/generate", body(sampling_seed=2**40))
         assert status == 200
         check_answer(answer, 12)
+
+
+class TestUpdates(UpdatesContract):
+    rounding = ROUNDING
 
 
 def check_logprobs(model: TrueModel, ask: ModelRequest, chunks: list[GenerationChunk]) -> None:

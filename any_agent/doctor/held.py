@@ -1,0 +1,77 @@
+"""Whether engines hold the run's weights: `python -m any_agent.doctor.held --config FILE URL ...`.
+
+A process of its own, because it computes a forward pass of them: the launcher has no torch. It
+prints a line of JSON for each engine, whose outcome is passed, failed or unchecked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from any_agent.access import run_dir_of
+from any_agent.config import Config, load_resolved
+from any_agent.doctor.asking import asking, reported_version
+from any_agent.doctor.logprobs import LAW, OTHER_WEIGHTS, against_forward_pass
+from any_agent.doctor.verdict import Verdict
+from any_agent.doctor.weights import Forward, find_weights
+from any_agent.errors import AnyAgentError
+
+PROMPT = [3 + (31 * k) % 89 for k in range(48)]
+"""Ids that every vocabulary has."""
+CASE = "the run's weights"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m any_agent.doctor.held")
+    parser.add_argument("--config", required=True, help="the run's resolved YAML")
+    parser.add_argument("urls", nargs="+")
+    args = parser.parse_args()
+    try:
+        config = load_resolved(args.config)
+    except AnyAgentError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 2
+    for url, verdict in zip(args.urls, asyncio.run(held(config, args.urls)), strict=True):
+        told = {"url": url, "outcome": verdict.outcome.value, "seen": verdict.seen}
+        print(json.dumps(told), flush=True)
+    return 0
+
+
+async def held(config: Config, urls: Sequence[str]) -> list[Verdict]:
+    """Each engine's log-probabilities against a forward pass of its version's weights, which are
+    the run's or, for version 0, the model's."""
+    loaded: dict[Path, Forward] = {}
+    return [await _guarded(config, url, loaded) for url in urls]
+
+
+async def _guarded(config: Config, url: str, loaded: dict[Path, Forward]) -> Verdict:
+    try:
+        return await _held(config, url, loaded)
+    except AnyAgentError as error:
+        return LAW.unchecked(CASE, error.message)
+
+
+async def _held(config: Config, url: str, loaded: dict[Path, Forward]) -> Verdict:
+    async with asking(url, lambda _: "") as asker:
+        version = reported_version(await asker.model_info())
+        if version is None:
+            return LAW.failed(CASE, "it does not say which weights it has", OTHER_WEIGHTS)
+        found = find_weights(config.model.path, run_dir_of(config), version, None)
+        if found.folder is None:
+            return LAW.unchecked(CASE, found.why)
+        if found.folder not in loaded:
+            try:
+                loaded[found.folder] = await asyncio.to_thread(Forward, found.folder)
+            except Exception as error:
+                said = f"{found.folder} cannot be loaded: {type(error).__name__}"
+                return LAW.unchecked(CASE, said)
+        return await against_forward_pass(asker, loaded[found.folder], CASE, PROMPT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
