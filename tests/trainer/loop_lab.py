@@ -19,6 +19,7 @@ from any_agent.rollout import Ranks
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode
 from trainer.loop import TrainingLoop
+from trainer.parallel.crew import Crew
 from trainer.policy import Policy
 from trainer.source import ProxyFed
 from trainer.sync import NewWeights
@@ -151,9 +152,10 @@ class Lab:
         version: int = 0,
         *,
         before: Lab | None = None,
+        crew: Crew | None = None,
     ) -> None:
         """``before``: the start whose ranks and journals these are."""
-        self.trainer = TrainingLoop(config)
+        self.trainer = TrainingLoop(config, crew=crew)
         self.trainer.dir.create()
         self.executor = Executor(episodes, before.service.version if before else version)
         self.executor.journal = before.executor.journal if before else {}
@@ -161,7 +163,7 @@ class Lab:
         self.trainer._executor = self.executor  # type: ignore[assignment]
         self.trainer._source = ProxyFed(self.executor)  # type: ignore[arg-type]
         self.trainer._publisher._executor = self.executor  # type: ignore[assignment]
-        self.trainer._publisher._sync = Sync()
+        self.trainer._publisher._sync = Sync()  # type: ignore[assignment]
 
     @property
     def service(self) -> Service:

@@ -52,7 +52,7 @@ class Attempt:
     def __init__(
         self, call: Call, settings: Settings, ranks: Ranks, new: NewWeights, *, alone: bool
     ) -> None:
-        """``alone``: of one rank, whose refusals are its own."""
+        """``alone``: of one rank, whose refusals are its own, and its last word."""
         self.done: set[int] = set()
         self.refused: dict[int, TrainingError] = {}
         self.why = ""
@@ -224,9 +224,6 @@ class Attempt:
         try:
             await work
         except AnyAgentError as error:
-            if not self._alone and isinstance(error, TrainingError):
-                # One of them refused, perhaps because it was started again meanwhile.
-                error = EngineUnavailable(error.message)
             for rank in list(self._open):
                 self._note(rank, error)
 
@@ -236,7 +233,7 @@ class Attempt:
             return
         if rank in self._open:
             self._left[rank] = self._open.pop(rank)
-        if isinstance(result, TrainingError):
+        if self._alone and isinstance(result, TrainingError):
             self.refused[rank] = result
         elif isinstance(result, AnyAgentError | TimeoutError):
             said = result.message if isinstance(result, AnyAgentError) else "it does not answer"
