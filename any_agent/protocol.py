@@ -412,6 +412,17 @@ class SetCapacity(_Body):
     """Counts the owner's messages: one that arrives after a later one changes nothing."""
 
 
+class Unfilled(BaseModel):
+    """A group that is begun, and keeps slots for members that are not there yet."""
+
+    group_id: str
+    size: int
+    members: int
+    """Sessions that are in it."""
+    closes_in: float
+    """Seconds until it closes with those that it has."""
+
+
 class Capacity(BaseModel):
     admitted: int
     """Train sessions ever admitted, reservations of open groups counted in."""
@@ -426,6 +437,8 @@ class Capacity(BaseModel):
     queue: list[int] = Field(default_factory=list)
     """Slots that each open (a group: all of it) waits for, in their order; the first ones. Then
     what was refused a moment ago and will be asked for again."""
+    unfilled: list[Unfilled] = Field(default_factory=list)
+    """The groups that others' sessions wait for: some of them, those first that close first."""
 
 
 class Lease(_Body):

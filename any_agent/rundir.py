@@ -92,6 +92,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def waiting(self) -> Path:
+        """What the trainer has been waiting for, in its words, where that took a minute."""
+        return self.path / "waiting.txt"
+
+    @property
     def resolved(self) -> Path:
         return self.path / "resolved.yaml"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from any_agent.access import signer_of
-from any_agent.atomic import append_line
+from any_agent.atomic import append_line, write_whole
 from any_agent.config import Config
 from any_agent.errors import TrainingError
 from any_agent.protocol import Rejection
@@ -317,9 +317,17 @@ class TrainingLoop:
                 deterministic = self.config.rollout.deterministic
                 return [in_stable_order(g) for g in groups] if deterministic else groups
             except TimeoutError as error:
-                self._say(f"waiting   for trajectories: {error}")
-                if self._dull.in_a_row >= _TELL_OF_DULL:
-                    self._say(f"waiting   {self._dull}. Other tasks or rewards would help")
+                self._say_waiting(error)
+
+    def _say_waiting(self, error: TimeoutError) -> None:
+        lines = [f"waiting   for trajectories: {error}"]
+        if self._dull.in_a_row >= _TELL_OF_DULL:
+            lines.append(f"waiting   {self._dull}. Other tasks or rewards would help")
+        for line in lines:
+            self._say(line)
+        # For whoever looks at the run from another process. Training does not end for want of it.
+        with suppress(OSError):
+            write_whole(self.dir.waiting, "\n".join(lines) + "\n")
 
     # -- resume --------------------------------------------------------------------------------
 

@@ -9,17 +9,34 @@ from typing import Any
 
 
 class Progress:
-    """Reads `metrics.jsonl` as it grows; what was there before is not shown."""
+    """Reads `metrics.jsonl` as it grows; what was there before is not shown.
 
-    def __init__(self, metrics: Path, steps: int) -> None:
+    With ``waiting`` also what the trainer waits for, whenever it says so there: one in another
+    process, whose words nobody sees otherwise.
+    """
+
+    def __init__(self, metrics: Path, steps: int, waiting: Path | None = None) -> None:
         self._metrics = metrics
         self._steps = steps
+        self._waiting = waiting
+        self._waited = _written(waiting)
         self._offset = metrics.stat().st_size if metrics.exists() else 0
         self.step = 0
         """The last step shown."""
 
     def new_lines(self) -> list[str]:
-        """One for each report since the last call; a line half-written is left for the next.
+        """What is new since the last call."""
+        return [*self._reports(), *self._waits()]
+
+    def _waits(self) -> list[str]:
+        written = _written(self._waiting)
+        if self._waiting is None or written == self._waited:
+            return []
+        self._waited = written
+        return self._waiting.read_text(encoding="utf-8").splitlines()
+
+    def _reports(self) -> list[str]:
+        """A line for each; one half-written is left for the next time.
 
         What a trainer that died left of one is no line.
         """
@@ -48,6 +65,11 @@ class Progress:
             f"wait {seconds['wait']:.2f} s  train {seconds['train']:.2f} s"
             f"{why}"
         )
+
+
+def _written(path: Path | None) -> int:
+    """When; 0 for never."""
+    return path.stat().st_mtime_ns if path is not None and path.exists() else 0
 
 
 def shown_evaluation(line: dict[str, Any]) -> str:

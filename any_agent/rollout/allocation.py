@@ -36,13 +36,14 @@ def total(views: Sequence[RankView]) -> Capacity:
     out = Capacity(
         **{name: sum(getattr(v.now, name) for v in views) for name in _NUMBERS},
         queue=[slots for v in views for slots in v.now.queue],
+        unfilled=sorted((g for v in views for g in v.now.unfilled), key=lambda g: g.closes_in),
     )
     return out.model_copy(
         update={"reserved": out.reserved + sum(v.headroom for v in views if v.away)}
     )
 
 
-_NUMBERS = [name for name in Capacity.model_fields if name != "queue"]
+_NUMBERS = [name for name, field in Capacity.model_fields.items() if field.annotation is int]
 
 
 def divide(views: Sequence[RankView], config: RolloutConfig, turn: int) -> tuple[list[int], int]:

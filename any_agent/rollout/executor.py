@@ -17,6 +17,7 @@ from any_agent.loop_thread import LoopThread
 from any_agent.protocol import Capacity, Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rollout.acks import Acks
+from any_agent.rollout.awaited import what_is_there
 from any_agent.rollout.capacity import CapacityKeeper
 from any_agent.rollout.ranks import Ranks
 from any_agent.types import Trajectory
@@ -175,7 +176,7 @@ class RolloutExecutor:
         if self.rejected:
             rejected = ", ".join(f"{n} {reason}" for reason, n in self.rejected.items())
             said += f"; rejected so far: {rejected}"
-        return said
+        return said + (f"; {what_is_there(self.capacity)}" if self.capacity is not None else "")
 
     def _take(self) -> list[Episode]:
         batch: list[Episode] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 import uuid
 from contextlib import suppress
@@ -14,10 +16,35 @@ from any_agent.jitter import jittered
 from any_agent.protocol import SessionStarted
 from any_agent.sdk.service import Service
 
+log = logging.getLogger(__name__)
+
 _WAITS_THERE = 25.0
 """Seconds that one request waits for a slot: less than what stands between cuts connections after.
 Always the same, as a request is known again by its body, too."""
 _UNDONE_WITHIN = 3.0
+_SAY_AFTER = 60.0
+"""Seconds. To wait for some is usual: training takes as many sessions as it wants."""
+
+
+class _Said:
+    """Of all sessions that wait, one says why, a minute apart: it is the same for all."""
+
+    def __init__(self) -> None:
+        self._next = -math.inf
+
+    def tell(self, waited: float, service: Service, error: TooManyRequests) -> None:
+        now = time.monotonic()
+        if waited >= _SAY_AFTER and now >= self._next:
+            self._next = now + _SAY_AFTER
+            log.warning(
+                "a session has waited %.0f s for a slot at %s: %s",
+                waited,
+                service.named,
+                error.message,
+            )
+
+
+_said = _Said()
 
 
 async def opened(
@@ -29,7 +56,8 @@ async def opened(
     idempotency_key: str | None,
 ) -> SessionStarted:
     """A session, once there is a slot; TooManyRequests after ``wait`` seconds."""
-    deadline = time.monotonic() + wait
+    began = time.monotonic()
+    deadline = began + wait
     fields = {**fields, "wait": min(wait, _WAITS_THERE)}
     while True:
         # Such a refusal says that nothing was opened: another key may ask at another rank.
@@ -40,6 +68,7 @@ async def opened(
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise
+            _said.tell(time.monotonic() - began, service, error)
             pause = jittered(error.retry_after or 1.0, 0.8, 1.2)
             await asyncio.sleep(min(pause, remaining))
         except Unauthenticated as error:

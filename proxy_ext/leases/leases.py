@@ -30,6 +30,7 @@ _ANSWER_BYTES = 64 * 2**20
 """About what one poll is answered at most, unless a single group is larger."""
 
 
+_SHOWN_GROUPS = 8
 _BUFFERED = (SessionState.AWAITING_REWARD, SessionState.FINALIZED, SessionState.LEASED)
 
 
@@ -98,6 +99,7 @@ class Leases:
             buffered=counts.for_trainer(*_BUFFERED),
             limit=admission.limit,
             queue=admission.queue,
+            unfilled=self._sessions.groups.unfilled_first(_SHOWN_GROUPS),
         )
 
     async def lease(self, body: Lease, *, epoch: int | None = None) -> list[Trajectory]:

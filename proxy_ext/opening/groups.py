@@ -7,10 +7,12 @@ can change any more, and enough of them wait to be trained on.
 
 from __future__ import annotations
 
+import heapq
 import time
 from dataclasses import dataclass, field
 
 from any_agent.errors import Conflict
+from any_agent.protocol import Unfilled
 from any_agent.types import SessionState
 from proxy_ext.journal import SessionRow
 from proxy_ext.opening.slots import Ticket
@@ -186,6 +188,20 @@ class Groups:
         """How many groups of a tenant are begun, and keep slots for members that are not there."""
         mine = (group for group in self._by_id.values() if group.tenant == tenant)
         return sum(group.begun and group.room > 0 for group in mine)
+
+    def unfilled_first(self, most: int) -> list[Unfilled]:
+        """Of all tenants, those that close first."""
+        now = time.monotonic()
+        begun = [group for group in self._by_id.values() if group.begun and group.room > 0]
+        return [
+            Unfilled(
+                group_id=group.id,
+                size=group.size,
+                members=len(group.members),
+                closes_in=max(0.0, group.deadline - now),
+            )
+            for group in heapq.nsmallest(most, begun, key=lambda group: group.deadline)
+        ]
 
     def begins(self, key: GroupKey) -> bool:
         """Whether the next member of it begins a group."""

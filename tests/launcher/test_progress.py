@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+from any_agent.atomic import write_whole
 from any_agent.launcher.progress import Progress
 
 
@@ -37,3 +39,15 @@ def test_an_earlier_runs_steps_are_not_shown(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(line(1) + "\n")
     assert Progress(metrics, 9).new_lines() == []
+
+
+def test_what_the_trainer_waits_for_is_shown_whenever_it_says_so(tmp_path: Path) -> None:
+    waiting = tmp_path / "waiting.txt"
+    waiting.write_text("waiting   of an earlier run\n")
+    progress = Progress(tmp_path / "metrics.jsonl", 9, waiting)
+    assert progress.new_lines() == []
+    for seconds in (60, 120):
+        write_whole(waiting, f"waiting   {seconds} s\nwaiting   dull\n")
+        os.utime(waiting, (seconds, seconds))
+        assert progress.new_lines() == [f"waiting   {seconds} s", "waiting   dull"]
+        assert progress.new_lines() == []

@@ -43,6 +43,24 @@ async def test_a_partial_group_closes_when_its_time_is_over(start: Start) -> Non
     await proxy.open(task_id="t", group_size=2)
 
 
+async def test_the_trainer_is_told_which_groups_are_waited_for(start: Start) -> None:
+    proxy = await start("sessions.group_timeout=100")
+    await proxy.admit(12)
+    assert (await proxy.capacity())["unfilled"] == []
+    for size, name in ((4, "g"), (1, "full"), (3, "h")):
+        await proxy.finished_session(group_id=name, group_size=size)
+    await proxy.open(group_id="h", group_size=3)
+    found = (await proxy.capacity())["unfilled"]
+    assert [90 < group.pop("closes_in") <= 100 for group in found] == [True, True]
+    # The one that began first closes first.
+    assert found == [
+        {"group_id": "g", "size": 4, "members": 1},
+        {"group_id": "h", "size": 3, "members": 2},
+    ]
+    await proxy.open(group_id="h", group_size=3)
+    assert [group["group_id"] for group in (await proxy.capacity())["unfilled"]] == ["g"]
+
+
 @pytest.mark.parametrize("awaiting", [False, True])
 async def test_a_group_that_is_too_small_is_rejected(start: Start, awaiting: bool) -> None:
     proxy = await start("sessions.min_group_size=3")

@@ -55,3 +55,6 @@ def test_agents_outside_may_go_on_and_a_person_is_told_why_nothing_happens(
     told = [line for line in said if "in a row" in line]
     assert [line.split()[1] for line in told] == ["10", "15"]
     assert told[-1].endswith("in the last group 0. Other tasks or rewards would help")
+    # So that a console shows it, too.
+    shown = lab.trainer.dir.waiting.read_text().splitlines()
+    assert shown == ["waiting   for trajectories: 0 of 64 sessions came", told[-1]]

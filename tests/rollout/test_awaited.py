@@ -1,0 +1,41 @@
+"""What is said of a wait for trajectories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from any_agent.protocol import Capacity, Unfilled
+from any_agent.rollout.allocation import RankView, total
+from any_agent.rollout.awaited import what_is_there
+
+
+def now(**told: Any) -> Capacity:
+    counts = dict.fromkeys(("admitted", "reserved", "waiting", "running", "buffered", "limit"), 0)
+    return Capacity(**(counts | told))
+
+
+def group(name: str, closes_in: float, members: int = 1) -> Unfilled:
+    return Unfilled(group_id=name, size=4, members=members, closes_in=closes_in)
+
+
+def test_nobody_is_there() -> None:
+    said = "no agent has a session open, or waits for one"
+    assert what_is_there(now()) == what_is_there(now(buffered=3)) == said
+
+
+def test_sessions_are_open_or_asked_for() -> None:
+    assert what_is_there(now(running=3)) == "3 open, 0 asked for"
+    assert what_is_there(now(waiting=8)) == "0 open, 8 asked for"
+
+
+def test_groups_that_are_not_full_are_named_whatever_their_rank() -> None:
+    views = [
+        RankView(now(running=2, unfilled=[group("late", 500.4), group("later", 600)]), limit=9),
+        RankView(now(unfilled=[group("g~1", 20, members=3), group("last", 700)]), limit=9),
+    ]
+    assert what_is_there(total(views)) == (
+        "2 open, 0 asked for"
+        "; group g~1 has 3 of 4 sessions, and up to 20 s for the others (sessions.group_timeout)"
+        "; group late has 1 of 4 sessions, and up to 500 s for the others (sessions.group_timeout)"
+        "; group later has 1 of 4 sessions, and up to 600 s for the others (sessions.group_timeout)"
+    )
