@@ -27,6 +27,9 @@ from any_agent.workflow.resolve import require_workflow
 from trainer.dataset_source import Dataset, DatasetFed
 from trainer.evaluation import Evaluation
 from trainer.loop import TrainingLoop
+from trainer.parallel.crew import Crew
+from trainer.parallel.joining import follow, joined, leading
+from trainer.parallel.world import World
 from trainer.presence import Presence
 from trainer.rollouts import agent_service, workflow_executor
 from trainer.service import Service
@@ -54,6 +57,10 @@ class GRPOTrainer:
     the same experiment and trial it goes on from the latest checkpoint, and makes the steps after
     it again just as they were.
 
+    Under torchrun, with as many processes as `train.processes` says, all of them train together:
+    the first one does everything else, and in the others :meth:`train` returns when the first one
+    leaves the trainer.
+
     ``say`` gets one line for whatever a person wants to know: what is started, each step, what is
     waited for.
     """
@@ -80,7 +87,9 @@ class GRPOTrainer:
         self._signals = Signals(say)
         self._signals.failure = lambda: self._service.error
         self._service = Service(config, say=say, failed=self._service_failed)
-        self._entered = self._serving = False
+        self._entered = self._serving = self._followed = False
+        self._world: World | None = None
+        self._crew: Crew | None = None
         self._loop: TrainingLoop | None = None
         self._evaluation: Evaluation | None = None
         self._evaluator: WorkflowExecutor | None = None
@@ -88,26 +97,32 @@ class GRPOTrainer:
 
     @property
     def url(self) -> str:
-        """The service's public one, for agents and for whoever wants to try the model."""
-        if self._entered:
+        """The service's public one, for agents and for whoever wants to try the model; empty in a
+        process that is led by another one."""
+        if self._entered and not self._led:
             self._serve()
         return self._service.url
 
     def __enter__(self) -> Self:
         require_same_trial(self.config)
         policy_config(self.config.train)
+        self._world = joined(self.config.train)
+        if self._led:
+            self._entered = True
+            return self
         # Before anything is encoded: the children are forked from a process that has.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # The lines of a run are its steps.
         transformers_logging.disable_progress_bar()
         self._signals.take()
         self._entered = True
-        if self.train_dataset is None:
-            try:
+        try:
+            self._crew = self._stack.enter_context(leading(self._world))
+            if self.train_dataset is None:
                 self._serve()
-            except BaseException as error:
-                self.__exit__(type(error), error, error.__traceback__)
-                raise
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(
@@ -116,8 +131,10 @@ class GRPOTrainer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._signals.ignore()
         self._entered = False
+        if self._led:
+            return
+        self._signals.ignore()
         try:
             self._service.stop(drain=isinstance(error, Stopped) and error.gently)
         finally:
@@ -149,6 +166,8 @@ class GRPOTrainer:
         the step under way and with a checkpoint.
         """
         self._require_runnable(workflow, workflow_kwargs, eval_workflow, eval_workflow_kwargs)
+        if self._led:
+            return self._follow()
         self._serve()
         loop = self._make_loop(
             workflow,
@@ -177,6 +196,17 @@ class GRPOTrainer:
         return done
 
     # ------------------------------------------------------------------------------------------
+
+    @property
+    def _led(self) -> bool:
+        return self._world is not None and not self._world.leads
+
+    def _follow(self) -> bool:
+        """Until the leader has left its trainer; at once if it has."""
+        if self._world is not None and not self._followed:
+            self._followed = True
+            follow(self._world, self.config.train)
+        return True
 
     def _serve(self) -> None:
         """Start the service, if it is not there."""
@@ -242,6 +272,7 @@ class GRPOTrainer:
             make_source=make_source,
             say=self._say,
             evaluate=self._evaluation or (lambda step, last: None),
+            crew=self._crew,
         )
 
     def _resolve(

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from any_agent.errors import ConfigError, StartupError
 from trainer.buckets import Bucket, in_buckets, stored_tensors
+from trainer.logprobs import logprobs_of
 from trainer.loss import LossConfig, LossStats, policy_loss
 from trainer.packing import (
     Batch,
@@ -199,7 +198,9 @@ class Policy:
         if not bool((per_row > 0).all()):
             raise ValueError("temperatures must be positive: greedy tokens cannot be trained on")
         temperatures = tokens.spread(per_row)
-        logprobs, entropies = self._within(self._compute, ids, tokens, temperatures, entropy)
+        logprobs, entropies = self._within(
+            logprobs_of, ids, tokens, temperatures, entropy, self.config.head_chunk
+        )
         return TokenLogprobs(tokens, logprobs, entropies)
 
     def _within(self, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -209,42 +210,6 @@ class Policy:
             # No backward pass comes that would divide the last of them again.
             self.whole.reshard()
         return out
-
-    def _compute(
-        self, model: Any, ids: Tensor, tokens: TrainedTokens, temperatures: Tensor, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        # Right padding and causal attention: no trained token sees padding, so no mask is needed,
-        # and sdpa takes its causal path instead of a dense [seq_len, seq_len] one.
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        selected = hidden[tokens.rows, tokens.sources]
-        return self._head(model, tokens, selected, temperatures, entropy)
-
-    def _head(
-        self,
-        model: Any,
-        tokens: TrainedTokens,
-        hidden: Tensor,
-        temperatures: Tensor,
-        entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        head = model.get_output_embeddings()
-        chunk = self.config.head_chunk
-        logprobs, entropies = [], []
-        parts = (hidden, tokens.labels, temperatures)
-        for h, labels, t in zip(*(torch.split(part, chunk) for part in parts), strict=True):
-            arguments = (h, head.weight, getattr(head, "bias", None), labels, t, entropy)
-            if torch.is_grad_enabled():
-                lp, ent = checkpoint(
-                    _label_logprobs, *arguments, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                lp, ent = _label_logprobs(*arguments)
-            logprobs.append(lp)
-            entropies.append(ent)
-        if not len(tokens):
-            empty = hidden.new_zeros(0)
-            return empty, empty if entropy else None
-        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
     def train(
         self,
@@ -382,27 +347,6 @@ class Policy:
 def _logits_in_two_ways(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     body = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return model(input_ids=ids, use_cache=False).logits, model.get_output_embeddings()(body)
-
-
-def _label_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    temperatures: Tensor,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """One chunk: log-softmax(logits / T) [n] of the labels, and the distributions' entropies."""
-    logits = functional.linear(hidden, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = logits / temperatures.to(logits.dtype)[:, None]
-    normaliser = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, labels[:, None])[:, 0] - normaliser
-    if not entropy:
-        return logprobs, None
-    with torch.no_grad():
-        entropies = normaliser - (logits.softmax(-1) * logits).sum(-1)
-    return logprobs, entropies
 
 
 def _switch_dropout_off(model: nn.Module) -> None:

@@ -7,6 +7,9 @@ exchange for a common plan it pickles, and every process knows its share anyway.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
@@ -23,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from any_agent.errors import StartupError
+from any_agent.errors import StartupError, TrainingError
 
 if TYPE_CHECKING:
     from trainer.policy import Policy
@@ -39,16 +43,20 @@ def moments(policy: Policy) -> dict[str, Tensor]:
 
 
 def save_shard(policy: Policy, folder: Path) -> None:
-    """Write this process's share into ``folder``; nothing of what all processes have alike."""
+    """Write this process's share into ``folder``; nothing of what all processes have alike.
+
+    TrainingError where that fails.
+    """
     assert policy.world is not None
     mine = {name: t for name, t in moments(policy).items() if _has_part(t)}
     if mine:
-        state_dict_saver.save(
-            dict(mine),
-            storage_writer=_Writer(str(folder), policy.world.rank),
-            planner=_Planner(),
-            no_dist=True,
-        )
+        with _by_itself(f"{folder}: the optimizer's state cannot be written"):
+            state_dict_saver.save(
+                dict(mine),
+                storage_writer=_Writer(str(folder), policy.world.rank),
+                planner=_Planner(),
+                no_dist=True,
+            )
 
 
 def load_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -68,7 +76,8 @@ def load_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
             )
     wanted = {name: t for name, t in tensors.items() if not isinstance(t, DTensor) or _has_part(t)}
     if wanted:
-        state_dict_loader.load(dict(wanted), storage_reader=reader, no_dist=True)
+        with _by_itself(f"{folder}: the optimizer's state cannot be read"):
+            state_dict_loader.load(dict(wanted), storage_reader=reader, no_dist=True)
 
 
 def names_in(folder: Path) -> set[str]:
@@ -78,6 +87,18 @@ def names_in(folder: Path) -> set[str]:
         with safe_open(path, framework="pt") as file:
             names |= set(file.keys())
     return names
+
+
+@contextmanager
+def _by_itself(problem: str) -> Iterator[None]:
+    """What the library says of a process that plans for itself: nothing, and errors as ours."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        causes = (cause for cause, _ in error.failures.values())
+        raise TrainingError(f"{problem}: {next(causes, error)}") from error
 
 
 def _has_part(tensor: Tensor) -> bool:
