@@ -40,8 +40,8 @@ test-examples: $(DEV) ## run every example by its README's command, on tiny mode
 	$(node)
 	@$(RUN) -m pytest --timeout 900 -n 2 --dist loadfile tests/examples/*_live.py $(ARGS)
 
-test-engines: $(DEV) ## try the engines' client against a real SGLang on the CPU (installs 3.5 GB)
-	@$(RUN) -m pytest --timeout 900 tests/engine/sglang/sglang_live.py $(ARGS)
+test-engines: $(DEV) ## real SGLangs on the CPU: contract, weights, the whole loop (installs 3.5 GB)
+	@$(RUN) -m pytest --timeout 900 tests/engine/sglang/*_live.py $(ARGS)
 
 lint: $(DEV) ## check style and types
 	@echo "ruff check"; $(VENV)/bin/ruff check .

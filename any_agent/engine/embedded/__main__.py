@@ -79,11 +79,13 @@ def main() -> int:
     set_up_logging(args.log_level, args.log_format, part=args.log_part)
     # asyncio and the loop's thread take turns; the default of 5 ms is longer than a small step.
     sys.setswitchinterval(0.0002)
-    from any_agent.errors import StartupError
+    from any_agent.errors import ConfigError, StartupError
+    from any_agent.private_address import require_private_host
 
     try:
+        require_private_host(args.host)
         asyncio.run(_serve(args))
-    except StartupError as exc:
+    except (ConfigError, StartupError) as exc:
         print(f"error: {exc.message}", file=sys.stderr)
         return exc.exit_code
     return 0

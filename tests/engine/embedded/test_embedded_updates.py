@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -26,3 +28,13 @@ async def url(tiny_model_dir: Path, serve: Serve) -> AsyncIterator[str]:
 
 class TestUpdates(UpdatesContract):
     pass
+
+
+def test_it_listens_in_private_only() -> None:
+    """Before it loads anything: whoever reaches an engine may change its weights."""
+    command = [sys.executable, "-m", "any_agent.engine.embedded", "--model-path", "/none"]
+    done = subprocess.run(
+        [*command, "--host", "0.0.0.0"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert "must not listen on 0.0.0.0" in done.stderr
