@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -44,6 +45,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the proofs of tests/chaos and the laws of tests/laws in their long form",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # No example fails for having taken long, on a machine that has much to do. The short form tries
+    # the same ones each time, as CI does; the long one finds new ones.
+    long = config.getoption("--long")
+    settings.register_profile("ours", settings.get_profile("ci"), derandomize=not long)
+    settings.load_profile("ours")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
