@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.real_parts import environment, write_config
 
 
@@ -95,4 +97,24 @@ def test_an_engine_that_is_not_there(tiny_model_dir: Path, tmp_path: Path) -> No
     assert ended.returncode == 1
     assert "the engine at http://127.0.0.1:1 cannot be used" in ended.stderr
     assert "engine.urls" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_engine_in_public(tiny_model_dir: Path, tmp_path: Path) -> None:
+    arguments = ("--port", "0", "--engine-url", "http://8.8.8.8:30000")
+    ended = run(write_config(tmp_path, tiny_model_dir), *arguments)
+    assert ended.returncode == 2
+    assert "public address 8.8.8.8" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+async def test_an_engine_with_another_model(tiny_model_dir: Path, tmp_path: Path) -> None:
+    scripted = ScriptedEngine()
+    scripted.vocabulary = 99
+    async with scripted.serve() as url:
+        config = write_config(tmp_path, tiny_model_dir)
+        ended = await asyncio.to_thread(run, config, "--port", "0", "--engine-url", url)
+    assert ended.returncode == 2
+    assert f"the engine at {url} holds another model than the run's" in ended.stderr
+    assert "knows fewer than" in ended.stderr
     assert "Traceback" not in ended.stderr
