@@ -71,7 +71,9 @@ def bring(run: RunDir, ranks: Iterable[int], machine: str, say: Callable[[str], 
     """
     if run.journals is None:
         return
-    run.journals.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in (run.journals, run.path / "journal"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
     for rank in ranks:
         local, copy, note = run.journal(rank), _copy(run, rank), _note(run, rank)
         told = read_json(note, {})

@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 from any_agent.access import require_key
@@ -21,6 +21,10 @@ _SEEN_WITHIN = 30.0
 """Seconds until the queue must show a job that was taken."""
 _SETTLED = 3.0
 """Seconds after which a controller that dies loses no job any more that it has shown."""
+_OVER = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED", "NODE_FAIL"),
+    *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
+)
 
 
 def job_name(config: Config) -> str:
@@ -67,9 +71,10 @@ def submit(config: Config, arguments: Sequence[str], say: Callable[[str], None])
         # What the job itself would find out, in hours perhaps.
         require_key(config, "a service on several nodes")
     name, run = job_name(config), trial_dir(config)
-    if others := _jobs(name):
+    before = _jobs(name)
+    if going := [id for id, state in before.items() if state not in _OVER]:
         raise StartupError(
-            f"{config.experiment}/{config.trial} has a job already: {others[0]}; scancel it, or "
+            f"{config.experiment}/{config.trial} has a job already: {going[0]}; scancel it, or "
             "choose another trial"
         )
     run.create()
@@ -77,7 +82,7 @@ def submit(config: Config, arguments: Sequence[str], say: Callable[[str], None])
     write_whole(path, script(config, arguments, run.logs / "job-%j.log"))
     said = _sbatch(path)
     # Its answer may be lost, and so may the job be whose controller dies just then.
-    found = _seen(name)
+    found = _seen(name, before)
     if found is None:
         raise StartupError(f"Slurm has no job {name}: sbatch said {said!r}; submit it again")
     say(f"job       {found}: {name}, {config.cluster.nodes} nodes")
@@ -104,13 +109,13 @@ def _sbatch(path: Path) -> str:
     return said
 
 
-def _seen(name: str) -> str | None:
-    """The id of the job, once the queue has shown it for a while; None if it does not."""
+def _seen(name: str, before: Container[str]) -> str | None:
+    """The id of the new job, once the queue has shown it for a while; None if it does not."""
     deadline = time.monotonic() + _SEEN_WITHIN
     since = None
     while time.monotonic() < deadline:
         try:
-            jobs = _jobs(name)
+            jobs = [id for id in _jobs(name) if id not in before]
         except StartupError:
             jobs = []  # a controller that starts again answers in a moment
         if not jobs:
@@ -123,7 +128,8 @@ def _seen(name: str) -> str | None:
     return None
 
 
-def _jobs(name: str) -> list[str]:
-    """Ids of this user's jobs of that name that wait or run."""
-    told = ask(["squeue", "--me", "--noheader", f"--name={name}", "--format=%i"])
-    return told.split()
+def _jobs(name: str) -> dict[str, str]:
+    """States of this user's jobs of that name by their ids; also of those that ended just now."""
+    queue = ["squeue", "--me", "--noheader", "--states=all", "--format=%i %T"]
+    lines = ask([*queue, f"--name={name}"]).splitlines()
+    return {id: state for id, _, state in (line.partition(" ") for line in lines) if id}
