@@ -53,7 +53,9 @@ def add_eval_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
         "is evaluated",
     )
     where.add_argument(
-        "--url", help="a running service (default: ANY_AGENT_URL, else OPENAI_BASE_URL)"
+        "--url",
+        help="a running service, or file:///... for a file that holds its URL (default: "
+        "ANY_AGENT_URL, else OPENAI_BASE_URL)",
     )
     add(
         "--version",

@@ -42,7 +42,11 @@ def add_run_command(commands: argparse._SubParsersAction[argparse.ArgumentParser
     )
     add = parser.add_argument
     add("--n", type=_count, default=1, metavar="N", help="run it N times, as one group (default 1)")
-    add("--url", help="the service (default: ANY_AGENT_URL, else OPENAI_BASE_URL)")
+    add(
+        "--url",
+        help="the service, or file:///... for a file that holds its URL (default: ANY_AGENT_URL, "
+        "else OPENAI_BASE_URL)",
+    )
     add("--api-key-file", metavar="FILE", help="holds the key that opens sessions")
     add("--task", metavar="ID", help="the task's name, for reports; with --n 1 also its group's")
     add("--mode", choices=("train", "eval"), default="train", help="default: train")

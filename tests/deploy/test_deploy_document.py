@@ -1,0 +1,124 @@
+"""docs/deploy.md: its tables are computed, its settings fit their machines, its commands are ours."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from any_agent.arguments import parse
+from any_agent.cli import _parser
+from any_agent.config import Config, load_config
+from any_agent.launcher.devices import deal
+from any_agent.launcher.slurm.plan import plan
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import sizing
+from benchmarks.gpu.shapes import SHAPES, Shape
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "deploy.md").read_text()
+CONFIGS = re.findall(
+    r"<!-- config: (\d+) nodes?, (\d+) GPUs of (\d+) GB -->\n```yaml\n(.*?)```", TEXT, re.S
+)
+COMMANDS = [
+    line.partition(" #")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", TEXT, re.S)
+    for line in block.splitlines()
+    if line.strip()
+]
+
+
+def test_tables() -> None:
+    begin, end = "<!-- sizing: written by python -m benchmarks.gpu.sizing -->\n", "\n<!-- sizing"
+    shown = TEXT.partition(begin)[2].partition(end)[0]
+    assert shown.strip() == sizing.tables(), "run python -m benchmarks.gpu.sizing"
+
+
+def shape_of(config: Config) -> Shape:
+    return SHAPES[config.model.path.rsplit("-", 1)[-1]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "card", "text"), CONFIGS, ids=[f"{one[0]}-nodes" for one in CONFIGS]
+)
+def test_settings_fit_their_machines(
+    nodes: str, gpus: str, card: str, text: str, tmp_path: Path
+) -> None:
+    """By the counts of the tables: training with its longest rows, and an engine's cache for all
+    the calls that it samples at once at a quarter of the longest length."""
+    path = tmp_path / "my.yaml"
+    path.write_text(text)
+    config = load_config(str(path), environ={})
+    shape = shape_of(config)
+    limit = sizing.USABLE * int(card) * sizing.GB
+    roles = plan(config, [f"node-{k}" for k in range(int(nodes))], int(gpus))
+    if int(nodes) == 1:
+        dealt = deal(config, [str(k) for k in range(int(gpus))], engines=roles.ranks, trains=True)
+        assert len(dealt.trainer or ()) == config.train.processes
+    else:
+        assert config.cluster.nodes == int(nodes)
+        assert roles.ranks * config.engine.gpus == int(gpus) * (int(nodes) - roles.training_nodes)
+        assert config.server.journal_dir is not None
+    tokens = config.train.micro_batch_tokens
+    assert (config.train.max_row_tokens or 0) <= tokens
+    processes = config.train.processes * roles.training_nodes
+    assert sizing.training(shape, processes, tokens=tokens).total <= limit
+    cached = config.engine.max_running_requests * (config.engine.context_length or 0) // 4
+    assert sizing.serving(shape, config.engine.gpus, cached_tokens=cached).total <= limit
+
+
+def test_there_are_settings_for_a_machine_and_for_clusters() -> None:
+    assert [int(nodes) for nodes, *_ in CONFIGS] == [1, 2, 6]
+
+
+def test_the_file_for_one_gpu_fits() -> None:
+    """SGLang's share of the card, and the trainer's beside it."""
+    path = ROOT / "deploy" / "one-gpu.yaml"
+    config = load_config(str(path), environ={})
+    shape, card = shape_of(config), 80 * sizing.GB
+    words = config.engine.arguments
+    share = float(words[words.index("--mem-fraction-static") + 1])
+    trained = sizing.training(shape, 1, tokens=config.train.micro_batch_tokens).total
+    assert trained + share * card <= sizing.USABLE * card
+    assert "80 GB" in path.read_text()
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if "any-agent " in line])
+def test_commands_of_ours(line: str) -> None:
+    for part in line.split("&&"):
+        words = shlex.split(part)
+        programs = [k for k, word in enumerate(words) if Path(word).name == "any-agent"]
+        if programs and words[0] not in ("git", "cd"):
+            parse(_parser(), words[programs[0] + 1 :])
+
+
+def test_commands_of_the_benchmark() -> None:
+    lines = [line for line in COMMANDS if "benchmarks.gpu" in line]
+    assert len(lines) == 2
+    for line in lines:
+        parsed = gpu._parser().parse_args(shlex.split(line)[3:])
+        assert set(parsed.models) <= set(SHAPES)
+
+
+def test_compose_is_asked_for_what_it_has() -> None:
+    services = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
+    lines = [shlex.split(line) for line in COMMANDS if line.startswith("docker compose")]
+    assert {line[-1] for line in lines if "up" in line} == set(services)
+    for words in lines:
+        assert (ROOT / words[words.index("-f") + 1]).is_file()
+        if "--profile" in words:
+            assert words[words.index("--profile") + 1] in services[words[-1]]["profiles"]
+
+
+def test_the_settings_that_it_names_are_settings() -> None:
+    from any_agent.config import known_keys
+
+    known = set(known_keys())
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    named = re.findall(r"`(\w+\.\w+)(?:[=:][^`]*)?`", TEXT)
+    asked = [name for name in named if name.partition(".")[0] in sections]
+    assert len(asked) > 20
+    assert not sorted(set(asked) - known - {"train.py"})
