@@ -152,4 +152,8 @@ def _sglang(config: Config, arguments: list[str], variables: dict[str, str], nam
         variables.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     else:
         arguments += ["--tp-size", str(engine.gpus)]
-    return Command([*arguments, *engine.arguments], engine.python, variables)
+    # At SIGTERM it first ends what it does, and without a launcher nobody kills it then. Its own
+    # processes end with the first of them.
+    return Command(
+        [*arguments, *engine.arguments], engine.python, variables, orphaned=signal.SIGKILL
+    )

@@ -28,6 +28,8 @@ class Command:
     """Another environment's interpreter; None: ours."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """For its environment."""
+    orphaned: int | None = None
+    """The signal that it gets when the launcher is killed; None: the one that ends it at once."""
 
 
 class Process:
@@ -41,7 +43,8 @@ class Process:
     other settings of ours do not reach it that way. ``quick`` is the signal that ends it at once,
     also when the launcher is killed: of those that drain at SIGTERM it is another one. ``before``
     is a program that runs this one somewhere, with what it is told, and passes signals on; of one
-    that does not pass SIGTERM on, ``drain`` is what is sent instead.
+    that does not pass SIGTERM on, ``drain`` is what is sent instead. ``orphaned`` is what one gets
+    when the launcher is killed that does not end at ``quick`` by itself.
     """
 
     def __init__(
@@ -58,12 +61,14 @@ class Process:
         quick: int = signal.SIGTERM,
         drain: int = signal.SIGTERM,
         before: Sequence[str] = (),
+        orphaned: int | None = None,
     ) -> None:
         self.name = name
         self.log = log
         self._inherited = [number for number in (lock, listener) if number is not None]
         self._secrets = secrets or {}
         self._quick = quick
+        self._orphaned = quick if orphaned is None else orphaned
         self._drain = drain
         self._arguments = [*before, python or sys.executable, "-m", *arguments]
         self._foreign = python is not None
@@ -72,7 +77,7 @@ class Process:
 
     def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        parent, quick = os.getpid(), self._quick
+        parent, orphaned = os.getpid(), self._orphaned
         with open(self.log, "ab") as out:
             self._popen = subprocess.Popen(
                 self._arguments,
@@ -82,7 +87,7 @@ class Process:
                 env=self._environment(),
                 pass_fds=self._inherited,
                 start_new_session=True,
-                preexec_fn=lambda: die_with_parent(parent, quick),
+                preexec_fn=lambda: die_with_parent(parent, orphaned),
             )
 
     @property

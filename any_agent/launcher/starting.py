@@ -184,6 +184,7 @@ class Starter:
                 log,
                 python=now.python,
                 variables=now.variables,
+                orphaned=now.orphaned,
                 lock=self._lock,
                 listener=listener,
                 secrets=secrets,

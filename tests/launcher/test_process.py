@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -51,7 +52,9 @@ from any_agent.rundir import RunDir
 
 run = RunDir(Path(sys.argv[1]))
 with run.lock() as lock:
-    child = Process("child", ["stubborn"], run.path / "child.log", lock=lock)
+    orphaned = int(sys.argv[2]) if len(sys.argv) > 2 else None
+    log = run.path / "child.log"
+    child = Process("child", ["stubborn"], log, lock=lock, orphaned=orphaned)
     child.start()
     while "ready" not in child.log.read_text():
         time.sleep(0.01)
@@ -93,6 +96,30 @@ def test_the_lock_is_held_until_the_last_child_is_gone(
         launcher.stdin.close()
         launcher.stdout.close()
     until(lambda: is_free(folder))
+
+
+def test_one_that_heeds_no_order_ends_with_its_launcher_all_the_same(
+    module: Callable[[str, str], str], tmp_path: Path
+) -> None:
+    module("stubborn", STUBBORN)
+    (tmp_path / "run").mkdir()
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(tmp_path / "run"), str(int(signal.SIGKILL))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None and launcher.stdin is not None
+    child = psutil.Process(int(launcher.stdout.readline()))
+    try:
+        launcher.kill()
+        launcher.wait()
+        until(lambda: not is_alive(child))
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+        launcher.stdin.close()
+        launcher.stdout.close()
 
 
 def is_free(folder: RunDir) -> bool:

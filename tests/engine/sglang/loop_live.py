@@ -37,7 +37,7 @@ STEPS = 8
 ROUNDING = 0.15
 """Nats: SGLang computes in bfloat16 here, from weights that the trainer has in float32."""
 PATIENCE = 600.0
-LONG = 300
+LONG = 64
 """Tokens of a call that is to be cut."""
 
 
@@ -103,6 +103,7 @@ def _config(folder: Path) -> Config:
     }
     own["model"]["dtype"] = "bfloat16"
     own["train"]["keep_weights"] = 1000
+    own["sampling"]["max_new_tokens"] = LONG
     own["sessions"]["ttl"] = PATIENCE
     path = folder / "own.yaml"
     path.write_text(yaml.safe_dump(own))

@@ -29,7 +29,7 @@ ROUNDING = 0.1
 """SGLang computes in bfloat16 here."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Of one shape, with different weights."""
     from any_agent.demo.model import save_tiny_model
@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [save_tiny_model(folder / str(seed), seed=seed) for seed in range(2)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with reserve("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
