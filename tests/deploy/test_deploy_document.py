@@ -1,4 +1,4 @@
-"""docs/deploy.md: its tables are computed, its settings fit their machines, its commands are ours."""
+"""docs/deploy.md: its tables are computed, its settings fit machines, its commands are ours."""
 
 from __future__ import annotations
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import pytest
+from aiohttp import web
 from openai import AsyncOpenAI
 
 from any_agent import AgentRunner, AgentSession
@@ -228,26 +231,76 @@ async def test_an_agent_that_finds_the_file_in_its_environment(
     assert await served.state(session.session_id) == "finalized"
 
 
-async def test_a_runner_follows(served: Served, second: Server, place: Path) -> None:
-    """While its agents run, the service comes to the place that the file says: the calls of clients
-    that it gave them before, the rewards and the ends go there."""
-    write(place, "http://127.0.0.1:9")
-    clients = []
+@asynccontextmanager
+async def place_of(url: str) -> AsyncIterator[str]:
+    """Another place at which the service at a URL is, as long as the block takes."""
+    async with aiohttp.ClientSession() as http:
 
-    async def agent(item: str, session: AsyncSession) -> float:
-        client = session.openai(max_retries=0)
-        clients.append(client)
-        # As if it had been there when the client was made.
-        earlier = AsyncOpenAI(
-            base_url="http://127.0.0.1:9/v1", api_key=session.api_key, max_retries=0
+        async def passed_on(request: web.BaseRequest) -> web.Response:
+            body = await request.read()
+            asked = http.request(
+                request.method, url + str(request.rel_url), data=body, headers=request.headers
+            )
+            async with asked as answer:
+                kept = ("Content-Type", "x-any-agent-api", "Retry-After")
+                headers = {k: v for k, v in answer.headers.items() if k in kept}
+                return web.Response(status=answer.status, body=await answer.read(), headers=headers)
+
+        runner = web.ServerRunner(web.Server(passed_on))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+async def test_a_session_goes_on_where_its_service_is(served: Served, place: Path) -> None:
+    """Its calls, by clients of before and new ones, its reward and its end."""
+    async with AsyncExitStack() as stack:
+        earlier = await stack.enter_async_context(place_of(served.url))
+        write(place, earlier)
+        url = place.as_uri()
+        async with AgentSession("task", url=url, api_key=served.tenant_key) as session:
+            client = session.openai()
+            await client.chat.completions.create(**SAID)  # type: ignore[call-overload]
+            assert session.base_url == f"{earlier}/v1"
+            await stack.aclose()
+            later = await stack.enter_async_context(place_of(served.url))
+            write(place, later)
+            await client.chat.completions.create(**SAID)  # type: ignore[call-overload]
+            assert session.base_url == f"{later}/v1"
+            # As an agent has it that read the URL when it began.
+            url = f"{earlier}/v1/chat/completions"
+            async with aiohttp.ClientSession() as http, http.post(url, json=SAID) as answer:
+                assert answer.status == 200
+            await session.set_reward(1.0)
+            await client.close()
+        info = await served.info(session.session_id)
+    assert (info["state"], info["interactions"]) == ("finalized", 3)
+
+
+async def test_a_runner_follows(served: Served, place: Path) -> None:
+    """While its agents run, the service goes to another place: what they do after that, the rewards
+    and the ends go there."""
+    async with AsyncExitStack() as stack:
+        earlier = await stack.enter_async_context(place_of(served.url))
+        write(place, earlier)
+
+        async def agent(item: str, session: AsyncSession) -> float:
+            # Not patient, and of before.
+            async with AsyncOpenAI(
+                base_url=session.base_url, api_key=session.api_key, max_retries=0
+            ) as client:
+                await client.chat.completions.create(**SAID)  # type: ignore[call-overload]
+                await stack.aclose()
+                later = await stack.enter_async_context(place_of(served.url))
+                write(place, later)
+                await client.chat.completions.create(**SAID)  # type: ignore[call-overload]
+            return 1.0
+
+        runner = AgentRunner(
+            url=place.as_uri(), group_size=2, concurrency=1, progress=False, retries=0
         )
-        for each in (client, earlier):
-            await each.chat.completions.create(**SAID)  # type: ignore[call-overload]
-            await each.close()
-        return 1.0
-
-    write(place, served.url)
-    runner = AgentRunner(url=place.as_uri(), group_size=2, progress=False)
-    results = await runner.arun(agent, ["a"])
-    assert [result.state for result in results] == ["finalized"] * 2
-    assert not second.seen
+        results = await runner.arun(agent, ["a"])
+        assert [result.state for result in results] == ["finalized"] * 2
