@@ -24,7 +24,7 @@ from trainer.packing import (
     trained_tokens,
 )
 from trainer.parallel.sharding import Whole, shard, summed, whole_tensor
-from trainer.parallel.world import World, alone
+from trainer.parallel.world import World, alone, in_turn
 
 if TYPE_CHECKING:
     from trainer.parallel.crew import Crew
@@ -93,7 +93,7 @@ class Policy:
     In a ``world`` of several processes each has its share of the weights, of gradients and of the
     optimizer, and all must call :meth:`step` together, each with its own batches; what one of them
     leads is its ``crew``'s affair. A single process divides nothing, unless ``config`` wants what
-    needs it.
+    needs it. ``model`` may be what :func:`prepared` made of one.
     """
 
     def __init__(
@@ -102,23 +102,11 @@ class Policy:
         self.config = config or PolicyConfig()
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
-        if world is None and (self.config.dtype is not None or self.config.offload):
-            world = alone(self.config.device)
-        self.world = world
+        self.world = world = world_for(self.config, world)
         self.crew: Crew | None = None
         """The other processes, where this one leads."""
-        self.model: Any = model
-        self.whole: Any = Whole(model)
-        self.model.eval()
-        if world is None:
-            self.model.to(self.config.device)
-        _switch_dropout_off(self.model)
-        if self.config.gradient_checkpointing:
-            self.model.activation_checkpointing_enable({"use_reentrant": False})
-            # transformers checkpoints in training mode only; dropout is already off.
-            self.model.train()
-        if world is not None:
-            shard(self.whole, world, dtype=self.config.dtype, offload=self.config.offload)
+        self.whole: Any = model if isinstance(model, Whole) else prepared(model, self.config, world)
+        self.model: Any = self.whole.model
         self.optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad],
             lr=self.config.lr,
@@ -142,17 +130,22 @@ class Policy:
         from transformers import AutoModelForCausalLM
 
         config = config or PolicyConfig()
-        model, report = AutoModelForCausalLM.from_pretrained(
-            str(source),
-            dtype=torch.float32,
-            use_safetensors=True,
-            attn_implementation=config.attention,
-            output_loading_info=True,
-        )
-        wrong = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
-        if wrong:
-            raise StartupError(f"{source}: weights are missing or misshapen: {', '.join(wrong)}")
-        return cls(model, config, world)
+        world = world_for(config, world)
+        with in_turn(world):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(source),
+                dtype=torch.float32,
+                use_safetensors=True,
+                attn_implementation=config.attention,
+                output_loading_info=True,
+            )
+            wrong = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
+            if wrong:
+                listed = ", ".join(wrong)
+                raise StartupError(f"{source}: weights are missing or misshapen: {listed}")
+            whole = prepared(model, config, world)
+            del model
+        return cls(whole, config, world)
 
     @property
     def device(self) -> torch.device:
@@ -342,6 +335,29 @@ class Policy:
                 f"{type(self.model).__name__} changes its logits after the output head; "
                 "such models cannot be trained yet"
             )
+
+
+def world_for(config: PolicyConfig, world: World | None) -> World | None:
+    """The processes to divide weights among: this one alone where the configuration needs it."""
+    if world is None and (config.dtype is not None or config.offload):
+        return alone(config.device)
+    return world
+
+
+def prepared(model: Any, config: PolicyConfig, world: World | None) -> Whole:
+    """The model as it is trained: without dropout, where it computes, divided if it is to be."""
+    whole = Whole(model)
+    model.eval()
+    if world is None:
+        model.to(config.device)
+    _switch_dropout_off(model)
+    if config.gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        # transformers checkpoints in training mode only; dropout is already off.
+        model.train()
+    if world is not None:
+        shard(whole, world, dtype=config.dtype, offload=config.offload)
+    return whole
 
 
 def _logits_in_two_ways(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:

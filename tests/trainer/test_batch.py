@@ -21,10 +21,13 @@ from trainer.batch import (
 CONFIG = TrainConfig(normalize_std=False)
 
 
-def batch_of(*episodes: list[Trajectory], step: int = 0, eta: int = 2) -> TrainingBatch:
+def batch_of(
+    *episodes: list[Trajectory], step: int = 0, eta: int = 2, longest: int | None = None
+) -> TrainingBatch:
     """Version v was published after v steps."""
     steps = {version: version for version in versions_in(episodes)}
-    return training_batch(episodes, CONFIG, step=step, eta=eta, step_of_version=steps)
+    config = CONFIG.model_copy(update={"max_row_tokens": longest})
+    return training_batch(episodes, config, step=step, eta=eta, step_of_version=steps)
 
 
 def advantages(batch: TrainingBatch) -> list[float]:
@@ -74,6 +77,20 @@ def test_a_fresh_turn_after_an_old_one() -> None:
     assert (batch.trained, batch.rejected) == (["s", "bad"], {})
     assert [int(row["loss_mask"].sum()) for row in batch.rows] == [2, 2]
     assert versions_in([[mixed]]) == {0, 3}
+
+
+def test_a_session_with_a_row_that_is_too_long_is_named_and_still_in_the_baseline(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A turn is five tokens and follows on those before it."""
+    episode = [session("long", 4.0, turns=3), session("good", 1.0, turns=2), session("bad", 1.0)]
+    batch = batch_of(episode, longest=10)
+    assert batch.trained == ["good", "bad"]
+    assert batch.rejected == {"long": "too_long"}
+    assert batch.scores == [4.0, 1.0, 1.0]
+    assert advantages(batch) == [-1.0, -1.0, -1.0]
+    assert "session long is not trained on: a row of it has 15 tokens" in caplog.text
+    assert batch_of(episode, longest=15).rejected == {}
 
 
 def test_nothing_but_leftovers() -> None:

@@ -113,8 +113,9 @@ def test_what_is_not_finite_in_one_process_stops_the_step_of_all(
 
 
 def test_a_process_that_is_gone_is_told_of() -> None:
-    (said,) = together(2, killed, dying=(1,))
+    ((said, told),) = together(2, killed, dying=(1,))
     assert "is gone" in said
+    assert "is gone" in told
 
 
 def test_what_another_process_cannot_write_is_said_and_training_may_go_on(

@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import torch
@@ -138,22 +139,24 @@ def not_finite(crew: Crew, model: str, broken: int) -> tuple[str, bool, int]:
     return said, same, policy.steps
 
 
-def killed(world: World) -> str:
-    """What the leader is told when another process is gone."""
+def killed(world: World) -> tuple[str, str]:
+    """What the leader is told, in the middle of something and while it waits, when another process
+    is gone."""
+    channel = Channel(world)
     if not world.leads:
-        channel = Channel(world)
         while channel.receive()["do"] != "die":
             channel.answer({})
         os._exit(1)
-    leader = Leader(Channel(world))
-    with leader.doing({"do": "nothing"}):
-        pass
+    told: Queue[BaseException] = Queue()
+    leader = Leader(channel, every=0.05)
+    leader.lost = told.put
+    said = "nothing"
     try:
         with leader.doing({"do": "die"}):
             pass
     except TrainingError as error:
-        return error.message
-    return "nothing"
+        said = error.message
+    return said, str(told.get(timeout=120))
 
 
 def run(

@@ -65,6 +65,7 @@ if __name__ == "__main__":
     code = main()
     if code < 0:
         # As its child, by a signal.
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)

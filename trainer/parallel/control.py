@@ -32,7 +32,6 @@ from trainer.parallel.world import TIMEOUT, World
 log = logging.getLogger(__name__)
 
 _BEAT = 10.0
-"""Seconds of silence after which the leader asks whether the others are there."""
 
 Rows = Sequence[Mapping[str, Tensor]]
 
@@ -96,8 +95,10 @@ class Channel:
 class Leader:
     """The leader's end: one command at a time, and a sign of life in between."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, *, every: float = _BEAT) -> None:
+        """``every``: seconds of silence after which the others are asked whether they are there."""
         self.channel = channel
+        self._every = every
         self.lost: Callable[[BaseException], None] = lambda error: None
         """Called, in another thread, when the others cannot be reached any more."""
         self._astray = False
@@ -154,7 +155,7 @@ class Leader:
                     self.channel.tell({"do": "stop"})
 
     def _beat(self) -> None:
-        while not self._over.wait(_BEAT):
+        while not self._over.wait(self._every):
             try:
                 with self.doing({"do": "nothing"}):
                     pass

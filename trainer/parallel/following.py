@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Follows the leader of its world; what fails here in the middle of a step ends the process,
+    """Follows the leader of its world. What fails here while all exchange tensors ends the process,
     and with it all others: they would wait for this one."""
 
     def __init__(self, world: World, settings: PolicyConfig, train: TrainConfig) -> None:
@@ -50,6 +50,8 @@ class Follower:
             except FloatingPointError as error:
                 told["not_finite"] = str(error)
             except (AnyAgentError, OSError) as error:
+                if command["do"] != "save":
+                    raise
                 log.error("%s", error)
                 told["error"] = str(error)
             self._channel.answer(told)

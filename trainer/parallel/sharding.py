@@ -52,19 +52,15 @@ def shard(whole: Whole, world: World, *, dtype: torch.dtype | None, offload: boo
         # Temperatures would lose digits that the log-probabilities need.
         cast_forward_inputs=False,
     )
-    on_cuda = world.device.type == "cuda"
-    policy = CPUOffloadPolicy(pin_memory=on_cuda) if offload else OffloadPolicy()
+    # What is moved to a GPU and back has to lie in pages that stay where they are.
+    pinned = world.device.type == "cuda"
+    policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     for module in [*_layers(whole.model), whole]:
         fully_shard(module, mesh=world.mesh, mp_policy=mixed, offload_policy=policy)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         # gloo has no scaled sum; NCCL's would be one with a factor of 1.
         module.set_force_sum_reduction_for_comms(True)
-    if on_cuda:
-        # What is no parameter was left where it was.
-        for module in whole.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(world.device))
 
 
 def whole_tensor(tensor: Tensor, device: torch.device) -> Tensor:

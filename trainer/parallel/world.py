@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -71,6 +72,22 @@ def join(device: str) -> World:
         raise StartupError(f"the processes that train together did not meet: {error}") from error
     size = dist.get_world_size()
     return World(dist.get_rank(), size, here, init_device_mesh(here.type, (size,)))
+
+
+@contextmanager
+def in_turn(world: World | None) -> Iterator[None]:
+    """One process of each machine after the other, so that only one of them has a whole model."""
+    if world is None or world.size == 1:
+        yield
+        return
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    mine = int(os.environ.get("LOCAL_RANK", "0"))
+    most = torch.tensor(here, device=world.device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    for turn in range(int(most)):
+        if turn == mine:
+            yield
+        dist.all_reduce(most)
 
 
 def alone(device: str) -> World:
