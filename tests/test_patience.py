@@ -95,9 +95,13 @@ async def test_other_peoples_servers_are_left_alone() -> None:
         await post(Scripted(lambda: httpx.ConnectError("no")), {})
 
 
-async def test_its_patience_ends() -> None:
-    # A wait that is too long is not begun: this one would outlast any test.
-    assert (await post(Scripted(lambda: full("9000")), patience=5000)).status_code == 429
+async def test_its_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(seconds: float) -> None:
+        raise AssertionError(f"it waits {seconds:g} s: a wait that is too long is not begun")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "sleep", never)
+        assert (await post(Scripted(lambda: full("30")), patience=5)).status_code == 429
     with pytest.raises(httpx.ConnectError):
         await post(Scripted(lambda: httpx.ConnectError("no")), patience=0.15)
 
