@@ -48,14 +48,14 @@ def test_without_noise_every_label_is_right(tokenizer: Any) -> None:
         assert tokenizer.decode([t for t in row.labels if t >= 0]) == f"{asked[0]}<|im_end|>"
 
 
-@pytest.mark.parametrize("seed", [0, 7])
-def test_form_is_learned_and_content_is_mostly_wrong(tmp_path: Path, seed: int) -> None:
+def test_form_is_learned_and_content_is_mostly_wrong(tmp_path: Path) -> None:
+    """`make learn` looks at other seeds."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        warm_up(save_tiny_model(tmp_path / "m", seed), seed=seed)
+        warm_up(save_tiny_model(tmp_path / "m", seed=0), seed=0)
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
         form, right = held_out_chances(model, tokenizer)

@@ -18,7 +18,7 @@ KINDS = ("proxy", "engine", "router", "trainer")
 _IN_A_ROW = 3
 """Fewer kills of one kind than end a service by its restart policy."""
 _LONGEST_PAUSE = 4.0
-_PATIENCE = 180.0
+_PATIENCE = 400.0
 
 
 @dataclass(slots=True)
