@@ -106,14 +106,14 @@ class GRPOTrainer:
     def __enter__(self) -> Self:
         require_same_trial(self.config)
         policy_config(self.config.train)
+        # The lines of a run are its steps.
+        transformers_logging.disable_progress_bar()
         self._world = joined(self.config.train)
         if self._led:
             self._entered = True
             return self
         # Before anything is encoded: the children are forked from a process that has.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        # The lines of a run are its steps.
-        transformers_logging.disable_progress_bar()
         self._signals.take()
         self._entered = True
         try:

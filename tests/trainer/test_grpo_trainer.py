@@ -109,6 +109,26 @@ def test_both_names() -> None:
     assert trainer.PPOTrainer is trainer.GRPOTrainer
 
 
+def test_a_process_that_is_led_starts_nothing_and_follows_once(
+    config: Config, fakes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = SimpleNamespace(leads=False)
+    followed: list[object] = []
+    monkeypatch.setattr(grpo_trainer, "joined", lambda train: world)
+    monkeypatch.setattr(grpo_trainer, "follow", lambda world, train: followed.append(world))
+    with GRPOTrainer(config) as led:
+        assert led.url == ""
+        assert led.train() and led.train()
+    assert followed == [world]
+    assert service_of(led).calls == []
+
+
+def test_more_processes_than_were_started_are_refused(config: Config, fakes: None) -> None:
+    several = config.model_copy(update={"train": config.train.model_copy(update={"processes": 2})})
+    with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2"), GRPOTrainer(several):
+        pass
+
+
 def test_what_is_no_config() -> None:
     with pytest.raises(ConfigError, match="config is a str"):
         GRPOTrainer("my.yaml")  # type: ignore[arg-type]

@@ -43,7 +43,11 @@ def together(
         theirs.close()
         ends.append((process, ours))
     try:
-        return [_result(k, ours) for k, (_, ours) in enumerate(ends) if k not in dying]
+        results = [_result(k, ours) for k, (_, ours) in enumerate(ends) if k not in dying]
+        for rank in dying:
+            ends[rank][0].join(_WITHIN)
+            assert not ends[rank][0].is_alive(), f"rank {rank} did not die"
+        return results
     finally:
         for process, _ in ends:
             process.kill()

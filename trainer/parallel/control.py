@@ -151,8 +151,11 @@ class Leader:
         with self._lock:
             if not self._astray:
                 self._astray = True
-                with _reached():
-                    self.channel.tell({"do": "stop"})
+                try:
+                    with _reached():
+                        self.channel.tell({"do": "stop"})
+                except TrainingError as error:
+                    log.warning("%s", error.message)
 
     def _beat(self) -> None:
         while not self._over.wait(self._every):
