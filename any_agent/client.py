@@ -85,9 +85,10 @@ class RLClient:
         http: ManyRequests | None = None,
     ) -> None:
         self._nowhere = "the service does not answer: nobody has said yet where it is"
+        self._look_again: Callable[[], object] = lambda: None
         if isinstance(url, str) and names_file(url):
             file = url_file(url, "url")
-            url = file.read
+            url, self._look_again = file.now, file.read
             self._nowhere = f"no service has written its URL into {file.path}; is it running?"
         self._where = url
         self._key = admin_key if callable(admin_key) else lambda: admin_key or ""
@@ -141,6 +142,7 @@ class RLClient:
         body = StartSession(**fields)
         deadline = time.monotonic() + patience
         while True:
+            self._look_again()
             try:
                 response = await self._send(
                     "POST", "/start_session", body, slack=body.wait, once=idempotency_key or True
@@ -409,6 +411,8 @@ class RLClient:
                         if url is not None
                         else self._nowhere
                     ) from error
+                if never_sent:
+                    self._look_again()
             await asyncio.sleep(jittered(delay))
             delay = min(delay * 2, 2.0)
         if response.status_code in (404, 405):

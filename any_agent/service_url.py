@@ -6,6 +6,8 @@ URL into the same file of a shared directory. Whoever is told ``file:///shared/r
 
 from __future__ import annotations
 
+import os
+import stat
 import time
 from collections import deque
 from pathlib import Path
@@ -83,7 +85,12 @@ class UrlFile:
         try:
             # Opened each time: what a network file system says of a file may be some time old, but
             # not what it holds.
-            with self.path.open("rb") as file:
+            with open(self.path, "rb", opener=_at_once) as file:
+                if os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
+                    raise ConfigError(
+                        f"everybody may write the file {self.path}, and so have keys sent to "
+                        "wherever they like: chmod o-w it"
+                    )
                 text = file.read(_LONGEST).decode("utf-8", "replace").strip()
         except OSError:
             return self._url
@@ -122,6 +129,11 @@ class UrlFile:
             return self.now()
         except ConfigError:
             return self._url
+
+
+def _at_once(path: str, flags: int) -> int:
+    """A pipe would wait for who writes into it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 _files: dict[Path, UrlFile] = {}

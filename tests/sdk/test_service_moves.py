@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -89,6 +90,22 @@ async def test_a_file_with_something_else(place: Path, text: str) -> None:
     async with RLClient(place.as_uri()) as client:
         with pytest.raises(ConfigError, match=f"the file {place}"):
             await client.run_info()
+
+
+def test_a_file_that_everybody_may_write(place: Path) -> None:
+    put(place, "http://10.0.0.1:8000")
+    place.chmod(0o646)
+    with pytest.raises(ConfigError, match=f"everybody may write the file {place}"):
+        find_service(place.as_uri())
+    place.chmod(0o664)
+    assert url_file(place.as_uri(), "url").read() == "http://10.0.0.1:8000"
+
+
+def test_what_is_no_file(tmp_path: Path, place: Path) -> None:
+    """It holds no URL; nobody waits for a pipe."""
+    os.mkfifo(place)
+    assert find_service(place.as_uri()).url == place.as_uri()
+    assert find_service(tmp_path.as_uri()).url == tmp_path.as_uri()
 
 
 async def test_a_service_that_was_not_there_yet(serve: Serve, place: Path) -> None:
