@@ -16,6 +16,7 @@ from any_agent.config import ENV_PREFIX
 from any_agent.with_parent import die_with_parent
 
 _OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+_USERS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Process:
         self._quick = quick
         self._orphaned = quick if orphaned is None else orphaned
         self._drain = drain
+        self._relayed = bool(before)
         self._arguments = [*before, python or sys.executable, "-m", *arguments]
         self._foreign = python is not None
         self._variables = variables or {}
@@ -78,6 +80,14 @@ class Process:
     def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         parent, orphaned = os.getpid(), self._orphaned
+        # Slurm sends a step's signals to all of its processes: what this one hears is for it alone.
+        ours = [number for number in _USERS if callable(signal.getsignal(number))]
+
+        def prepare() -> None:
+            for number in ours:
+                signal.signal(number, signal.SIG_IGN)
+            die_with_parent(parent, orphaned)
+
         with open(self.log, "ab") as out:
             self._popen = subprocess.Popen(
                 self._arguments,
@@ -87,7 +97,7 @@ class Process:
                 env=self._environment(),
                 pass_fds=self._inherited,
                 start_new_session=True,
-                preexec_fn=lambda: die_with_parent(parent, orphaned),
+                preexec_fn=prepare,
             )
 
     @property
@@ -166,4 +176,8 @@ class Process:
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
+            if self._relayed and number != signal.SIGKILL:
+                # It passes the signal on; helpers of its own would die of it.
+                os.kill(self.pid, number)
+            else:
+                os.killpg(self.pid, number)

@@ -311,7 +311,8 @@ def test_only_the_process_itself_can_say_that_it_is_ready(lab: Lab) -> None:
     process = Process("me", ["x"], lab.home / "log")
     process._popen = subprocess.Popen([sys.executable, "-c", ""])
     process._popen.wait()
-    ready = node._make_starter().registered("me")
+    starter = node._make_starter()
+    ready = starter.registered("me")
     assert not ready(process)
     told = Entry(name="me", boot_id="b", url="http://127.0.0.1:1", pid=process.pid)
     for wrong in ({"pid": 1}, {"state": "starting"}, {"state": "stopping"}):
@@ -320,7 +321,7 @@ def test_only_the_process_itself_can_say_that_it_is_ready(lab: Lab) -> None:
     publish(node.dir.registry, told)
     assert ready(process)
     # Nor is that enough, where somebody has to answer.
-    assert not node.starter.registered("me", told.url)(process)
+    assert not starter.registered("me", told.url)(process)
 
 
 def test_a_model_that_is_gone_is_not_needed_for_serving_its_weights(lab: Lab) -> None:
