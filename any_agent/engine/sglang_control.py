@@ -14,12 +14,10 @@ _TIMEOUT = 30.0
 
 
 class Refused(EngineUnavailable):
-    """It answered with another status than 200, ``told``."""
+    """It answered with another status than 200."""
 
-    def __init__(self, told: int, path: str, raw: bytes) -> None:
-        said = raw[:300].decode(errors="replace")
-        super().__init__(f"the engine answered {path} with {told}: {said}", retry_after=2)
-        self.told = told
+    told: int
+    """The status."""
 
 
 class Control:
@@ -67,7 +65,7 @@ class Control:
             ) as response:
                 raw = await response.read()
                 if response.status != 200:
-                    raise Refused(response.status, path, raw)
+                    raise _refused(response.status, path, raw)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnavailable(
                 f"the inference engine does not answer ({type(error).__name__}); try again later",
@@ -78,3 +76,10 @@ class Control:
         except orjson.JSONDecodeError:
             return {}
         return data if isinstance(data, dict) else {}
+
+
+def _refused(told: int, path: str, raw: bytes) -> Refused:
+    said = raw[:300].decode(errors="replace")
+    error = Refused(f"the engine answered {path} with {told}: {said}", retry_after=2)
+    error.told = told
+    return error
