@@ -6,15 +6,15 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from any_agent import __version__
-from any_agent.arguments import parse
+from any_agent.arguments import add_service_arguments, guarded, overrides_of, parse
 from any_agent.doctor.command import add_doctor_command
-from any_agent.errors import AnyAgentError, ConfigError, StartupError
+from any_agent.errors import ConfigError
 from any_agent.eval_cli import add_eval_command
 from any_agent.export_cli import add_export_command
 from any_agent.keys_cli import add_keys_commands
@@ -30,20 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code. 0 ended well, 1 failed, 2 wrong input, 130 interrupted."""
     arguments = parse(_parser(), argv)
     return guarded(lambda: arguments.run(arguments))
-
-
-def guarded(run: Callable[[], int]) -> int:
-    """Errors as a line on standard error and an exit code, not as a traceback."""
-    try:
-        return run()
-    except (ConfigError, StartupError) as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        return error.exit_code
-    except AnyAgentError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,39 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     add_export_command(commands)
     add_keys_commands(commands)
     return parser
-
-
-def add_service_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of everything that is configured by YAML."""
-    parser.add_argument("--config", metavar="FILE", help="YAML settings")
-    parser.add_argument("--model", metavar="PATH", help="short for model.path=PATH")
-    parser.add_argument("--experiment", metavar="NAME", help="short for experiment=NAME")
-    parser.add_argument("--trial", metavar="NAME", help="short for trial=NAME")
-    parser.add_argument("--host", metavar="HOST", help="short for server.host=HOST")
-    parser.add_argument("--port", metavar="PORT", help="short for server.port=PORT")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="any setting by its dotted name, e.g. train.lr=1e-5; `any-agent config` lists them",
-    )
-
-
-def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    """The long forms of the short options, then the given ones."""
-    short = {
-        "model": "model.path",
-        "experiment": "experiment",
-        "trial": "trial",
-        "host": "server.host",
-        "port": "server.port",
-    }
-    out = []
-    for option, key in short.items():
-        value = getattr(arguments, option)
-        if value is not None:
-            out.append(f"{key}={value}")
-    return out + list(arguments.overrides)
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

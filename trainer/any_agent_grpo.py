@@ -20,7 +20,8 @@ if __package__ in (None, ""):
         p for p in (_home, os.environ.get("PYTHONPATH", "")) if p
     )
 
-from any_agent.cli import add_service_arguments, guarded, overrides_of, run_service
+from any_agent.arguments import add_service_arguments, guarded, overrides_of
+from any_agent.cli import run_service
 
 
 def main(argv: Sequence[str] | None = None) -> int:

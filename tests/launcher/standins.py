@@ -21,6 +21,7 @@ _SOURCE = """
 import contextlib, http.server, json, os, signal, socket, sys, threading, time
 
 HOME = os.path.dirname(os.path.abspath(__file__))
+ENDING = False
 
 
 def flag(name):
@@ -65,8 +66,12 @@ def register():
 
 
 def end(code):
-    tell("ends", code=code)
-    os._exit(code)
+    global ENDING
+    # A second signal may come while it tells of the first.
+    if not ENDING:
+        ENDING = True
+        tell("ends", code=code)
+        os._exit(code)
 
 
 def drain():

@@ -374,8 +374,9 @@ quiet = node.NodeOptions(say=lambda _: None)
 class OneChild(node.Node):
     def _start(self):
         self.dir.create()
-        self._add("child", lambda: ["impatient"], ready=lambda p: "ready" in p.log.read_text())
-        self._until_ready()
+        starter = self._make_starter()
+        starter.add("child", lambda: ["impatient"], ready=lambda p: "ready" in p.log.read_text())
+        starter.until_ready()
         print(self.parts["child"].pid, flush=True)
 
 

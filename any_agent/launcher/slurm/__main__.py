@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from any_agent.cli import add_service_arguments, guarded, overrides_of
+from any_agent.arguments import add_service_arguments, guarded, overrides_of, parse
 from any_agent.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Until there is something to end; a warning must not end the job without a word.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _run(_parser().parse_args(arguments), arguments))
+    return guarded(lambda: _run(parse(_parser(), arguments), arguments))
 
 
 def _parser() -> argparse.ArgumentParser:

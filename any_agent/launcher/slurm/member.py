@@ -22,7 +22,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from any_agent.access import run_dir_of
-from any_agent.cli import guarded
+from any_agent.arguments import guarded
 from any_agent.config import Config, load_resolved
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher import journals
