@@ -306,7 +306,7 @@ class SGLangEngine:
                 if response.status != 200:
                     runs = False
                     raise await failure(response)
-                reader = ChunkReader(request)
+                reader = ChunkReader(request, self._shape.vocab_size)
                 if stream:
                     async for event in events(response):
                         chunk = reader.read(event)

@@ -7,6 +7,7 @@ be parsed all the same, so start SGLang with ``--incremental-streaming-output``.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -23,9 +24,13 @@ _ROUNDING = 1e-4
 
 
 class ChunkReader:
-    """Reads answers to one request: cumulative streams, incremental ones, and whole answers."""
+    """Reads answers to one request: cumulative streams, incremental ones, and whole answers.
 
-    def __init__(self, request: ModelRequest) -> None:
+    ``vocab_size``: of the model's token ids; None takes any that is not negative.
+    """
+
+    def __init__(self, request: ModelRequest, vocab_size: int | None = None) -> None:
+        self._ids = range(vocab_size or sys.maxsize)
         self._prompt = len(request.input_ids)
         self._limit = request.gconfig.max_new_tokens
         self._top = request.top_logprobs
@@ -75,6 +80,9 @@ class ChunkReader:
                 f"the engine read {prompt} prompt tokens of the {self._prompt} that it was sent: "
                 "it truncates prompts, or adds to them; check how it was started"
             )
+        for token in ids:
+            if token not in self._ids:
+                raise EngineMismatch(f"the engine sampled {token}, which is no id of the model's")
         for logprob in logprobs:
             if not -math.inf < logprob <= _ROUNDING:
                 raise EngineMismatch(f"the engine answered {logprob} as a log-probability")

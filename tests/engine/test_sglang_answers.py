@@ -122,6 +122,17 @@ def test_what_cannot_be_true(changes: dict[str, Any], says: str) -> None:
     assert (raised.value.status, raised.value.code) == (500, "engine_mismatch")
 
 
+@pytest.mark.parametrize("bad", [-1, 100, 2**63])
+def test_ids_that_the_model_does_not_have(bad: int) -> None:
+    told = meta(1, 1, output_token_logprobs=[[-0.5, bad, None]])
+    told["output_ids"] = [bad]
+    with pytest.raises(EngineMismatch, match=f"sampled {bad}, which is no id"):
+        ChunkReader(request(), 100).read(told)
+    if bad != 100:
+        with pytest.raises(EngineMismatch, match=f"sampled {bad}, which is no id"):
+            ChunkReader(request()).read(told)
+
+
 def test_likeliest_tokens_that_are_missing() -> None:
     with pytest.raises(EngineMismatch, match="likeliest"):
         ChunkReader(replace(request(), top_logprobs=2)).read(meta(2, 2, output_top_logprobs=[[]]))

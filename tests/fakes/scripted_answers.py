@@ -73,13 +73,15 @@ def answer(
     run: Running, text: str, *, start: int, with_logprobs: bool, weight_version: str
 ) -> bytes:
     """One answer or event with the tokens from ``start`` on; totals are of all."""
-    ids = run.ids[start:]
+    ids = list(run.ids[start:])
     fault = run.fault.kind if run.fault and len(run.ids) > run.fault.after else None
     entries: list[list[Any]] = [
         [p, i, None] for p, i in zip(run.logprobs[start:], ids, strict=True)
     ]
     if fault == "disagree" and entries:
         entries[-1][1] += 1
+    if fault == "unknown_id" and entries:
+        entries[-1][1] = ids[-1] = 10**6
     if fault == "null" and entries:
         entries[-1][0] = None
     spans = run.spans()
@@ -106,4 +108,6 @@ def answer(
         event = event.replace(str(run.logprobs[-1]).encode(), b"NaN")
     if fault == "garbage":
         event = b'{"meta_info": {}}'
+    if fault == "no_json":
+        event = b"<html>502 Bad Gateway</html>"
     return event

@@ -12,7 +12,17 @@ if TYPE_CHECKING:
     from tests.fakes.true_logprobs import TrueModel
 
 FaultKind = Literal[
-    "die", "status", "error_event", "nan", "null", "disagree", "garbage", "spans", "no_end"
+    "die",
+    "status",
+    "error_event",
+    "no_end",
+    "nan",
+    "null",
+    "disagree",
+    "garbage",
+    "spans",
+    "no_json",
+    "unknown_id",
 ]
 Plant = Literal[
     "truncates", "truncates_unsaid", "unscaled", "other_text", "stale_weights", "stale_version"

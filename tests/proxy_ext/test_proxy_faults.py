@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 from starlette.types import Message
 
+from any_agent.engine.shape import shape_of
 from any_agent.errors import StoreUnavailable
 from proxy_ext.journal import Statement
 from proxy_ext.wire.http import EventStream
@@ -104,7 +106,7 @@ async def test_an_engine_that_is_killed_and_restarted(
     assert (await proxy.http.get("/readyz")).json() == {"status": "ready", "version": 4}
 
 
-@pytest.mark.parametrize("kind", ["status", "nan", "null", "disagree", "garbage"])
+@pytest.mark.parametrize("kind", ["status", "nan", "null", "disagree", "garbage", "no_json"])
 async def test_an_engine_that_fails_mid_call(
     proxy: Proxy, engine: ScriptedEngine, kind: FaultKind
 ) -> None:
@@ -120,7 +122,9 @@ async def test_an_engine_that_fails_mid_call(
     assert len(await proxy.recorded(session["session_id"])) == 1
 
 
-@pytest.mark.parametrize("kind", ["error_event", "nan", "null", "disagree", "garbage", "spans"])
+@pytest.mark.parametrize(
+    "kind", ["error_event", "nan", "null", "disagree", "garbage", "spans", "no_json"]
+)
 async def test_an_engine_that_fails_mid_stream(
     proxy: Proxy, engine: ScriptedEngine, kind: FaultKind
 ) -> None:
@@ -135,6 +139,30 @@ async def test_an_engine_that_fails_mid_stream(
     _, done = await proxy.stream(session["api_key"])
     assert done
     assert len(await proxy.recorded(session["session_id"])) == 1
+
+
+@BOTH
+async def test_ids_that_the_model_does_not_have(
+    start: Start, engine: ScriptedEngine, tiny_model_dir: Path, stream: bool
+) -> None:
+    """No forward pass over them could be made, by any trainer."""
+    proxy = await start(shape=shape_of(str(tiny_model_dir)))
+    await proxy.admit(5)
+    session = await proxy.open()
+    key = session["api_key"]
+    engine.fail("unknown_id", after=3)
+    if stream:
+        events, done = await proxy.stream(key)
+        assert not done
+        error = events[-1]["error"]
+    else:
+        response = await proxy.call(key)
+        assert response.status_code == 500
+        error = response.json()["error"]
+    assert error["code"] == "engine_mismatch"
+    assert "1000000, which is no id of the model's" in error["message"]
+    assert await proxy.recorded(session["session_id"]) == []
+    await proxy.complete(key)
 
 
 @BOTH

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -101,3 +102,57 @@ async def test_an_engine_that_came_back_with_newer_weights(
     with pytest.raises(Conflict):
         await publish(proxy, 5)
     await publish(proxy, 6)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_an_engine_that_lags_is_not_served_under_the_newer_number(
+    proxy: Proxy, engine: ScriptedEngine, stream: bool
+) -> None:
+    """Whoever told of version 5 was wrong; what counts is what the engine says of each token."""
+    await proxy.client.pause(ttl=600)
+    await publish(proxy, 5)
+    # Opened in between, for the version that was told.
+    pinned = await proxy.open(mode="eval", version="current")
+    await proxy.client.resume()
+    assert await told(proxy) == 0
+    assert (await proxy.client.run_info()).version == 0
+    session = await proxy.open()
+    assert session["version"] == 0
+    if stream:
+        await proxy.stream(session["api_key"])
+    else:
+        await proxy.complete(session["api_key"])
+    (interaction,) = await proxy.recorded(session["session_id"])
+    assert set(interaction.output_versions.tolist()) == {0}
+    response = await proxy.call(pinned["api_key"], stream=stream)
+    assert response.status_code == 409
+    assert response.json()["error"]["serving"] == 0
+    # Its trainer sees it in what the rank says, and brings the weights again.
+    await proxy.client.pause(ttl=600)
+    engine.weight_version = "5"
+    await publish(proxy, 5)
+    await proxy.client.resume()
+    assert (await proxy.call(pinned["api_key"], stream=stream)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_an_engine_that_falls_back_within_an_answer(
+    proxy: Proxy, engine: ScriptedEngine, stream: bool
+) -> None:
+    """Nothing of an answer is recorded whose versions cannot be."""
+    engine.weight_version = "5"
+    steps = engine.step()
+    session = await proxy.open()
+    ask = proxy.stream if stream else proxy.call
+    call: asyncio.Task[Any] = asyncio.create_task(ask(session["api_key"]))
+    for _ in range(3):
+        steps.release()
+    await until(lambda: any(len(r.ids) == 3 for r in engine.running.values()))
+    engine.weight_version = "4"
+    for _ in range(20):
+        steps.release()
+    answer = await call
+    error = answer[0][-1]["error"] if stream else answer.json()["error"]
+    assert error["code"] == "engine_mismatch"
+    assert "fell from 5 to 4" in error["message"]
+    assert await proxy.recorded(session["session_id"]) == []
