@@ -34,7 +34,9 @@ class Engine:
         self.port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{self.port}"
         self.answers: list[int] = [200]
+        self.says = "m"
         self.loaded: list[dict[str, Any]] = []
+        self.flushes = 0
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[None]:
@@ -44,10 +46,17 @@ class Engine:
                 await asyncio.Event().wait()
             if status == 200:
                 self.loaded.append(await request.json())
-            return web.json_response({"success": status == 200, "message": "m"}, status=status)
+            told = {"success": status == 200, "message": self.says}
+            return web.json_response(told, status=status)
+
+        async def flush(request: web.Request) -> web.Response:
+            assert float(request.query["timeout"]) > 0
+            self.flushes += 1
+            return web.Response()
 
         app = web.Application()
         app.router.add_post("/update_weights_from_disk", load)
+        app.router.add_post("/flush_cache", flush)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", self.port).start()
@@ -196,6 +205,21 @@ async def test_one_that_refuses_them_is_not_asked_again(engines: tuple[Engine, E
         with pytest.raises(TrainingError, match="refused version 7"):
             await update(fleet)
     assert [client.events for client in fleet.clients] == [["pause", "resume"], WHOLE]
+
+
+@pytest.mark.parametrize("answers", [[400, 200], [400, 400, 200]], ids=["once", "twice"])
+async def test_one_that_is_at_the_last_step_of_what_was_paused(
+    engines: tuple[Engine, Engine], answers: list[int]
+) -> None:
+    """SGLang then has the weights, but neither forgets what is cached nor tells the version."""
+    engines[0].answers = list(answers)
+    engines[0].says = "Weights were updated, but the cache was not flushed because requests are"
+    fleet = Fleet(*engines)
+    async with engines[0].serve(), engines[1].serve():
+        await update(fleet)
+    # Before it goes on, where that helps.
+    assert fleet.clients[0].events == ["pause", "resume"] * (len(answers) - 2) + WHOLE
+    assert (engines[0].flushes, engines[1].flushes) == (1, 0)
 
 
 async def test_a_repair_is_for_those_that_need_it(engines: tuple[Engine, Engine]) -> None:

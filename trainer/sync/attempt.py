@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import httpx
 
 from any_agent.engine.weight_wire import checksums
-from any_agent.errors import AnyAgentError, EngineUnavailable, ServiceUnavailable, TrainingError
+from any_agent.errors import AnyAgentError, ServiceUnavailable, TrainingError
 from any_agent.rollout import Ranks
 from trainer.sync.base import AWAY, RELOAD_SLACK, Bucket, Call, NewWeights
 from trainer.sync.checks import Checks, Sums, require_alike
@@ -193,7 +193,7 @@ class Attempt:
         version, rank = self._new.version, engine.rank
         if not self._s.in_place:
             # No prefix of other weights may be served. Calls that are kept need theirs.
-            await self._flush(engine)
+            await engine.flush()
         if not engine.about.embedded:
             await self._name(engine, str(version))
         self._between.discard(rank)
@@ -203,12 +203,6 @@ class Attempt:
         await client.resume()
         self.done.add(rank)
         del self._open[rank]
-
-    async def _flush(self, engine: Engine) -> None:
-        try:
-            await engine.post("/flush_cache", {})
-        except TrainingError as error:
-            raise EngineUnavailable(error.message) from error
 
     # -- failures --------------------------------------------------------------------------------
 

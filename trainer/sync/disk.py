@@ -18,6 +18,9 @@ from trainer.sync.engine import Engine
 log = logging.getLogger(__name__)
 
 _AGAIN_AFTER = 1.0
+_NOT_FLUSHED = "cache was not flushed"
+"""What SGLang says that has the new weights, but is still at the last step of calls that a pause
+has ended: it does not call them the new version then."""
 _LONGEST = 20 * AWAY
 """Seconds; the proxies are waited for, too."""
 
@@ -97,8 +100,23 @@ class DiskSync:
         async with httpx.AsyncClient(timeout=None, trust_env=False) as http:
             engine = Engine(rank, url, http, timeout=self._load_timeout)
             try:
-                await engine.post("/update_weights_from_disk", body | flush)
+                await _load_and_flush(engine, body | flush)
             except TrainingError as error:
                 raise TrainingError(
                     f"the engine refused version {new.version}: {error.message}"
                 ) from error
+
+
+async def _load_and_flush(engine: Engine, body: dict[str, Any]) -> None:
+    path = "/update_weights_from_disk"
+    try:
+        await engine.post(path, body)
+        return
+    except TrainingError as error:
+        if _NOT_FLUSHED not in error.message:
+            raise
+    await engine.flush()
+    try:
+        await engine.post(path, body)
+    except TrainingError as error:
+        raise EngineUnavailable(error.message) from error

@@ -13,6 +13,7 @@ from any_agent.errors import EngineUnavailable, NotFound, TrainingError
 
 _ANSWERS_WITHIN = 10.0
 """Seconds for what an engine says of itself."""
+_IDLE_WITHIN = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,16 @@ class Engine:
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer. EngineUnavailable if it is away or failed; TrainingError if it refused."""
         return await self._ask("POST", path, body, self._timeout)
+
+    async def flush(self) -> None:
+        """Forget what is cached. EngineUnavailable while it has calls.
+
+        SGLang may be at the last step of calls that a pause has ended already: it waits for that.
+        """
+        try:
+            await self.post(f"/flush_cache?timeout={_IDLE_WITHIN:g}", {})
+        except TrainingError as error:
+            raise EngineUnavailable(error.message) from error
 
     async def checksums(self) -> list[dict[str, str]]:
         """Of its weights, by their names there: one mapping per process; [] where it has none."""
