@@ -218,7 +218,7 @@ class SGLangContract:
         await call(url, "/pause_generation", {"mode": "in_place"})
         try:
             # SGLang calls itself healthy for as long as tokens come out that it had already.
-            for _ in range(5):
+            for _ in range(20):
                 health, _ = await call(url, "/health_generate", method="GET")
                 if health == 503:
                     break

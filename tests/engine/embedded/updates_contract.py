@@ -28,6 +28,9 @@ PREFIX = IDS * 40
 
 async def load(url: str, model: Path, version: int, *, flush: bool = True) -> None:
     """By the folder; the engine says that it has done it."""
+    if flush:
+        # SGLang may be at the last step of what has ended already, and would not forget its cache.
+        assert (await call(url, "/flush_cache?timeout=30", {}))[0] == 200
     update = {"model_path": str(model), "weight_version": str(version), "flush_cache": flush}
     status, answer = await call(url, "/update_weights_from_disk", update)
     assert status == 200 and answer["success"], answer

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from any_agent.ports import reserve
 from tests.proxy_ext.real_parts import environment
 
 HERE = Path(__file__).parent
@@ -35,6 +36,8 @@ VARIABLES = {
 }
 _START, _STOP = 480.0, 10.0
 """Seconds; it starts in a minute where nothing else runs."""
+_ILL_AFTER = "8"
+"""Seconds without a token until it calls itself ill; 20 of its own."""
 
 
 def python() -> Path:
@@ -55,29 +58,37 @@ def python() -> Path:
 
 
 @contextlib.contextmanager
-def sglang(model: Path, port: int, folder: Path, *options: str) -> Iterator[str]:
-    """Its URL, once it serves."""
-    log = folder / "sglang.log"
-    command = [str(python()), "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *OPTIONS, *options]
-    command += ["--device", "cpu", "--incremental-streaming-output"]
-    url = f"http://127.0.0.1:{port}"
-    with open(log, "wb") as out:
+def sglangs(model: Path, folder: Path, count: int) -> Iterator[list[str]]:
+    """Their URLs, once all serve; they start side by side."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(_started(model, folder / f"{k}.log")) for k in range(count)]
+        for url, child, log in servers:
+            _await(f"{url}/health_generate", child, log)
+        yield [url for url, _, _ in servers]
+
+
+@contextlib.contextmanager
+def _started(model: Path, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
+    with reserve("127.0.0.1", 0) as listener, open(log, "wb") as out:
+        port = listener.getsockname()[1]
+        command = [str(python()), "-m", "sglang.launch_server", "--model-path", str(model)]
+        command += ["--host", "127.0.0.1", "--port", str(port), *OPTIONS]
+        command += ["--device", "cpu", "--incremental-streaming-output"]
+        variables = environment(**VARIABLES, SGLANG_HEALTH_CHECK_TIMEOUT=_ILL_AFTER)
         # It starts processes of its own, which must not outlive it.
         child = subprocess.Popen(
-            command, stdout=out, stderr=out, env=environment(**VARIABLES), start_new_session=True
+            command, stdout=out, stderr=out, env=variables, start_new_session=True
         )
-    try:
-        _await(f"{url}/health_generate", child, log)
-        yield url
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_STOP)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        try:
+            yield f"http://127.0.0.1:{port}", child, log
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_STOP)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
 
 def _await(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
