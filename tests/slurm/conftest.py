@@ -1,0 +1,25 @@
+"""One Slurm and one model for all tests of a Slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from any_agent.demo.child import Child
+from tests.slurm.lab import PATIENCE, Slurm, slurm
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "model"
+    with Child("model", folder, "--seed", 0) as made:
+        made.output(PATIENCE)
+    return folder
