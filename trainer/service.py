@@ -6,11 +6,13 @@ and the trainer's own is busy with steps.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 
 from any_agent.config import Config
 from any_agent.launcher import Node, NodeOptions
+from any_agent.launcher.devices import SHARED_GPUS
 from any_agent.launcher.progress import Progress
 from any_agent.launcher.stopping import Terminated
 
@@ -79,6 +81,7 @@ class Service:
     def _run(self) -> None:
         try:
             with self._node as node:
+                os.environ[SHARED_GPUS] = node.starter.sharing
                 self._ready.set()
                 self._watch(node)
                 if self._drains:

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from any_agent.config import Config
 from any_agent.errors import ConfigError
 
 SHARED_GPUS = "ANY_AGENT_SHARED_GPUS"
-"""A trainer's variable: "1" where its GPUs are engines', too, "0" where they are not."""
+"""A trainer's variable: which of the machine's engines use its first GPU, `none`, `some`, `all`."""
 _SIGNS = ("nvidiactl", "nvidia0", "dxg", "kfd", "nvhost-gpu", "nvgpu")
 """In `/dev`: NVIDIA's driver, that of Windows' Linux, AMD's, and those of small boards."""
 
@@ -38,11 +39,14 @@ class Deal:
     engines: tuple[tuple[str, ...] | None, ...]
     """Of each engine of this machine, in their order."""
     trainer: tuple[str, ...] | None
+    sends: str | None = None
+    """The GPU that new weights come from: the trainer's first one."""
 
     @property
-    def shared(self) -> bool:
-        """Whether the trainer's GPUs are engines', too."""
-        return self.trainer is None and any(self.engines)
+    def sharing(self) -> Literal["none", "some", "all"]:
+        """Which engines use the GPU that new weights come from."""
+        use = [self.sends in hand for hand in self.engines if hand is not None]
+        return "none" if not any(use) else "all" if all(use) else "some"
 
 
 def deal(config: Config, visible: Sequence[str], *, engines: int, trains: bool) -> Deal:
@@ -63,10 +67,12 @@ def deal(config: Config, visible: Sequence[str], *, engines: int, trains: bool) 
                 f"{engines} engines with engine.gpus={each} need {needed} GPUs, and there are "
                 f"{len(visible)} ({','.join(visible)}): lower server.ranks or engine.gpus"
             )
-        return Deal(tuple((visible[k % len(visible)],) for k in range(engines)), None)
+        hands: tuple[tuple[str, ...], ...]
+        hands = tuple((visible[k % len(visible)],) for k in range(engines))
+        return Deal(hands, None, visible[0])
     left, theirs = tuple(visible[: len(visible) - needed]), visible[len(visible) - needed :]
     hands = tuple(tuple(theirs[k * each : (k + 1) * each]) for k in range(engines))
-    return Deal(hands, left if trains and left else None)
+    return Deal(hands, left if trains and left else None, visible[0])
 
 
 def visible_gpus(dev: Path = Path("/dev")) -> tuple[str, ...]:
@@ -75,8 +81,9 @@ def visible_gpus(dev: Path = Path("/dev")) -> tuple[str, ...]:
     if told is not None:
         names = [name.strip() for name in told.split(",") if name.strip()]
         return () if "-1" in names else tuple(names)
-    found = (re.fullmatch(r"nvidia(\d+)", path.name) for path in dev.glob("nvidia*"))
-    return tuple(str(k) for k in sorted(int(match[1]) for match in found if match))
+    found = [path for path in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    # CUDA counts what it sees from 0, whatever the driver calls it: in a container, 2 and 3, say.
+    return tuple(str(k) for k in range(len(found)))
 
 
 def sees_gpu(dev: Path = Path("/dev")) -> bool:

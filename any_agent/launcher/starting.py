@@ -66,6 +66,11 @@ class Starter:
             trains=training and place.trainer,
         )
 
+    @property
+    def sharing(self) -> str:
+        """Which engines use the GPU that a trainer in this process sends new weights from."""
+        return self._deal.sharing
+
     def engines(self) -> Sequence[str]:
         """The URLs of these ranks' engines; they are ready."""
         if self._config.engine.urls:
@@ -146,7 +151,7 @@ class Starter:
         gpus = self._deal.trainer
         variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus is not None else {}
         # It decides by which way weights go to the engines.
-        variables[SHARED_GPUS] = str(int(self._deal.shared))
+        variables[SHARED_GPUS] = self._deal.sharing
         self.add(
             "trainer",
             lambda: Command(

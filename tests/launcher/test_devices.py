@@ -88,14 +88,18 @@ def test_each_engine_has_gpus_of_its_own_and_the_trainer_the_first_ones() -> Non
     dealt = devices.deal(two, NAMES, engines=2, trains=True)
     assert dealt.engines == (("1", "2"), ("3", "4"))
     assert dealt.trainer == ("0",)
-    assert not dealt.shared
+    assert dealt.sharing == "none"
     assert devices.deal(two, NAMES, engines=2, trains=False).trainer is None
 
 
 def test_where_none_is_left_the_trainer_shares_the_engines() -> None:
     dealt = devices.deal(settings(*SGLANG), NAMES[:2], engines=2, trains=True)
     assert dealt.engines == (("0",), ("1",))
-    assert dealt.shared
+    assert dealt.sharing == "some"
+    alone = devices.deal(settings(*SGLANG), NAMES[:1], engines=1, trains=True)
+    assert (alone.trainer, alone.sharing) == (None, "all")
+    # A script trains in the process that starts them, and takes the first.
+    assert devices.deal(settings(*SGLANG), NAMES[:3], engines=2, trains=False).sharing == "none"
 
 
 def test_too_few_are_told_by_name() -> None:
@@ -106,7 +110,7 @@ def test_too_few_are_told_by_name() -> None:
 def test_our_own_engines_share_what_there_is() -> None:
     dealt = devices.deal(settings(), NAMES[:2], engines=3, trains=True)
     assert dealt.engines == (("0",), ("1",), ("0",))
-    assert dealt.shared
+    assert dealt.sharing == "some"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,7 @@ def test_which_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert devices.visible_gpus(tmp_path) == ()
     for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert devices.visible_gpus(tmp_path) == ("2", "10")
+    assert devices.visible_gpus(tmp_path) == ("0", "1"), "as CUDA counts them"
     for told, seen in (("", ()), ("-1", ()), ("3, GPU-a1", ("3", "GPU-a1"))):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
         assert devices.visible_gpus(tmp_path) == seen

@@ -18,8 +18,12 @@ from trainer.sync.tensor import TensorTransport
 Way: TypeAlias = Literal["disk", "distributed", "tensor"]
 
 SHARED_GPUS = "ANY_AGENT_SHARED_GPUS"
-"""Set by whoever starts the trainer: `1` where it shares GPUs with engines, `0` where it does
-not."""
+"""Set by whoever starts engines beside the trainer: which of them use its GPU, `none`, `some`,
+`all`."""
+
+
+_NOT_WHERE = {"some": ("tensor", "distributed"), "all": ("distributed",)}
+"""One process of NCCL's each GPU; a GPU's memory for processes that see it."""
 
 
 def make_sync(config: Config, call: Call, *, cuda: bool, engines: Sequence[str]) -> WeightSync:
@@ -43,16 +47,24 @@ def make_sync(config: Config, call: Call, *, cuda: bool, engines: Sequence[str])
 
 
 def way_of(config: Config, *, cuda: bool, engines: Sequence[str]) -> Way:
-    """Raises ConfigError for `tensor` where the engines cannot share a GPU with the trainer."""
+    """Raises ConfigError for a way that cannot be gone with GPUs as they are shared."""
     wanted = config.engine.weight_sync
     local = all(urlsplit(url).hostname in LOOPBACK for url in engines)
+    sharing = os.environ.get(SHARED_GPUS, "none")
     if wanted == "tensor" and cuda and not local:
         raise ConfigError(
             "engine.weight_sync=tensor, but engines are on other machines than the trainer, whose "
             "GPUs' memory they cannot read; use distributed"
         )
+    if cuda and wanted in _NOT_WHERE.get(sharing, ()):
+        raise ConfigError(
+            f"engine.weight_sync={wanted}, but {sharing} of the engines use the trainer's GPU: "
+            "tensors need that all do, a process group that none does; auto finds the way"
+        )
     if wanted != "auto":
         return wanted
-    if not cuda or config.engine.device == "cpu":
+    if not cuda or config.engine.device == "cpu" or sharing == "some":
         return "disk"
-    return "tensor" if local and os.environ.get(SHARED_GPUS) == "1" else "distributed"
+    if sharing == "all":
+        return "tensor" if local else "disk"
+    return "distributed"

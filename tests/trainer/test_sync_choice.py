@@ -1,0 +1,65 @@
+"""By which way weights go."""
+
+from __future__ import annotations
+
+import pytest
+
+from any_agent.config import Config, load_config
+from any_agent.errors import ConfigError
+from trainer.sync.choice import SHARED_GPUS, way_of
+
+HERE = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+ELSEWHERE = ("http://127.0.0.1:1", "http://10.0.0.2:1")
+
+
+def settings(*given: str) -> Config:
+    return load_config(None, ["model.path=m", *given], environ={})
+
+
+@pytest.mark.parametrize(
+    ("sharing", "engines", "way"),
+    [
+        ("none", HERE, "distributed"),
+        ("none", ELSEWHERE, "distributed"),
+        ("all", HERE, "tensor"),
+        ("all", ELSEWHERE, "disk"),
+        # Neither can all of them read its memory, nor can all be in one group.
+        ("some", HERE, "disk"),
+    ],
+)
+def test_gpus(
+    sharing: str, engines: tuple[str, ...], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SHARED_GPUS, sharing)
+    assert way_of(settings(), cuda=True, engines=engines) == way
+    assert way_of(settings(), cuda=False, engines=engines) == "disk"
+    assert way_of(settings("engine.device=cpu"), cuda=True, engines=engines) == "disk"
+    assert way_of(settings("engine.weight_sync=disk"), cuda=True, engines=engines) == "disk"
+
+
+@pytest.mark.parametrize(
+    ("sharing", "wanted", "refused"),
+    [
+        ("none", "distributed", False),
+        ("all", "tensor", False),
+        ("all", "distributed", True),
+        ("some", "tensor", True),
+        ("some", "distributed", True),
+    ],
+)
+def test_ways_that_cannot_be_gone(
+    sharing: str, wanted: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SHARED_GPUS, sharing)
+    config = settings(f"engine.weight_sync={wanted}")
+    assert way_of(config, cuda=False, engines=HERE) == wanted
+    if not refused:
+        assert way_of(config, cuda=True, engines=HERE) == wanted
+        return
+    with pytest.raises(ConfigError, match=f"weight_sync={wanted}, but {sharing} of the engines"):
+        way_of(config, cuda=True, engines=HERE)
+
+
+def test_tensors_for_other_machines() -> None:
+    with pytest.raises(ConfigError, match="on other machines"):
+        way_of(settings("engine.weight_sync=tensor"), cuda=True, engines=ELSEWHERE)
