@@ -90,7 +90,9 @@ async def test_how_many_ids_it_knows_is_seen_from_what_it_refuses(size: int) -> 
             await client.require_model()
 
 
-async def test_one_that_comes_back_as_another_model_is_away(scripted: ScriptedEngine) -> None:
+async def test_one_that_comes_back_as_another_model_is_away(
+    scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     scripted.vocabulary = 100
     async with client_of(scripted, shape=SHAPE, update_wait=1) as client:
         await client.require_model()
@@ -102,6 +104,8 @@ async def test_one_that_comes_back_as_another_model_is_away(scripted: ScriptedEn
         await scripted.revive()
         with pytest.raises(EngineUnavailable, match="restart of the inference engine"):
             await all_of(client, request("s"), stream=True)
+        (said,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+        assert f"the engine at {scripted.url} holds another model than the run's" in said
         scripted.vocabulary = 100
         await until(lambda: not client.away)
         assert (await all_of(client, request("t"), stream=True))[-1].stop_reason
