@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from any_agent.engine.alignment import align
 from any_agent.errors import ConfigError, StartupError
 from trainer.buckets import Bucket, in_buckets, stored_tensors
 from trainer.logprobs import logprobs_of
@@ -350,6 +351,7 @@ def prepared(model: Any, config: PolicyConfig, world: World | None) -> Whole:
     model.eval()
     if world is None:
         model.to(config.device)
+        align(model)
     _switch_dropout_off(model)
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})

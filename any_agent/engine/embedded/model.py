@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from any_agent.engine.alignment import align
 from any_agent.engine.embedded.cache import SlotCache
 from any_agent.engine.embedded.stops import Decode
 from any_agent.errors import StartupError
@@ -69,6 +70,7 @@ def load_model(
     except (OSError, ValueError) as exc:
         raise StartupError(f"cannot load {path}: {exc}") from exc
     model.eval().requires_grad_(False).to(device)
+    align(model)
     config = model.config.get_text_config(decoder=True)
     longest = int(config.max_position_embeddings)
     if context_length is not None and not 2 <= context_length <= longest:

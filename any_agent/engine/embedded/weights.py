@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from any_agent.engine.alignment import aligned
 from any_agent.errors import InvalidRequest
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_ALIGNMENT = 64
-"""Bytes; PyTorch's own, of memory on the CPU."""
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -83,9 +82,7 @@ def fit_weights(model: Any, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _like(value: Tensor, own: Tensor) -> Tensor:
-    value = value.to(device=own.device, dtype=own.dtype)
-    # As PyTorch would place it: sums may be taken in another order where it lies otherwise.
-    return value if value.data_ptr() % _ALIGNMENT == 0 else value.clone()
+    return aligned(value.to(device=own.device, dtype=own.dtype))
 
 
 def _converted(
