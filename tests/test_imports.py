@@ -168,6 +168,18 @@ def test_no_import_circles() -> None:
         visit(name, ())
 
 
+def test_a_process_that_trains_alone_starts_without_what_several_need() -> None:
+    """A second of imports each; only `shards`, which nobody imports at its own start, has them."""
+    heavy = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor")
+    users = {
+        name
+        for name in modules()
+        for target in imports(name, at_import=True)
+        if target.startswith((*heavy, "trainer.parallel.shards"))
+    }
+    assert users == {"trainer.parallel.shards"}
+
+
 def test_litellms_internals_have_one_door() -> None:
     users = {
         name for name in modules() for target in imports(name) if target.split(".")[0] == "litellm"

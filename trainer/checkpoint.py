@@ -30,12 +30,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from any_agent.atomic import remove_folder, whole_folder, write_whole
 from any_agent.errors import NotFound, StartupError
 from any_agent.rundir import checkpoint_problem
-from trainer.parallel.shards import load_shards, moments, names_in, save_shard
+from trainer.parallel.sharding import is_divided
 from trainer.parallel.world import World
 from trainer.policy import Policy, PolicyConfig
 from trainer.weights import save_pretrained
@@ -184,6 +183,8 @@ def _named_parameters(policy: Policy) -> list[tuple[str, Tensor]]:
 
 
 def _save_optimizer(policy: Policy, folder: Path) -> None:
+    from trainer.parallel.shards import moments, save_shard
+
     state = moments(policy)
     if policy.world is not None:
         shares = folder / "optimizer"
@@ -191,12 +192,14 @@ def _save_optimizer(policy: Policy, folder: Path) -> None:
         with policy.crew.saving(shares) if policy.crew is not None else nullcontext():
             save_shard(policy, shares)
         # What all processes have alike: the steps that each parameter has seen.
-        state = {name: t for name, t in state.items() if not isinstance(t, DTensor)}
+        state = {name: t for name, t in state.items() if not is_divided(t)}
     save_file({name: t.contiguous() for name, t in state.items()}, folder / "optimizer.safetensors")
 
 
 def _restore_optimizer(policy: Policy, folder: Path, groups: list[dict[str, Any]]) -> None:
     """The moments of this process's parameters, whoever wrote them."""
+    from trainer.parallel.shards import load_shards, names_in
+
     plain = folder / "optimizer.safetensors"
     shares = folder / "optimizer"
     parameters = dict(_named_parameters(policy))

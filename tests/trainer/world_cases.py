@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from episode_lab import pair
 from loop_lab import Lab, config_of, outcome
 from torch import Tensor
@@ -19,9 +22,9 @@ from trainer_lab import VOCAB, random_rows
 from any_agent.config import TrainConfig
 from any_agent.demo.model import make_model
 from any_agent.errors import TrainingError
-from trainer.checkpoint import save_checkpoint
+from trainer.checkpoint import list_checkpoints, save_checkpoint
 from trainer.loss import LossConfig
-from trainer.packing import count_trained, micro_batches
+from trainer.packing import Batch, count_trained, micro_batches
 from trainer.parallel.balance import balanced
 from trainer.parallel.control import Channel, Leader
 from trainer.parallel.crew import Crew, batches_of
@@ -37,11 +40,11 @@ TRAIN = TrainConfig(lr=1e-3)
 Found = tuple[float, dict[str, Tensor]]
 
 
-def divided_policy(world: World, dtype: torch.dtype = torch.float64, **config: Any) -> Policy:
+def divided_policy(world: World, master: torch.dtype = torch.float64, **config: Any) -> Policy:
     """As `small_policy`, its weights divided."""
     torch.set_num_threads(1)
     model = make_model(VOCAB, 0, hidden_size=32, layers=2, context=256)
-    return Policy(model.to(dtype), PolicyConfig(**config), world)
+    return Policy(model.to(master), PolicyConfig(**config), world)
 
 
 def split(case: int) -> tuple[list[Any], int]:
@@ -51,20 +54,40 @@ def split(case: int) -> tuple[list[Any], int]:
     return rows, chance.choice([1, 24, 70, 10_000])
 
 
-def gradients_of(world: World, cases: int, config: dict[str, Any]) -> list[Found]:
+def gradients_of(world: World, cases: int) -> list[Found]:
     """Loss and whole gradients of each case's rows."""
-    policy = divided_policy(world, **config)
+    policy = divided_policy(world)
     return [_gradient(world, policy, case) for case in range(cases)]
 
 
-def _gradient(world: World, policy: Policy, case: int) -> Found:
+def under(
+    world: World, master: torch.dtype, configs: list[dict[str, Any]]
+) -> list[tuple[Found, dict[str, Tensor]]]:
+    """With each of these configurations: a loss and its gradients, and the weights after two
+    steps."""
+    out = []
+    for config in configs:
+        policy = divided_policy(world, master, lr=1e-3, **config)
+        found = _gradient(world, policy, 0)
+        for case in range(2):
+            batches, total = _share(world, case)
+            policy.step(batches, total)
+        out.append((found, weights_of(policy)))
+    return out
+
+
+def _share(world: World, case: int) -> tuple[list[Batch], int]:
+    """This process's batches, and the tokens of all."""
     rows, budget = split(case)
     parts = balanced(rows, world.size)
     count = max(len(micro_batches(part, budget)) for part in parts)
+    return batches_of(parts[world.rank], budget, count), count_trained(rows)
+
+
+def _gradient(world: World, policy: Policy, case: int) -> Found:
+    batches, total = _share(world, case)
     policy.optimizer.zero_grad(set_to_none=True)
-    stats = policy.accumulate(
-        batches_of(parts[world.rank], budget, count), count_trained(rows), LossConfig()
-    )
+    stats = policy.accumulate(batches, total, LossConfig())
     found = {n: whole_tensor(p.grad, world.device) for n, p in policy.model.named_parameters()}
     return stats.loss, found if world.leads else {}
 
@@ -160,49 +183,122 @@ def killed(world: World) -> tuple[str, str]:
 
 
 def run(
-    world: World, settings: list[str], first: int, dies: int | None = None
+    world: World,
+    settings: list[str],
+    first: int,
+    dies: int | None = None,
+    stops: int | None = None,
 ) -> dict[str, Any] | None:
     """A whole run on episodes from ``first`` on, and what the leader's last checkpoint holds.
 
-    ``dies``: the step in whose middle the last process is killed.
+    ``dies``: the step in whose middle the last process is killed; ``stops``: the one in whose
+    middle all get SIGTERM.
     """
     config = config_of(settings)
     torch.set_num_threads(1)
     if not world.leads:
-        Dying(world, policy_config(config.train), config.train, dies).follow()
+        Dying(world, policy_config(config.train), config.train, dies, stops).follow()
         return None
     episodes = [pair(f"p{k}", turns=1 + k % 3) for k in range(config.train.steps)]
-    crew = Crew(world)
+    crew = Told(world)
+    crew.stops = stops
     lab = Lab(config, episodes[first:], crew=crew)
     lab.executor.journal |= {t.session_id: t for episode in episodes for t in episode}
-    assert lab.trainer.train()
+    signal.signal(signal.SIGTERM, lambda *_: lab.trainer.stop())
+    assert lab.trainer.train() == (stops is None)
     crew.stop()
     return outcome(lab) | {"steps": [line["step"] for line in lab.metrics]}
 
 
-class Dying(Follower):
-    """Killed when it is about to make this step."""
+class Told(Crew):
+    """Its process gets SIGTERM when it is about to lead this step."""
 
-    def __init__(self, world: World, settings: PolicyConfig, train: TrainConfig, step: int | None):
+    stops: int | None = None
+
+    def train(self, policy: Policy, *arguments: Any) -> Any:
+        if policy.steps + 1 == self.stops:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().train(policy, *arguments)
+
+
+class Dying(Follower):
+    """Killed, or told to end, which is its leader's affair, when it is about to make this step."""
+
+    def __init__(
+        self,
+        world: World,
+        settings: PolicyConfig,
+        train: TrainConfig,
+        dies: int | None,
+        stops: int | None,
+    ) -> None:
         super().__init__(world, settings, train)
-        self._dies = step
+        self._dies, self._stops = dies, stops
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _step(self, command: Any) -> None:
-        if self.policy.steps + 1 == self._dies:
+        step = self.policy.steps + 1
+        if step == self._dies:
             os.kill(os.getpid(), signal.SIGKILL)
+        if step == self._stops:
+            os.kill(os.getpid(), signal.SIGTERM)
         super()._step(command)
 
 
-def refused(crew: Crew, model: str) -> tuple[str, int]:
-    """What the leader is told of a folder that another process cannot write into, and the steps
-    made after that, too."""
+def cramped(world: World, model: str, root: str) -> tuple[str, list[int], list[int], str] | None:
+    """What the leader is told where another process's disk is full, the checkpoints that are there
+    then, those after another step, and what is said of rows with nothing to train on."""
+    torch.set_num_threads(1)
+    if not world.leads:
+        Cramped(world, CONFIG, TRAIN).follow()
+        return None
+    crew = Crew(world)
     policy = crew.load(model, CONFIG)
     policy.train(random_rows(0, dtype=torch.float32), 60)
-    said = ""
+    full = empty = ""
     try:
-        with crew.saving(Path(model) / "tokenizer.json"):
-            pass
+        save_checkpoint(Path(root), policy, Path(model), {})
     except TrainingError as error:
-        said = error.message
+        full = error.message
+    first = [found.step for found in list_checkpoints(Path(root))]
+    try:
+        policy.train([], 60)
+    except ValueError as error:
+        empty = str(error)
     policy.train(random_rows(1, dtype=torch.float32), 60)
-    return said, policy.steps
+    save_checkpoint(Path(root), policy, Path(model), {})
+    crew.stop()
+    return full, first, [found.step for found in list_checkpoints(Path(root))], empty
+
+
+class Cramped(Follower):
+    """Its files may not be longer than a few bytes the first time, as on a disk that is full."""
+
+    room = 64
+
+    def _save(self, folder: Path) -> None:
+        before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.room, most))
+        self.room = before
+        try:
+            super()._save(folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+def silent(world: World) -> str:
+    """What the others are told where the process of rank 1 hangs."""
+    dist.barrier()
+    world = replace(world, timeout=20.0)
+    if world.rank == 1:
+        Channel(world)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        if world.leads:
+            with Leader(Channel(world)).doing({"do": "nothing"}):
+                pass
+        else:
+            Follower(world, CONFIG, TRAIN).follow()
+    except TrainingError as error:
+        return error.message
+    return "nothing"

@@ -16,7 +16,7 @@ from typing import Any
 from any_agent.ports import free_port
 from trainer.parallel.world import World, join, leave
 
-_WITHIN = 240.0
+_WITHIN = 400.0
 
 
 class Died(AssertionError):
@@ -24,10 +24,14 @@ class Died(AssertionError):
 
 
 def together(
-    size: int, case: Callable[..., Any], *arguments: Any, dying: Sequence[int] = ()
+    size: int,
+    case: Callable[..., Any],
+    *arguments: Any,
+    dying: Sequence[int] = (),
+    stopped: Sequence[int] = (),
 ) -> list[Any]:
     """What ``case(world, *arguments)``, a module's function, returns in each process, by rank;
-    of those ``dying`` nothing is expected.
+    of those ``dying`` or ``stopped`` nothing is expected.
 
     Raises Died with the traceback of a process in which it failed.
     """
@@ -43,7 +47,8 @@ def together(
         theirs.close()
         ends.append((process, ours))
     try:
-        results = [_result(k, ours) for k, (_, ours) in enumerate(ends) if k not in dying]
+        silent = {*dying, *stopped}
+        results = [_result(k, ours) for k, (_, ours) in enumerate(ends) if k not in silent]
         for rank in dying:
             ends[rank][0].join(_WITHIN)
             assert not ends[rank][0].is_alive(), f"rank {rank} did not die"

@@ -17,6 +17,9 @@ from trainer.parallel.network import interface_of
 _STOPPED = 143
 _MEET_WITHIN = 900
 """Seconds for the first of several machines to be there."""
+_END_WITHIN = 3600
+"""Seconds for the step under way and a checkpoint after SIGTERM, if whoever sent it is so patient:
+when this process is killed, the others are."""
 
 
 def main() -> int:
@@ -38,6 +41,7 @@ def main() -> int:
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_END_WITHIN))
     port = args.port or free_port(args.address)
     config = LaunchConfig(
         min_nodes=args.machines,

@@ -8,7 +8,8 @@
       answers()     ◀── one of each ─────      answer()
 
 Nothing is pickled. Every wait ends: when a process is gone its connections break, and what is
-silent for `TIMEOUT` is lost, too. So while there is nothing to do, the leader says so now and then.
+silent for `World.timeout` is lost, too: TrainingError. So while there is nothing to do, the leader
+says so now and then.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from any_agent.errors import TrainingError
-from trainer.parallel.world import TIMEOUT, World
+from trainer.parallel.world import World
 
 log = logging.getLogger(__name__)
 
@@ -41,19 +42,21 @@ class Channel:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT))
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
 
     def tell(self, command: Mapping[str, Any]) -> None:
         """The leader to all others."""
         data = json.dumps(command).encode()
-        dist.broadcast(torch.tensor([len(data)]), 0, self._group)
-        dist.broadcast(_bytes(data), 0, self._group)
+        with _reached():
+            dist.broadcast(torch.tensor([len(data)]), 0, self._group)
+            dist.broadcast(_bytes(data), 0, self._group)
 
     def receive(self) -> dict[str, Any]:
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, 0, self._group)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, 0, self._group)
+        with _reached():
+            size = torch.zeros(1, dtype=torch.int64)
+            dist.broadcast(size, 0, self._group)
+            data = torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(data, 0, self._group)
         command: dict[str, Any] = json.loads(data.numpy().tobytes())
         return command
 
@@ -81,14 +84,16 @@ class Channel:
         return [json.loads(self._from(rank)) for rank in range(1, self.world.size)]
 
     def _send(self, rank: int, data: bytes) -> None:
-        dist.send(torch.tensor([len(data)]), rank, self._group)
-        dist.send(_bytes(data), rank, self._group)
+        with _reached():
+            dist.send(torch.tensor([len(data)]), rank, self._group)
+            dist.send(_bytes(data), rank, self._group)
 
     def _from(self, rank: int) -> bytes:
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, rank, self._group)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(data, rank, self._group)
+        with _reached():
+            size = torch.zeros(1, dtype=torch.int64)
+            dist.recv(size, rank, self._group)
+            data = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(data, rank, self._group)
         return data.numpy().tobytes()
 
 
@@ -121,11 +126,10 @@ class Leader:
         found: list[str] = []
         with self._lock:
             self._astray = True
-            with _reached():
-                self.channel.tell(command)
-                for rank, part in enumerate(rows or ()):
-                    if rank:
-                        self.channel.give(rank, part)
+            self.channel.tell(command)
+            for rank, part in enumerate(rows or ()):
+                if rank:
+                    self.channel.give(rank, part)
             try:
                 yield found
             except FloatingPointError:
@@ -134,8 +138,7 @@ class Leader:
             self._settle(found)
 
     def _settle(self, found: list[str]) -> None:
-        with _reached():
-            answers = self.channel.answers()
+        answers = self.channel.answers()
         self._astray = False
         for rank, told in enumerate(answers, start=1):
             if told.get("error"):
@@ -147,13 +150,12 @@ class Leader:
         """Let the others end, once. Where something failed in the middle of a command they do not
         listen any more: they end with this process."""
         self._over.set()
-        self._thread.join(TIMEOUT)
+        self._thread.join(self.channel.world.timeout)
         with self._lock:
             if not self._astray:
                 self._astray = True
                 try:
-                    with _reached():
-                        self.channel.tell({"do": "stop"})
+                    self.channel.tell({"do": "stop"})
                 except TrainingError as error:
                     log.warning("%s", error.message)
 

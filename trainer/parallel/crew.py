@@ -60,13 +60,17 @@ class Crew:
         """One step, each process on its part of the rows; see :meth:`Policy.step`."""
         from trainer.policy import GradientNotFinite
 
+        total = count_trained(rows)
+        if not total:
+            # Before the others hear of it: their step would fail, and end them.
+            raise ValueError("there is nothing to train on")
         parts = balanced(rows, self.world.size)
         count = max(len(micro_batches(part, token_budget)) for part in parts)
         command = {
             "do": "step",
             "batches": count,
             "budget": token_budget,
-            "tokens": count_trained(rows),
+            "tokens": total,
             "loss": asdict(loss),
             "entropy": entropy,
         }
@@ -75,7 +79,7 @@ class Crew:
             with self._leader.doing(command, parts) as found:
                 return policy.step(
                     batches_of(parts[0], token_budget, count),
-                    count_trained(rows),
+                    total,
                     loss,
                     entropy=entropy,
                 )

@@ -13,7 +13,6 @@ from trainer.checkpoint import load_checkpoint
 from trainer.loss import LossConfig
 from trainer.parallel.control import Channel
 from trainer.parallel.crew import batches_of
-from trainer.parallel.shards import save_shard
 from trainer.parallel.world import World
 from trainer.policy import GradientNotFinite, Policy, PolicyConfig
 from trainer.settings import seed_all, set_optimizer
@@ -33,13 +32,13 @@ class Follower:
         self.policy: Policy
 
     def follow(self) -> None:
-        """Return when the leader has said so; RuntimeError when it is gone."""
+        """Return when the leader has said so; TrainingError when it is gone."""
         does: dict[str, Callable[[Mapping[str, Any]], None]] = {
             "nothing": lambda command: None,
             "load": self._load,
             "step": self._step,
             "gather": lambda command: self._gather(command["names"]),
-            "save": lambda command: save_shard(self.policy, Path(command["folder"])),
+            "save": lambda command: self._save(Path(command["folder"])),
         }
         while (command := self._channel.receive())["do"] != "stop":
             told: dict[str, Any] = {}
@@ -73,6 +72,11 @@ class Follower:
             LossConfig(**command["loss"]),
             entropy=command["entropy"],
         )
+
+    def _save(self, folder: Path) -> None:
+        from trainer.parallel.shards import save_shard
+
+        save_shard(self.policy, folder)
 
     def _gather(self, names: list[str]) -> None:
         self.policy.gathered(names)

@@ -9,14 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor import DTensor
 
 from trainer.loss import LossStats
 from trainer.parallel.world import World
@@ -46,6 +38,15 @@ def shard(whole: Whole, world: World, *, dtype: torch.dtype | None, offload: boo
     Gradients are summed over the processes, in the master type, and never averaged: the loss is
     divided by the tokens of all of them.
     """
+    # A second of imports that a process by itself does without.
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
     mixed = MixedPrecisionPolicy(
         param_dtype=dtype,
         reduce_dtype=torch.float32 if dtype is not None else None,
@@ -63,9 +64,14 @@ def shard(whole: Whole, world: World, *, dtype: torch.dtype | None, offload: boo
         module.set_force_sum_reduction_for_comms(True)
 
 
+def is_divided(tensor: Tensor) -> bool:
+    """Whether this process has a share of it only: a DTensor."""
+    return hasattr(tensor, "full_tensor")
+
+
 def whole_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """A divided tensor as one; all processes must ask for it together. Others: as they are."""
-    if not isinstance(tensor, DTensor):
+    if not is_divided(tensor):
         return tensor
     # What is offloaded travels by the fast way, too.
     here = tensor if tensor.device.type == device.type else tensor.to(device)

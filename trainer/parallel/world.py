@@ -27,6 +27,8 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     """One dimension: the processes that weights are divided among."""
+    timeout: float = TIMEOUT
+    """Seconds that this process waits for what another one says."""
 
     @property
     def leads(self) -> bool:
