@@ -35,9 +35,9 @@ class ClusterConfig(Section):
     which Slurm knows each node."""
     sbatch: tuple[str, ...] = ()
     """More options of sbatch, such as `--partition=gpu,--time=1-00:00:00,--account=mine`."""
-    warning: int = Field(120, ge=60, le=3600)
+    warning: int = Field(300, ge=60, le=3600)
     """Seconds before its time limit at which a job is warned. It keeps a checkpoint then, ends, and
-    is queued again. Longer than the longest step with its checkpoint."""
+    is queued again. For the longest step with its checkpoint, and a minute more."""
     requeue: bool = True
     """Whether it is queued again after that warning, to go on where it was."""
     start_timeout: float = Field(1800.0, gt=0)

@@ -94,18 +94,32 @@ def bring(run: RunDir, ranks: Iterable[int], machine: str, say: Callable[[str], 
         copy.unlink(missing_ok=True)
 
 
-def leave(run: RunDir, ranks: Iterable[int], machine: str) -> None:
-    """Copy these ranks' journals to where every machine finds them; nothing uses them any more."""
+def leave(run: RunDir, ranks: Iterable[int], machine: str, say: Callable[[str], None]) -> None:
+    """Copy these ranks' journals to where every machine finds them; nothing uses them any more.
+
+    One that cannot be copied is told, and is no reason to keep none of the others.
+    """
     if run.journals is None:
         return
     for rank in ranks:
-        local = run.journal(rank)
-        if not local.exists():
-            continue
-        with closing(sqlite3.connect(local)) as connection:
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        _copy_whole(local, _copy(run, rank))
-        write_json(_note(run, rank), {"home": f"{machine}:{local}", "kept": True})
+        home = f"{machine}:{run.journal(rank)}"
+        try:
+            _leave(run, rank, home)
+        except (OSError, sqlite3.Error) as error:
+            say(
+                f"rank {rank:<4} its journal was not copied ({error}): its sessions are only at "
+                f"{home}"
+            )
+
+
+def _leave(run: RunDir, rank: int, home: str) -> None:
+    local = run.journal(rank)
+    if not local.exists():
+        return
+    with closing(sqlite3.connect(local)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    _copy_whole(local, _copy(run, rank))
+    write_json(_note(run, rank), {"home": home, "kept": True})
 
 
 def _copy(run: RunDir, rank: int) -> Path:

@@ -56,6 +56,8 @@ class NodeOptions:
     """What engines serve, for good. None: the trial's newest at each start of an engine."""
     place: Place = WHOLE
     """This machine's share."""
+    configured: Config | None = None
+    """What the trial is known to be started with, where some of its settings are this start's."""
     say: Callable[[str], None] = print
     """Told one line per part while starting, and when one ends and is there again."""
 
@@ -119,11 +121,20 @@ class Node:
                 usual = self.config.server.drain_timeout
                 longer = within - usual if within > 2 * usual else None
                 cut = not drain(self.parts, self._refuse_connections, within, trainer_within=longer)
+                self._tell_if_cut_off(say)
             else:
                 say("service   stopping: calls under way are cut off")
         finally:
             self.stop()
         say(f"service   stopped{'; what had not ended was cut off' if cut else ''}")
+
+    def _tell_if_cut_off(self, say: Callable[[str], None]) -> None:
+        if any(part.kind == "trainer" and part.running for part in self.parts.values()):
+            say(
+                "trainer   is cut off: its steps since the last checkpoint are made again; a step "
+                "with its checkpoint needs more time than it had (server.drain_timeout, or in a "
+                "Slurm job cluster.warning)"
+            )
 
     def _drain_within(self, error: BaseException | None) -> float:
         told = error.within if isinstance(error, Terminated) else None
@@ -181,9 +192,8 @@ class Node:
             require_engines(config)
             require_local(self.dir)
         require_key(config, config.server.host)
-        settings = yaml.safe_dump(config.dump(), sort_keys=False)
         if place.router:
-            self._take_folder(settings)
+            self._take_folder(_as_yaml(config))
         self._take_address()
         if place.router:
             options.say(f"run       {self.dir.path}")
@@ -201,7 +211,8 @@ class Node:
             write_whole(self.dir.url, f"{self.url}\n")
             if options.train:
                 # Only now: a start that failed must not bind the trial to a mistyped model.
-                write_whole(self.dir.path / "config.yaml", settings)
+                kept = options.configured or config
+                write_whole(self.dir.path / "config.yaml", _as_yaml(kept))
         if options.train and not options.trainer_outside:
             self._start_trainer()
 
@@ -258,3 +269,8 @@ class Node:
                 f"run       its {self.config.train.steps} steps are done: train sessions are "
                 f"refused; checkpoint {saved.path}"
             )
+
+
+def _as_yaml(config: Config) -> str:
+    """Without secrets."""
+    return yaml.safe_dump(config.dump(), sort_keys=False)

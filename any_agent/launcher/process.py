@@ -43,8 +43,9 @@ class Process:
     ``listener``, a socket, under its number here. ``secrets`` are variables for its environment;
     other settings of ours do not reach it that way. ``quick`` is the signal that ends it at once,
     also when the launcher is killed: of those that drain at SIGTERM it is another one. ``before``
-    is a program that runs this one somewhere, with what it is told, and passes signals on; of one
-    that does not pass SIGTERM on, ``drain`` is what is sent instead. ``orphaned`` is what one gets
+    is a program that runs this one somewhere, with what it is told, passes signals on, and leaves
+    somebody who ends this one should it be killed itself, as srun does; of one that does not pass
+    SIGTERM on, ``drain`` is what is sent instead. ``orphaned`` is what one gets
     when the launcher is killed that does not end at ``quick`` by itself.
     """
 
@@ -176,8 +177,9 @@ class Process:
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            if self._relayed and number != signal.SIGKILL:
-                # It passes the signal on; helpers of its own would die of it.
+            if self._relayed:
+                # It passes the signal on, and a helper of its own ends what it ran when it is
+                # dead: srun's does, which is in its group.
                 os.kill(self.pid, number)
             else:
                 os.killpg(self.pid, number)

@@ -39,7 +39,7 @@ def stop(parts: Mapping[str, Part], close: Callable[[], None]) -> None:
     router, so that nothing new arrives, the proxies, and their engines last. ``close`` is called
     when the router ends: nobody is to wait for a next one.
     """
-    with _uninterrupted():
+    with uninterrupted():
         _stop(_trainer(parts), STOP_GRACE)
         close()
         _stop(_router(parts), 0.25 * STOP_GRACE)
@@ -109,9 +109,9 @@ def _stop(parts: Iterable[Part], grace: float) -> None:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Let no second Ctrl-C end the launcher before its children."""
-    with _handled(signal.SIG_IGN):
+def uninterrupted() -> Iterator[None]:
+    """Let no second Ctrl-C, and no signal of Slurm, end the launcher before its children."""
+    with _handled(signal.SIG_IGN, signal.SIGUSR1, signal.SIGUSR2):
         yield
 
 
@@ -124,11 +124,14 @@ def _hastened() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+def _handled(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers, *more: int
+) -> Iterator[None]:
+    """SIGINT, SIGTERM and ``more``."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, *more)
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

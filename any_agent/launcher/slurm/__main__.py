@@ -58,6 +58,11 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             f"{args.script} cannot be spread over nodes: trainer/{_SCRIPT} is what is; a script "
             "with a GRPOTrainer of its own runs on one machine, by `python` in a job's script"
         )
+    if any(text.startswith("server.admin_key=") for text in args.overrides):
+        raise ConfigError(
+            "server.admin_key would stand in the job's script and in its processes' arguments, for "
+            "all to read: set ANY_AGENT_SERVER__ADMIN_KEY instead, which sbatch passes on"
+        )
     say = partial(print, flush=True)
     job = current_job()
     config = _settings(args, job)

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from any_agent.config import LOOPBACK, SECRET_VARIABLES, Config
+from any_agent.config import LOOPBACK, SECRET_VARIABLES, Config, ServerConfig
+from any_agent.errors import ConfigError
 from any_agent.launcher import journals
 from any_agent.launcher.node import Node, NodeOptions
 from any_agent.launcher.part import Part
@@ -17,14 +18,20 @@ from any_agent.launcher.slurm.job import Job, node_address, requeue, require_pro
 from any_agent.launcher.slurm.plan import Plan, Role, plan
 from any_agent.launcher.slurm.said import Said
 from any_agent.launcher.slurm.shared import mark
-from any_agent.launcher.stopping import Terminated
-from any_agent.registry import Registry
+from any_agent.launcher.stopping import Terminated, uninterrupted
+from any_agent.registry import HEARTBEAT, Registry
 
 _LAST = 40.0
 """Of a warning's seconds, those that are left for copies of the journals and for Slurm."""
-_GRACE = 12.0
-"""Seconds that a node's parts take to be ended, at most."""
-_PREFIX = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--unbuffered", "--kill-on-bad-exit=0")
+_GRACE = 20.0
+"""Seconds that a node's parts take to be ended, at most, and its journals to be copied."""
+_PREFIX = (
+    *("srun", "--nodes=1", "--ntasks=1", "--overlap", "--unbuffered", "--kill-on-bad-exit=0"),
+    # Whatever the site has sbatch say of it: a node needs PATH and keys as this one does.
+    "--export=ALL",
+    # One task, but not one core.
+    "--cpu-bind=none",
+)
 
 
 class Warned(Terminated):
@@ -50,13 +57,20 @@ class Coordinator(Node):
     """The service of a whole job; a context manager like any node."""
 
     def __init__(
-        self, config: Config, job: Job, roles: Plan, address: str, *, say: Callable[[str], None]
+        self,
+        config: Config,
+        job: Job,
+        roles: Plan,
+        address: str,
+        *,
+        configured: Config,
+        say: Callable[[str], None],
     ) -> None:
         own = roles.roles[0]
         # Alone, its parts need no address but loopback.
         host = address if len(roles.roles) > 1 else LOCAL
         place = Place(host=host, ranks=own.ranks, trainer=own.training is not None)
-        super().__init__(config, NodeOptions(say=say, place=place))
+        super().__init__(config, NodeOptions(say=say, place=place, configured=configured))
         self._job = job
         self._own, self._others = own, roles.roles[1:]
         self._training_nodes = roles.training_nodes
@@ -64,18 +78,26 @@ class Coordinator(Node):
         self._said: list[Said] = []
         self._token = ""
         self._left = False
+        self.came_up = False
+        """All parts were there once, and the trainer had its model."""
+        self._look_at = 0.0
 
     def check(self) -> bool:
         for said in self._said:
             for line in said.new_lines():
                 self.options.say(line)
-        return super().check()
+        trained = super().check()
+        if not self.came_up and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + HEARTBEAT
+            self.came_up = self._is_up()
+        return trained
 
     def stop(self) -> None:
-        super().stop()
-        if not self._left and self._token:
-            self._left = True
-            journals.leave(self.dir, self._own.ranks, self._own.node)
+        with uninterrupted():
+            super().stop()
+            if not self._left and self._token:
+                self._left = True
+                journals.leave(self.dir, self._own.ranks, self._own.node, self.options.say)
 
     # ------------------------------------------------------------------------------------------
 
@@ -91,6 +113,19 @@ class Coordinator(Node):
                 "journals  each node's own disk has those of its ranks: a node that is lost loses "
                 "its open sessions; surviving that needs a journal in Redis"
             )
+
+    def _take_address(self) -> None:
+        server = self.config.server
+        try:
+            super()._take_address()
+        except ConfigError:
+            if server.port != ServerConfig.model_fields["port"].default or server.public_url:
+                raise
+            # Where it is is in a file, so that a job is not lost to a port that nobody asked for.
+            self.options.say(f"url       port {server.port} is taken here: it is another one")
+            server = server.model_copy(update={"port": 0})
+            self.config = self.config.model_copy(update={"server": server})
+            super()._take_address()
 
     def _begin_elsewhere(self) -> None:
         self._token = mark(self.dir)
@@ -160,6 +195,15 @@ class Coordinator(Node):
         entry = registry.get(name)
         return entry is not None and entry.boot_id == start and entry.state == "ready"
 
+    def _is_up(self) -> bool:
+        if any(part.state == "starting" for part in self.parts.values()):
+            return False
+        registry = Registry(self.dir.registry)
+        registry.refresh()
+        # A node is ready before its trainer is, which the service does not need.
+        trainer = registry.get("trainer")
+        return trainer is not None and trainer.state != "starting"
+
 
 def run_job(config: Config, job: Job, *, stay: bool, say: Callable[[str], None]) -> int:
     """Serve and train in this job until the last step, or its time is over; the exit code.
@@ -169,8 +213,10 @@ def run_job(config: Config, job: Job, *, stay: bool, say: Callable[[str], None])
     """
     for name in ("scontrol", "srun"):
         require_program(name)
+    configured = config
     config, roles, address = prepare(config, job)
     warning = config.cluster.warning
+    node = Coordinator(config, job, roles, address, configured=configured, say=say)
 
     def warned(number: int, frame: FrameType | None) -> None:
         raise Warned(within=max(0.5 * warning, warning - _LAST))
@@ -182,12 +228,20 @@ def run_job(config: Config, job: Job, *, stay: bool, say: Callable[[str], None])
     signal.signal(signal.SIGUSR1, warned)
     began = time.monotonic()
     try:
-        with Coordinator(config, job, roles, address, say=say) as node:
+        with node:
             say(f"any-agent server listening at {node.url}")
             say(f"url       {node.url} is in {node.dir.url}")
             node.watch(until_trained=not stay)
     except Warned:
-        say(f"job       {job.id} has ended for now, after {time.monotonic() - began:.0f} s")
+        took = time.monotonic() - began
+        say(f"job       {job.id} has ended for now, after {took:.0f} s")
+        if not node.came_up:
+            # The next start would come to as little, and so on for ever.
+            say(
+                f"job       its time limit is too short: {warning} s before it (cluster.warning) "
+                "not all parts were ready; it is not queued again: submit it with a longer --time"
+            )
+            return 1
         if not config.cluster.requeue:
             say("job       cluster.requeue is off: submit it again to go on")
             return 0

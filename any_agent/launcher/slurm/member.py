@@ -30,7 +30,7 @@ from any_agent.launcher.node import Node, NodeOptions
 from any_agent.launcher.place import Place, TrainingNodes
 from any_agent.launcher.slurm.job import node_address
 from any_agent.launcher.slurm.shared import require_shared
-from any_agent.launcher.stopping import Terminated
+from any_agent.launcher.stopping import Terminated, uninterrupted
 from any_agent.logs import set_up_logging
 from any_agent.ports import reserve, url_of
 from any_agent.registry import HEARTBEAT, Entry, Registry, publish
@@ -41,6 +41,8 @@ _PREDECESSOR = 30.0
 _LAST = 40.0
 """Of a warning's seconds, those that the first node keeps for the end."""
 _LOOK_EVERY = 0.1
+_TOLD = 128 + signal.SIGTERM
+"""The exit code of what was told to end."""
 
 
 class Member(Node):
@@ -78,10 +80,12 @@ class Member(Node):
         self._beat()
 
     def stop(self) -> None:
-        super().stop()
-        if self._brought:
-            self._brought = False
-            journals.leave(self.dir, self.options.place.ranks or (), self._slurm_name)
+        with uninterrupted():
+            super().stop()
+            if self._brought:
+                self._brought = False
+                ranks = self.options.place.ranks or ()
+                journals.leave(self.dir, ranks, self._slurm_name, self.options.say)
 
     def _begin_elsewhere(self) -> None:
         self.dir.create()
@@ -105,8 +109,19 @@ class Member(Node):
 
 def main() -> int:
     args = _arguments()
-    signal.signal(signal.SIGUSR2, signal.default_int_handler)
-    return guarded(lambda: _run(args))
+    signal.signal(signal.SIGUSR2, _at_once)
+    try:
+        return guarded(lambda: _run(args))
+    except Terminated:
+        # Code 0 would say that training is done, also where it was not the first node that told
+        # this one to end.
+        return _TOLD
+
+
+def _at_once(number: int, frame: FrameType | None) -> None:
+    # It is sent again, and must not interrupt the end.
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _arguments() -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from any_agent.config import Config
 from any_agent.errors import StartupError
 from any_agent.launcher.slurm.job import ask, require_program
 from any_agent.launcher.trial import trial_dir
+from any_agent.rundir import RunDir
 
 _SUBMIT_WITHIN = 60.0
 _SEEN_WITHIN = 30.0
@@ -25,6 +27,10 @@ _OVER = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED", "NODE_FAIL"),
     *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
 )
+_WHOLE_NODES = ("--exclusive", "--mem=0")
+"""Else a task is one core with its share of the memory."""
+_SHARE = re.compile("--(exclusive|oversubscribe|overcommit|cpus-|mem|cores-|threads-)|-[csO]")
+"""Options that say how much of a node it is."""
 
 
 def job_name(config: Config) -> str:
@@ -40,6 +46,7 @@ def script(config: Config, arguments: Sequence[str], log: Path) -> str:
         f"--nodes={cluster.nodes}",
         "--ntasks-per-node=1",
         *([f"--gpus-per-node={cluster.gpus_per_node}"] if cluster.gpus_per_node else []),
+        *_WHOLE_NODES * (not any(_SHARE.match(option) for option in cluster.sbatch)),
         f"--signal=B:USR1@{cluster.warning}",
         "--requeue" if cluster.requeue else "--no-requeue",
         "--open-mode=append",
@@ -67,9 +74,8 @@ def submit(config: Config, arguments: Sequence[str], say: Callable[[str], None])
     """
     for program in ("sbatch", "squeue"):
         require_program(program)
-    if config.cluster.nodes > 1:
-        # What the job itself would find out, in hours perhaps.
-        require_key(config, "a service on several nodes")
+    # What the job itself would find out, in hours perhaps.
+    require_key(config, "a service in a Slurm job")
     name, run = job_name(config), trial_dir(config)
     before = _jobs(name)
     if going := [id for id, state in before.items() if state not in _OVER]:
@@ -77,8 +83,9 @@ def submit(config: Config, arguments: Sequence[str], say: Callable[[str], None])
             f"{config.experiment}/{config.trial} has a job already: {going[0]}; scancel it, or "
             "choose another trial"
         )
-    run.create()
-    path = run.path / "job.sbatch"
+    # Where its journals go is on the nodes.
+    RunDir(run.path).create()
+    path = run.logs / "job.sbatch"
     write_whole(path, script(config, arguments, run.logs / "job-%j.log"))
     said = _sbatch(path)
     # Its answer may be lost, and so may the job be whose controller dies just then.

@@ -1,0 +1,115 @@
+"""Submitting a job, with stand-ins for Slurm's programs: what is refused, and what is handed in."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from any_agent.launcher.slurm import __main__ as command
+from any_agent.launcher.slurm import submit
+from any_agent.launcher.slurm.submit import script
+from any_agent.rundir import RunDir
+from tests.launcher.slurm_programs import Programs
+from tests.launcher.standins import Lab
+
+KEY = "an-admin-key-of-thirty-two-letters"
+Submit = Callable[..., int]
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    return Programs(tmp_path / "slurm", monkeypatch)
+
+
+@pytest.fixture
+def submitted(lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> Submit:
+    """Submit with these arguments, of a run with an admin key; the exit code."""
+    monkeypatch.setenv("ANY_AGENT_SERVER__ADMIN_KEY", KEY)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(submit, "_SETTLED", 0.0)
+    settings = lab.home / "my.yaml"
+    settings.write_text(f"root: {lab.home / 'runs'}\nmodel: {{path: {lab.home / 'model'}}}\n")
+
+    def run(*arguments: str) -> int:
+        told = [text.replace("MY", str(settings)) for text in arguments]
+        return command.main(told)
+
+    return run
+
+
+def the_run(lab: Lab, *settings: str) -> RunDir:
+    from any_agent.launcher.trial import trial_dir
+
+    return trial_dir(lab.config(*settings))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("any_agent_grpo.py", "--config", "MY", "train.lr=1e-5"),
+        ("any_agent_grpo.py", "train.lr=1e-5", "--config", "MY", "--stay"),
+        ("--config", "MY", "any_agent_grpo.py", "--stay", "train.lr=1e-5"),
+    ],
+)
+def test_settings_stand_where_one_likes(
+    submitted: Submit, programs: Programs, arguments: tuple[str, ...]
+) -> None:
+    assert submitted(*arguments) == 0
+    last = programs.submitted.splitlines()[-1]
+    assert last.startswith("exec ") and "train.lr=1e-5" in last
+
+
+def test_an_admin_key_is_no_argument(
+    submitted: Submit, lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = submitted("any_agent_grpo.py", "--config", "MY", f"server.admin_key={KEY}")
+    assert code == 2
+    assert "set ANY_AGENT_SERVER__ADMIN_KEY instead" in capsys.readouterr().err
+    assert not the_run(lab).path.exists()
+
+
+def test_the_script_is_for_its_owner_alone(submitted: Submit, lab: Lab) -> None:
+    assert submitted("any_agent_grpo.py", "--config", "MY") == 0
+    (path,) = the_run(lab).path.rglob("job.sbatch")
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_service_of_one_node_needs_a_key_as_well(
+    submitted: Submit,
+    lab: Lab,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The job itself listens on its node's address."""
+    monkeypatch.delenv("ANY_AGENT_SERVER__ADMIN_KEY")
+    assert submitted("any_agent_grpo.py", "--config", "MY") == 2
+    assert "server.admin_key must be set" in capsys.readouterr().err
+
+
+def test_the_nodes_disk_is_not_that_of_whoever_submits(submitted: Submit, lab: Lab) -> None:
+    (lab.home / "file").touch()
+    theirs = lab.home / "file" / "nvme"
+    assert submitted("any_agent_grpo.py", "--config", "MY", f"server.journal_dir={theirs}") == 0
+    assert the_run(lab).path.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("told", "whole"),
+    [
+        ("[]", True),
+        ("[--time=2:00, --partition=gpu]", True),
+        ("[--exclusive=user]", False),
+        ("[--cpus-per-gpu=8, --mem-per-gpu=60G]", False),
+        ("[--mem=100G]", False),
+        ("[-c 16]", False),
+    ],
+)
+def test_a_job_has_its_nodes_alone_unless_it_is_told_how_much_of_them(
+    lab: Lab, told: str, whole: bool
+) -> None:
+    lines = script(lab.config(f"cluster.sbatch={told}"), [], lab.home / "log").splitlines()
+    assert ("#SBATCH --exclusive" in lines) == whole
+    assert ("#SBATCH --mem=0" in lines) == whole
