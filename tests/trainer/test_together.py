@@ -17,7 +17,7 @@ from any_agent.errors import ConfigError
 from any_agent.launcher.place import Place, TrainingNodes
 from any_agent.launcher.training import trainer_arguments
 from trainer.parallel.network import interface_of
-from trainer.parallel.world import follows, leave, require_processes, started_together
+from trainer.parallel.world import follows, join, leave, require_processes, started_together
 from trainer.policy import Policy, PolicyConfig
 from trainer.settings import policy_config
 
@@ -44,6 +44,13 @@ def test_other_processes_than_configured_are_refused_by_name() -> None:
         require_processes(2, {})
     with pytest.raises(ConfigError, match=r"train\.processes=2"):
         require_processes(4, started(0, 4, 2))
+
+
+def test_more_processes_than_gpus_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(ConfigError, match=r"process 4 .* there are 3; set train\.processes=3"):
+        join("cuda")
 
 
 def test_one_process_is_started_as_ever_and_more_by_one_that_watches_them(tmp_path: Path) -> None:
