@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,25 +37,47 @@ def in_buckets(
     dtype: torch.dtype | None,
     gather: Callable[[list[str]], list[Tensor]],
 ) -> Iterator[Bucket]:
-    """All stored tensors in the model's order; a bucket has at most ``nbytes``, but one at least.
+    """All stored tensors, about in the model's order; at most ``nbytes`` each, but one at least.
 
     ``gather`` gives whole tensors for the model's names. Floating-point ones come in ``dtype``,
     None: as they are. Names and layout are those of the model's published checkpoint, which may
-    split what the model holds as one.
+    split what the model holds as one, and have as one what the model has split: that is never torn.
     """
     if nbytes < 1:
         raise ValueError("a bucket must have room for a byte")
+    stored = stored_tensors(model)
     names: list[str] = []
     room = nbytes
-    for name, tensor in stored_tensors(model).items():
-        size = tensor.numel() * _kept(tensor, dtype).itemsize
+    for fused in _fused(model, stored):
+        size = sum(stored[n].numel() * _kept(stored[n], dtype).itemsize for n in fused)
         if names and size > room:
             yield _bucket(model, names, gather(names), dtype)
             names, room = [], nbytes
-        names.append(name)
+        names += fused
         room -= size
     if names:
         yield _bucket(model, names, gather(names), dtype)
+
+
+def _fused(model: Any, names: Iterable[str]) -> list[list[str]]:
+    """The names, those of one tensor of a checkpoint together, in the order of the first of each.
+
+    By the same steps as in transformers' ``revert_weight_conversion``.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, apply_converters
+
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    reverse = [conversion.reverse_transform() for conversion in conversions[::-1]]
+    converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
+    found: dict[tuple[str, bool], list[str]] = {}
+    for name in names:
+        stored, pattern = apply_converters(name, converters)
+        key = (stored, True) if pattern is not None else (name, False)
+        found.setdefault(key, []).append(name)
+    return list(found.values())
 
 
 def _bucket(

@@ -9,7 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    HrmTextConfig,
+    HrmTextForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.core_model_loading import revert_weight_conversion
 
 from tests.trainer.trainer_lab import VOCAB, small_policy
 from trainer.policy import Policy
@@ -65,6 +74,20 @@ def test_experts_that_the_model_holds_as_one_come_as_the_checkpoint_splits_them(
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(got[name], tensor)
+
+
+@pytest.mark.parametrize("nbytes", [1, 20_000])
+def test_what_a_checkpoint_has_as_one_is_never_torn(tmp_path: Path, nbytes: int) -> None:
+    """The model holds parts of it that are not even neighbours (q, k, v, o, gate)."""
+    drawn = HrmTextForCausalLM(HrmTextConfig(**_SHAPE))
+    drawn.save_pretrained(tmp_path)
+    for model in (drawn, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        expected = revert_weight_conversion(model, model.state_dict())
+        assert "model.L_module.layers.0.mlp.gate_up_proj.weight" in expected
+        got = _all(Policy(model), nbytes)
+        assert got.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(got[name], tensor)
 
 
 def test_floats_come_in_the_type_that_is_asked_for() -> None:
