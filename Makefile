@@ -40,8 +40,8 @@ test-examples: $(DEV) ## run every example by its README's command, on tiny mode
 	$(node)
 	@$(RUN) -m pytest --timeout 900 -n 2 --dist loadfile tests/examples/*_live.py $(ARGS)
 
-test-engines: $(DEV) ## real SGLangs on the CPU: contract, weights, the whole loop (installs 3.5 GB)
-	@$(RUN) -m pytest --timeout 900 tests/engine/sglang/*_live.py $(ARGS)
+test-engines: $(DEV) ## real SGLangs on the CPU (installs 3.5 GB) and a real Slurm: the whole loop
+	@$(RUN) -m pytest --timeout 900 tests/engine/sglang/*_live.py tests/slurm/*_live.py $(ARGS)
 
 lint: $(DEV) ## check style and types
 	@echo "ruff check"; $(VENV)/bin/ruff check .

@@ -15,6 +15,8 @@ from any_agent.rundir import RunDir
 from tests.slurm.lab import REPOSITORY, Slurm
 
 ADMIN = "an-admin-key-of-thirty-two-letters"
+_SHARED = "--oversubscribe"
+"""Two jobs may have a node, unlike an operator's."""
 
 
 def settings(folder: Path, model: Path, *, steps: int, warning: int = 120) -> Path:
@@ -23,7 +25,9 @@ def settings(folder: Path, model: Path, *, steps: int, warning: int = 120) -> Pa
     own["model"]["path"] = str(model)
     own["server"]["journal_dir"] = str(folder / "local")
     own["train"] |= {"keep_weights": 1000, "keep_checkpoints": 1000, "checkpoint_every": 3}
-    own["cluster"] |= {"nodes": 2, "warning": warning}
+    own["cluster"] |= {"nodes": 2, "warning": warning, "sbatch": [_SHARED]}
+    # The nodes' GPUs are pretended.
+    own["engine"]["device"] = own["train"]["device"] = "cpu"
     path = folder / "my.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(own))
@@ -39,7 +43,7 @@ def sbatch(cluster: Slurm, path: Path, log: Path, *options: str, overrides: str 
     """Submit the script as an operator does, from the repository's folder; the job's id."""
     done = subprocess.run(
         [
-            *("sbatch", "--parsable", f"--output={log}", *options),
+            *("sbatch", "--parsable", f"--output={log}", _SHARED, *options),
             *("deploy/slurm/any_agent_grpo.sbatch", str(path), *overrides.split()),
         ],
         cwd=REPOSITORY,

@@ -61,7 +61,8 @@ def run(cluster: Slurm, model: Path, tmp_path_factory: pytest.TempPathFactory) -
     agents_key = key_of_a_tenant(cluster, path)
     job = sbatch(cluster, path, log, "--time=60", f"--signal=B:USR1@{WARNING}")
     with Outside(cluster, dir, agents_key, folder / "agents.log") as agents:
-        until(lambda: len(steps_of(dir)) >= BEFORE, lambda: said(log))
+        until(lambda: len(steps_of(dir)) >= BEFORE or over(cluster, job), lambda: said(log))
+        assert not over(cluster, job), said(log)
         # What is left is shorter than the warning then.
         cluster.limit(job, minutes_of(cluster, job) + 2)
         # Slurm looks at times twice a minute.
@@ -86,6 +87,10 @@ def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
         yield
     finally:
         process.send_signal(signal.SIGCONT)
+
+
+def over(cluster: Slurm, job: str) -> bool:
+    return cluster.state(job) not in ("PENDING", "CONFIGURING", "RUNNING")
 
 
 def minutes_of(cluster: Slurm, job: str) -> int:
