@@ -17,6 +17,8 @@ from any_agent.ports import free_port
 from trainer.parallel.world import World, join, leave
 
 _WITHIN = 400.0
+_IMPORTED = ["world_cases", "transformers.models.qwen3.modeling_qwen3", "trainer.parallel.shards"]
+"""Seconds that each process would need for them."""
 
 
 class Died(AssertionError):
@@ -76,7 +78,7 @@ def _context() -> ForkServerContext:
     # The server imports what it is told to before it forks; it knows the way by this alone.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["world_lab", "trainer_lab", "transformers.models.qwen3"])
+    context.set_forkserver_preload(_IMPORTED)
     return context
 
 
