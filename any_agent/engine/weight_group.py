@@ -98,7 +98,10 @@ class WeightGroup:
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Rank 0's values into everybody's tensors, one by one, in the same order on all."""
-        for work in [self._group.broadcast(tensor, 0, self._timeout) for tensor in tensors]:
+        group = self._group
+        if group is None:
+            raise RuntimeError("this member has left the group")
+        for work in [group.broadcast(tensor, 0, self._timeout) for tensor in tensors]:
             work.wait()
         if tensors and tensors[0].is_cuda:
             # NCCL's wait is the stream's; who reads or frees them next may use another one.

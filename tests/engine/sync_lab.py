@@ -103,8 +103,8 @@ def syncing(
             GroupTransport(timeout=load_timeout) if way == "distributed" else TensorTransport()
         )
         carries: Any = carrier.send
-        carrier.send = lambda engines, bucket, version: carries(  # type: ignore[method-assign]
-            engines, on_the_way(bucket), version
+        carrier.send = lambda engines, bucket, name: carries(  # type: ignore[method-assign]
+            engines, on_the_way(bucket), name
         )
         sync = BucketSync(
             thread.call, carrier, load_timeout=load_timeout, dtype=dtype, in_place=in_place

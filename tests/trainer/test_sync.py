@@ -37,6 +37,7 @@ class Engine:
         self.says = "m"
         self.loaded: list[dict[str, Any]] = []
         self.flushes = 0
+        self.names: list[str] = []
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[None]:
@@ -54,9 +55,14 @@ class Engine:
             self.flushes += 1
             return web.Response()
 
+        async def rename(request: web.Request) -> web.Response:
+            self.names.append((await request.json())["new_version"])
+            return web.json_response({"success": True})
+
         app = web.Application()
         app.router.add_post("/update_weights_from_disk", load)
         app.router.add_post("/flush_cache", flush)
+        app.router.add_post("/update_weight_version", rename)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", self.port).start()
@@ -220,6 +226,8 @@ async def test_one_that_is_at_the_last_step_of_what_was_paused(
     # Before it goes on, where that helps.
     assert fleet.clients[0].events == ["pause", "resume"] * (len(answers) - 2) + WHOLE
     assert (engines[0].flushes, engines[1].flushes) == (1, 0)
+    # The old version's name is not for the new weights, not even for a moment.
+    assert (engines[0].names, engines[1].names) == (["loading-7"], [])
 
 
 async def test_a_repair_is_for_those_that_need_it(engines: tuple[Engine, Engine]) -> None:

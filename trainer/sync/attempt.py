@@ -62,20 +62,20 @@ class Attempt:
         self._ranks = ranks
         self._new = new
         self._alone = alone
-        self._http: httpx.AsyncClient
+        self._http = httpx.AsyncClient(timeout=None, trust_env=False)
         self._open: dict[int, Engine] = {}
         """Those that are under way."""
         self._left: dict[int, Engine] = {}
         """Those that failed."""
         self._between: set[int] = set()
-        """Those whose weights are no version's now: they must not sample."""
+        """Those whose weights are no version's now, or not known to be: they must not sample."""
         self._expected: dict[int, Sums | None] = {}
         self._sent: dict[str, str] = {}
 
     def run(self, members: Iterable[int]) -> None:
         """In the trainer's thread."""
-        self._wait(self._find(members))
         try:
+            self._wait(self._find(members))
             self._wait(self._each(self._pause))
             if any(map(self._s.checks.needs_proof, self._open.values())):
                 self._new.write()
@@ -94,11 +94,13 @@ class Attempt:
 
     async def _find(self, members: Iterable[int]) -> None:
         """Who is there; nobody is paused for one who is not."""
-        self._http = httpx.AsyncClient(timeout=None, trust_env=False)
 
         async def find(rank: int) -> None:
             async with asyncio.timeout(_ANSWERS_WITHIN):
-                await self._ranks.clients[rank].run_info()
+                served = (await self._ranks.clients[rank].run_info()).version
+            if served < 0:
+                # An attempt before this one has left it so.
+                self._between.add(rank)
             entry = self._ranks.entry(rank)
             if entry is None or entry.engine_url is None:
                 raise ServiceUnavailable("it has not said where its engine is")
@@ -121,29 +123,33 @@ class Attempt:
     async def _prove(self, engine: Engine) -> None:
         if self._s.checks.needs_proof(engine):
             self._between.add(engine.rank)
-            expected = await self._s.checks.expected(engine, self._new, self._marker)
+            expected = await self._s.checks.expected(engine, self._new)
             self._expected[engine.rank] = expected
 
     async def _open_session(self, engine: Engine) -> None:
         if not engine.about.embedded:
+            # From the first bucket on it has some of these and some of those.
             self._between.add(engine.rank)
-            await self._name(engine, self._marker)
+            await engine.rename(self._new.loading)
         try:
             await engine.post("/begin_weight_update", {})
         except TrainingError:
             # One is open still, of a trainer that died.
             with suppress(TrainingError):
-                await engine.post("/end_weight_update", {})
+                await self._close_session(engine)
             await engine.post("/begin_weight_update", {})
 
-    @property
-    def _marker(self) -> str:
-        """What SGLang calls itself while its weights are of no version."""
-        return f"loading-{self._new.version}"
-
-    async def _name(self, engine: Engine, version: str) -> None:
-        body = {"new_version": version, "abort_all_requests": False}
-        await engine.post("/update_weight_version", body)
+    async def _close_session(self, engine: Engine) -> None:
+        """What came is in then; TrainingError if there is no session, or it is not enough."""
+        whole = engine.rank not in self._between
+        self._between.add(engine.rank)
+        try:
+            await engine.post("/end_weight_update", {})
+        except TrainingError:
+            # The embedded engine keeps what it has, then.
+            if whole:
+                self._between.discard(engine.rank)
+            raise
 
     async def _connect(self) -> None:
         if self._open:
@@ -165,7 +171,7 @@ class Attempt:
 
     async def _send_one(self, bucket: Bucket, *, compares: bool) -> None:
         engines = list(self._open.values())
-        sending = self._s.transport.send(engines, bucket, self._new.version)
+        sending = self._s.transport.send(engines, bucket, self._new.loading)
         summing = asyncio.to_thread(checksums, bucket if compares else [])
         _, sums = await asyncio.gather(self._together(sending), summing)
         self._sent |= sums
@@ -176,7 +182,7 @@ class Attempt:
         sums: dict[int, Sums] = {}
 
         async def close(engine: Engine) -> None:
-            await engine.post("/end_weight_update", {})
+            await self._close_session(engine)
             expected = self._expected.get(engine.rank)
             sums[engine.rank] = await self._s.checks.require(
                 engine, self._sent, expected, self._s.dtype
@@ -194,8 +200,7 @@ class Attempt:
         if not self._s.in_place:
             # No prefix of other weights may be served. Calls that are kept need theirs.
             await engine.flush()
-        if not engine.about.embedded:
-            await self._name(engine, str(version))
+        await engine.rename(str(version))
         self._between.discard(rank)
         client = self._ranks.clients[rank]
         path, step = str(self._new.folder), self._new.step
@@ -244,7 +249,7 @@ class Attempt:
             with suppress(AnyAgentError, TimeoutError):
                 async with asyncio.timeout(_ANSWERS_WITHIN):
                     with suppress(TrainingError):
-                        await engine.post("/end_weight_update", {})
+                        await self._close_session(engine)
                     if rank not in self._between:
                         await self._ranks.clients[rank].resume()
 

@@ -33,6 +33,11 @@ class NewWeights:
     buckets: Callable[[], Iterator[Bucket]]
     """All of them, whole tensors under a checkpoint's names, in the engines' precision."""
 
+    @property
+    def loading(self) -> str:
+        """What an engine calls itself until it is known to have all of them: no version."""
+        return f"loading-{self.version}"
+
 
 class WeightSync(Protocol):
     """Makes ranks sample with new weights. Called in the trainer's thread; every call ends.

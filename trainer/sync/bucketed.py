@@ -16,14 +16,17 @@ from trainer.sync.transport import Transport
 log = logging.getLogger(__name__)
 
 _AGAIN_AFTER = 1.0
+_TOGETHER = 2
+"""Tries with all engines at once."""
 
 
 class BucketSync:
     """A :class:`trainer.sync.base.WeightSync` over a transport.
 
-    All engines that are there get each bucket at once. Where that fails, each is tried by itself,
-    so that one which is ill keeps no other. The embedded engine takes new weights all or none; a
-    SGLang that failed half-way stays paused, and calls its version no number, until it has all.
+    All engines that are there get each bucket at once; where one dies meanwhile, once more those
+    that live. Where that fails, too, each is tried by itself, so that one which is ill keeps no
+    other. An engine calls its weights no version until it is known to have all of them; until then
+    it stays paused, unless it has the old ones whole, as the embedded engine has.
     """
 
     def __init__(
@@ -64,9 +67,10 @@ class BucketSync:
         refused: list[TrainingError] = []
         within = self._settings.load_timeout + AWAY
         deadline = time.monotonic() + within
-        together = True
+        tries = 0
         while pending:
-            why = ""
+            together, why = tries < _TOGETHER, ""
+            tries += 1
             for members in [pending] if together else [[rank] for rank in pending]:
                 attempt = Attempt(self._call, self._settings, ranks, new, alone=not together)
                 attempt.run(members)
@@ -74,7 +78,6 @@ class BucketSync:
                 gone = attempt.done | attempt.refused.keys()
                 pending = [rank for rank in pending if rank not in gone]
                 why = attempt.why or why
-            together = False
             if not pending:
                 break
             if time.monotonic() > deadline:

@@ -34,12 +34,12 @@ class Checks:
         """Whether :meth:`expected` has to be asked before weights are sent to it."""
         return not engine.about.embedded and engine.url not in self._proven
 
-    async def expected(self, engine: Engine, new: NewWeights, marker: str) -> Sums | None:
+    async def expected(self, engine: Engine, new: NewWeights) -> Sums | None:
         """What its checksums must be once it has these weights; they are random after this.
 
         None where it cannot read the folder: then it cannot be known.
         """
-        body = {"model_path": str(new.folder), "weight_version": marker, "flush_cache": False}
+        body = {"model_path": str(new.folder), "weight_version": new.loading, "flush_cache": False}
         try:
             await engine.post("/update_weights_from_disk", body)
         except TrainingError as error:

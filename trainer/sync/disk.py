@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _AGAIN_AFTER = 1.0
 _NOT_FLUSHED = "cache was not flushed"
 """What SGLang says that has the new weights, but is still at the last step of calls that a pause
-has ended: it does not call them the new version then."""
+has ended: it calls them the old version still."""
 _LONGEST = 20 * AWAY
 """Seconds; the proxies are waited for, too."""
 
@@ -100,14 +100,14 @@ class DiskSync:
         async with httpx.AsyncClient(timeout=None, trust_env=False) as http:
             engine = Engine(rank, url, http, timeout=self._load_timeout)
             try:
-                await _load_and_flush(engine, body | flush)
+                await _load_and_flush(engine, body | flush, new.loading)
             except TrainingError as error:
                 raise TrainingError(
                     f"the engine refused version {new.version}: {error.message}"
                 ) from error
 
 
-async def _load_and_flush(engine: Engine, body: dict[str, Any]) -> None:
+async def _load_and_flush(engine: Engine, body: dict[str, Any], meanwhile: str) -> None:
     path = "/update_weights_from_disk"
     try:
         await engine.post(path, body)
@@ -115,6 +115,7 @@ async def _load_and_flush(engine: Engine, body: dict[str, Any]) -> None:
     except TrainingError as error:
         if _NOT_FLUSHED not in error.message:
             raise
+    await engine.rename(meanwhile)
     await engine.flush()
     try:
         await engine.post(path, body)

@@ -18,7 +18,6 @@ from any_agent.errors import AnyAgentError, EngineUnavailable, TrainingError
 from any_agent.private_address import is_private
 from trainer.sync.base import Bucket
 from trainer.sync.engine import Engine
-from trainer.sync.transport import named
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +31,8 @@ class GroupTransport:
     def __init__(self, *, timeout: float) -> None:
         self._timeout = timeout
         self._members: tuple[str, ...] = ()
+        self._joined: dict[str, str] = {}
+        """The group that each engine was last told to join, by its URL."""
         self._name = ""
         self._group: WeightGroup | None = None
         self._rendezvous: Rendezvous | None = None
@@ -41,17 +42,22 @@ class GroupTransport:
         if self._group is not None and self._members == members:
             return
         self.drop()
-        if self._name:
-            # Those that stay must not keep a group whose other members are gone.
-            await asyncio.gather(*(_leave(engine, self._name) for engine in engines))
+        # Those that stay must not keep a group whose other members are gone.
+        left = [(engine, self._joined.pop(engine.url, None)) for engine in engines]
+        await asyncio.gather(*(_leave(engine, group) for engine, group in left if group))
         await self._build(engines, "nccl" if cuda and _all_cuda(engines) else "gloo")
         self._members = members
 
     async def _build(self, engines: Sequence[Engine], backend: Backend) -> None:
-        host = address_towards([engine.url for engine in engines])
+        host = await asyncio.to_thread(address_towards, [engine.url for engine in engines])
         name = f"any-agent-{uuid.uuid4().hex[:12]}"
         size = 1 + sum(engine.about.processes for engine in engines)
-        meeting = Rendezvous(host)
+        try:
+            meeting = Rendezvous(host)
+        except OSError as error:
+            raise EngineUnavailable(
+                f"engines cannot meet the trainer at {host}: {error}"
+            ) from error
         joining = []
         offset = 1
         for engine in engines:
@@ -60,6 +66,7 @@ class GroupTransport:
             body |= {"group_name": name, "backend": backend}
             joining.append(engine.post("/init_weights_update_group", body))
             offset += engine.about.processes
+            self._joined[engine.url] = name
         entering = asyncio.to_thread(
             WeightGroup,
             meeting.store,
@@ -74,18 +81,15 @@ class GroupTransport:
         self._name, self._group, self._rendezvous = name, group, meeting
         log.info("weights go to %d engines by %s, from %s", len(engines), backend, host)
 
-    async def send(self, engines: Sequence[Engine], bucket: Bucket, version: int) -> None:
+    async def send(self, engines: Sequence[Engine], bucket: Bucket, name: str) -> None:
         group = self._group
         assert group is not None
         names = [name for name, _ in bucket]
         tensors = [tensor if group.backend == "nccl" else tensor.cpu() for _, tensor in bucket]
         body: dict[str, Any] = {"names": names, "group_name": self._name, "flush_cache": False}
         body |= {"dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors]}
-        body |= {"shapes": [list(t.shape) for t in tensors]}
-        posts = [
-            engine.post("/update_weights_from_distributed", body | named(engine, version))
-            for engine in engines
-        ]
+        body |= {"shapes": [list(t.shape) for t in tensors], "weight_version": name}
+        posts = [engine.post("/update_weights_from_distributed", body) for engine in engines]
         try:
             await _all_or_none(*posts, _within_errors(self._broadcast(group, tensors), "send"))
         except BaseException:
@@ -97,10 +101,10 @@ class GroupTransport:
         await asyncio.to_thread(group.broadcast, tensors)
 
     def drop(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        self._group = self._rendezvous = None
-        self._members = ()
+        group, self._group = self._group, None
+        self._rendezvous, self._members = None, ()
+        if group is not None:
+            group.close()
 
 
 def address_towards(urls: Sequence[str]) -> str:

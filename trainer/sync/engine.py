@@ -55,6 +55,11 @@ class Engine:
         """The answer. EngineUnavailable if it is away or failed; TrainingError if it refused."""
         return await self._ask("POST", path, body, self._timeout)
 
+    async def rename(self, version: str) -> None:
+        """What it calls its weights. A name that is no number is no version: nobody samples."""
+        body = {"new_version": version, "abort_all_requests": False}
+        await self.post("/update_weight_version", body)
+
     async def flush(self) -> None:
         """Forget what is cached. EngineUnavailable while it has calls.
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from any_agent.engine.weight_wire import cuda_reduction, pack
 from trainer.sync.base import Bucket
 from trainer.sync.engine import Engine
-from trainer.sync.transport import named
 
 
 class TensorTransport:
@@ -26,11 +25,11 @@ class TensorTransport:
     async def open(self, engines: Sequence[Engine], *, cuda: bool) -> None:
         """Nothing is needed."""
 
-    async def send(self, engines: Sequence[Engine], bucket: Bucket, version: int) -> None:
+    async def send(self, engines: Sequence[Engine], bucket: Bucket, name: str) -> None:
         async def give(engine: Engine) -> None:
             # The handles of one body are good for one reader, so each gets its own.
             body = await asyncio.to_thread(_body, engine, bucket)
-            body |= {"flush_cache": False, **named(engine, version)}
+            body |= {"flush_cache": False, "weight_version": name}
             await engine.post("/update_weights_from_tensor", body)
 
         results = await asyncio.gather(*map(give, engines), return_exceptions=True)

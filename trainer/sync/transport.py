@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from trainer.sync.base import Bucket
 from trainer.sync.engine import Engine
@@ -15,16 +15,11 @@ class Transport(Protocol):
     async def open(self, engines: Sequence[Engine], *, cuda: bool) -> None:
         """Be ready to send to these; ``cuda``: the tensors are on a GPU."""
 
-    async def send(self, engines: Sequence[Engine], bucket: Bucket, version: int) -> None:
-        """One bucket to all of them at once; if one fails, all have failed."""
+    async def send(self, engines: Sequence[Engine], bucket: Bucket, name: str) -> None:
+        """One bucket to all of them at once; if one fails, all have failed.
+
+        ``name`` is what an engine calls its weights from then on.
+        """
 
     def drop(self) -> None:
         """Forget what was built: something failed."""
-
-
-def named(engine: Engine, version: int) -> dict[str, Any]:
-    """What a bucket says of the version.
-
-    SGLang would call itself so from its first bucket on, when the others are still the old ones.
-    """
-    return {"weight_version": str(version)} if engine.about.embedded else {}

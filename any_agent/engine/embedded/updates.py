@@ -47,6 +47,8 @@ class WeightUpdates:
             raise InvalidRequest(f"rank_offset must be 1 to {size - 1}", param="rank_offset")
         if backend == "nccl" and self._engine.loaded.device.type != "cuda":
             raise InvalidRequest("this engine has no GPU: use gloo", param="backend")
+        # There is one trainer: another group is of one that died, or has given it up.
+        self.close()
         try:
             self._groups[name] = await asyncio.to_thread(
                 WeightGroup.join,

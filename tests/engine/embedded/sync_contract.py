@@ -22,14 +22,16 @@ SENT = [way for way in WAYS if way != "disk"]
 ASK = body(max_new_tokens=20) | {"input_ids": PREFIX}
 
 
+async def off(url: str, model: Path) -> float:
+    """How far an engine's log-probabilities are from those of a forward pass, at most."""
+    _, answer = await call(url, "/generate", ASK)
+    return furthest(TrueModel(model), PREFIX, answer["meta_info"], slice(None), 1.0)
+
+
 class SyncContract:
     dtype = "float32"
     rounding = 1e-3
     """Nats that a log-probability may be off."""
-
-    async def off(self, url: str, model: Path) -> float:
-        _, answer = await call(url, "/generate", ASK)
-        return furthest(TrueModel(model), PREFIX, answer["meta_info"], slice(None), 1.0)
 
     @pytest.mark.parametrize("way", WAYS)
     async def test_new_weights_are_there(
@@ -39,11 +41,11 @@ class SyncContract:
         fleet = Fleet(*engines)
         with syncing(way, dtype=self.dtype) as sync:
             for version, model in ((11, models[1]), (12, models[0])):
-                assert await self.off(engines[0], model) > self.rounding
+                assert await off(engines[0], model) > self.rounding
                 new = Weights(model, tmp_path, self.dtype).version(version)
                 await bring(sync, fleet, new)
                 for url in engines:
-                    assert await self.off(url, model) <= self.rounding
+                    assert await off(url, model) <= self.rounding
                     _, info = await call(url, "/model_info", method="GET")
                     assert info["weight_version"] == str(version)
         for proxy in fleet.proxies:
@@ -94,7 +96,7 @@ class SyncContract:
         for proxy in fleet.proxies:
             assert proxy.events.count("v11") == 1
             assert proxy.events.count("pause") == 2
-            assert await self.off(proxy.engine_url, models[1]) <= self.rounding
+            assert await off(proxy.engine_url, models[1]) <= self.rounding
 
     async def test_sessions(self, engines: list[str]) -> None:
         """Weights come between a beginning and an end, which there is one of."""
