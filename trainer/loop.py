@@ -173,8 +173,10 @@ class TrainingLoop:
             try:
                 self._source.stop()
             finally:
-                self._publisher.close()
-                self._executor.stop()
+                try:
+                    self._publisher.close()
+                finally:
+                    self._executor.stop()
 
     def _finish(self) -> None:
         tell(self._executor, "finished", self._news)
