@@ -1,0 +1,103 @@
+"""What a job's variables say, Slurm's programs, addresses of nodes, and the folder that all see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from any_agent.errors import ConfigError, StartupError
+from any_agent.launcher.slurm import job as jobs
+from any_agent.launcher.slurm.job import Job, ask, current_job, node_address, require_program
+from any_agent.launcher.slurm.shared import mark, require_shared
+from any_agent.rundir import RunDir
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for it that says what is in a file."""
+    answer = tmp_path / "answer"
+    program = tmp_path / "bin" / "scontrol"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ncat {answer} && ! test -e {tmp_path}/fails\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    return answer
+
+
+def test_no_job() -> None:
+    assert current_job({}) is None
+
+
+def test_a_job_as_its_variables_tell_it(scontrol: Path) -> None:
+    scontrol.write_text("n1\nn2\n")
+    told = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    assert current_job(told) == Job("7", ("n1", "n2"), 0, 0)
+    told |= {"SLURM_GPUS_ON_NODE": "8", "SLURM_RESTART_COUNT": "3"}
+    assert current_job(told) == Job("7", ("n1", "n2"), 8, 3)
+    with pytest.raises(ConfigError, match=r"a step of a Slurm job \(srun\)"):
+        current_job(told | {"SLURM_STEP_ID": "0"})
+    scontrol.write_text("")
+    with pytest.raises(StartupError, match="names no nodes of job 7"):
+        current_job(told)
+
+
+def test_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for call in (lambda: require_program("sbatch"), lambda: ask(["sbatch", "x"])):
+        with pytest.raises(ConfigError, match="sbatch is not found: this machine has no Slurm"):
+            call()
+
+
+def test_a_program_that_fails(scontrol: Path, tmp_path: Path) -> None:
+    scontrol.write_text("Unable to contact slurm controller")
+    (tmp_path / "fails").touch()
+    with pytest.raises(StartupError, match=r"scontrol show node failed: Unable to contact"):
+        ask(["scontrol", "show", "node", "n1"])
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ("NodeName=n1 NodeAddr=127.0.0.2 NodeHostName=x", "127.0.0.2"),
+        ("NodeName=n1 NodeAddr=10.1.2.3", "10.1.2.3"),
+    ],
+)
+def test_a_nodes_address(scontrol: Path, told: str, found: str) -> None:
+    scontrol.write_text(f"{told}\n")
+    assert node_address("n1", None) == found
+
+
+def test_addresses_that_are_none(scontrol: Path) -> None:
+    scontrol.write_text("NodeName=n1 NodeAddr=8.8.8.8\n")
+    with pytest.raises(ConfigError, match=r"n1 by 8.8.8.8, which is public.*cluster.network"):
+        node_address("n1", None)
+    scontrol.write_text("NodeName=n1 NodeAddr=no-such-host.invalid\n")
+    with pytest.raises(ConfigError, match=r"no-such-host.invalid.* is not known here.*network"):
+        node_address("n1", None)
+
+
+def test_an_address_in_a_network() -> None:
+    assert node_address("n1", "127.0.0.0/8") == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"n1 has no address in cluster.network=10.255.255.0/30"):
+        node_address("n1", "10.255.255.0/30")
+
+
+def test_a_folder_that_all_nodes_see(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    token = mark(run)
+    require_shared(run, token, "n2", patience=0)
+    with pytest.raises(ConfigError, match="is not shared by the job's nodes: on n2 it is another"):
+        require_shared(run, "another", "n2", patience=0)
+    run.shared.unlink()
+    with pytest.raises(ConfigError, match="on n2 it is not there; set root to a folder"):
+        require_shared(run, token, "n2", patience=0)
+
+
+def test_a_job_is_queued_again_by_its_number(scontrol: Path, tmp_path: Path) -> None:
+    scontrol.write_text("")
+    jobs.requeue(Job("7", ("n1",), 0, 0))
+    (tmp_path / "fails").touch()
+    with pytest.raises(StartupError, match="scontrol requeue 7 failed"):
+        jobs.requeue(Job("7", ("n1",), 0, 0))
