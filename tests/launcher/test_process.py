@@ -169,6 +169,38 @@ def test_what_a_dead_child_started_is_ended(
             grandchild.kill()
 
 
+RELAY = """#!/usr/bin/env python
+import os, signal, sys
+if os.fork() == 0:
+    signal.pause()
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_who_passes_signals_on_has_a_helper_that_outlives_it(ours: bool, tmp_path: Path) -> None:
+    """It is to end what runs elsewhere, when the one that was killed cannot."""
+    relay = tmp_path / "relay.py"
+    relay.write_text(RELAY)
+    process = Process("child", [], tmp_path / "log", before=[sys.executable, str(relay)])
+    process.start()
+    until(lambda: "ready" in process.log.read_text())
+    (helper,) = psutil.Process(process.pid).children()
+    try:
+        if ours:
+            process.kill()
+        else:
+            os.kill(process.pid, signal.SIGKILL)
+        until(lambda: process.poll() is not None)
+        assert process.poll() == -signal.SIGKILL
+        process.stop(grace=0.01)
+        assert is_alive(helper)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            helper.kill()
+
+
 def test_nobody_is_signalled_for_a_process_that_was_reaped(
     module: Callable[[str, str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
