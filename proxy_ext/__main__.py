@@ -15,6 +15,7 @@ import uuid
 from any_agent.access import require_key
 from any_agent.config import Config, load_resolved
 from any_agent.engine import SGLangEngine
+from any_agent.engine.sglang import HALF_LOADED
 from any_agent.engine.shape import ModelShape, shape_of
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StartupError
 from any_agent.frozen_models import resolved
@@ -73,8 +74,10 @@ async def _check_engine(url: str, wait: float, shape: ModelShape) -> None:
         while True:
             try:
                 await engine.info()
-                # One that an earlier proxy paused would answer nothing more; it goes on anyway.
-                await engine.resume(engine.version)
+                # One that an earlier proxy paused would answer nothing more. With half of its
+                # weights it must not: its trainer gives it the others once this proxy is there.
+                if engine.version != HALF_LOADED:
+                    await engine.resume(engine.version)
                 await engine.require_model()
                 return
             except EngineUnavailable as error:

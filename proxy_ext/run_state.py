@@ -11,6 +11,7 @@ from typing import Any
 
 from any_agent.config import Config
 from any_agent.engine import SGLangEngine
+from any_agent.engine.sglang import HALF_LOADED
 from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, RunFinished
 from any_agent.protocol import PublishedVersion, RunInfo, SetRun
 from any_agent.types import SessionState
@@ -74,9 +75,8 @@ class RunState:
     async def recover(self) -> None:
         """Load what the journal holds; the version is the engine's own.
 
-        An engine that an earlier process paused goes on: its trainer may be gone, too. If that is
-        in the middle of an update, no token is the less exact: an engine that is not paused loads
-        weights between two requests.
+        An engine that an earlier process paused goes on: its trainer may be gone, too. One that is
+        amid an update, bucket by bucket, does once a trainer has given it all of a version.
         """
         saved: dict[str, Any] = await self._journal.meta("run") or {}
         self.step = saved.get("step", 0)
@@ -89,7 +89,11 @@ class RunState:
         self._highest = self._engine.version
         # One that died just now comes back unpaused.
         with contextlib.suppress(EngineUnavailable):
-            await self._engine.resume(self._engine.version)
+            if self._engine.version == HALF_LOADED:
+                await self._engine.hold()
+                self._watch(self._resume_until_done())
+            else:
+                await self._engine.resume(self._engine.version)
 
     def close(self) -> None:
         """Leave the engine as it is: a pause is the next process's matter."""
@@ -175,6 +179,8 @@ class RunState:
     async def _resume_now(self) -> None:
         # It may have died in the pause and come back with other weights: ask it.
         await self._engine.info()
+        if self._engine.version == HALF_LOADED:
+            raise EngineUnavailable("its weights are half loaded: it waits for its trainer")
         await self._engine.resume(self._engine.version)
         self._published = None
         self.pauses.end()

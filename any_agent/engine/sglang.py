@@ -7,7 +7,7 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from any_agent.engine.base import Capabilities
 from any_agent.engine.gate import Drain, Gate, Outage
 from any_agent.engine.seam import SeamMatcher
 from any_agent.engine.sglang_answers import ChunkReader, events
-from any_agent.engine.sglang_control import Control
+from any_agent.engine.sglang_control import Busy, Control
 from any_agent.engine.sglang_wire import (
     capabilities_of,
     failure,
@@ -135,11 +135,14 @@ class SGLangEngine:
         return await self._control.tell("server_info")
 
     async def require_model(self) -> None:
-        """ConfigError if the engine holds a model of another shape than it should."""
+        """ConfigError if the engine holds a model of another shape than it should.
+
+        Of one whose weights are half loaded only what it says of itself is known.
+        """
         told = await self.info()
         self._shape.require_same(told, self.url)
         size = self._shape.vocab_size
-        if size is None or told.get("vocab_size") is not None:
+        if size is None or told.get("vocab_size") is not None or self._version == HALF_LOADED:
             return
         # SGLang does not say how many ids its model knows, but refuses a bias of one too many.
         for token, known in ((size - 1, True), (size, False)):
@@ -248,10 +251,15 @@ class SGLangEngine:
                         "the engine aborted the request; try again", retry_after=2
                     )
             except EngineUnavailable as error:
-                why = "death"
                 fruitless = 0 if len(done) > before else fruitless + 1
-                if fruitless > _MAX_FRUITLESS or not await self._has_died(error):
+                if fruitless > _MAX_FRUITLESS:
                     raise
+                if await self._has_died(error):
+                    why = "death"
+                elif self._gate.closings == closings:
+                    raise
+                # Else it was amid an update: what SGLang sampled before, and tells in it, it calls
+                # by a name that is no version's.
             if len(done) >= request.gconfig.max_new_tokens:
                 yield replace(cut, stop_reason="length")
                 return
@@ -354,7 +362,8 @@ class SGLangEngine:
             if not self.paused:
                 # SGLang samples a token for it, which it cannot while it is paused.
                 await self._control.ask("GET", "/health", within=_HEALTH_TIMEOUT)
-                await self.require_model()
+                with suppress(Busy):  # what it says of itself was right
+                    await self.require_model()
                 return self._version != HALF_LOADED
             await self.info()
         except EngineUnavailable:

@@ -11,6 +11,7 @@ from any_agent.engine.sglang_wire import one_token
 from any_agent.errors import EngineUnavailable
 
 _TIMEOUT = 30.0
+_FULL = (429, 503)
 
 
 class Refused(EngineUnavailable):
@@ -18,6 +19,10 @@ class Refused(EngineUnavailable):
 
     told: int
     """The status."""
+
+
+class Busy(EngineUnavailable):
+    """It is there, and takes no call now."""
 
 
 class Control:
@@ -40,10 +45,12 @@ class Control:
         return await self.ask("GET", f"/get_{what}")
 
     async def knows(self, token: int) -> bool:
-        """Whether its model has this token id. Raises as :meth:`ask`."""
+        """Whether its model has this token id. Raises as :meth:`ask`; Busy if its queue is full."""
         try:
             await self.ask("POST", "/generate", one_token(biased=token))
         except Refused as error:
+            if error.told in _FULL:
+                raise Busy(error.message, retry_after=error.retry_after) from None
             if error.told != 400:
                 raise
             return False

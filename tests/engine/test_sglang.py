@@ -187,6 +187,27 @@ async def test_in_place_updates_keep_the_request(scripted: ScriptedEngine) -> No
     assert scripted.pauses == ["in_place"]
 
 
+async def test_what_sglang_tells_late_of_a_kept_call_is_sampled_again(
+    scripted: ScriptedEngine,
+) -> None:
+    """A chunk from before the pause, told in it: under the name that is no version's."""
+    async with client_of(scripted, update_mode="in_place") as client:
+        held = scripted.hold(3)
+        work = asyncio.create_task(all_of(client, request(), stream=True))
+        await until(lambda: any(len(run.ids) == 3 for run in scripted.running.values()))
+        await client.hold()
+        scripted.weight_version = "loading-7"
+        held.set()
+        await until(lambda: scripted.aborted)
+        scripted.weight_version = "7"
+        await client.resume(7)
+        ids, _, versions = joined(await work)
+    assert ids == FORMULA[:10]
+    assert versions == [0] * 3 + [7] * 7
+    assert scripted.requests[1]["input_ids"] == PROMPT + FORMULA[:3]
+    assert client.resubmitted == {"update": 1}
+
+
 @BOTH
 async def test_calls_that_come_during_an_update_wait(
     client: SGLangEngine, scripted: ScriptedEngine, stream: bool

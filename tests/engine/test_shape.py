@@ -120,6 +120,20 @@ async def test_an_engine_that_is_away_is_not_another_model() -> None:
         await client.close()
 
 
+@BOTH
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_full_engine_is_neither_gone_nor_another_model(
+    scripted: ScriptedEngine, stream: bool, status: int
+) -> None:
+    async with client_of(scripted, shape=SHAPE) as client:
+        for _ in range(2):  # the call, and the question how many ids it knows
+            scripted.fail("status", status=status)
+        with pytest.raises(EngineUnavailable, match=f"answered {status}"):
+            await all_of(client, request("r"), stream=stream)
+        assert not client.away
+        assert len(scripted.requests) == 2
+
+
 async def test_half_loaded_weights_are_no_version(scripted: ScriptedEngine) -> None:
     """While they come bucket by bucket, SGLang says `loading-7`."""
     async with client_of(scripted, update_wait=1) as client:

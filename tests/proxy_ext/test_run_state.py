@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from any_agent.engine import SGLangEngine
+from any_agent.engine.shape import ModelShape
 from any_agent.errors import Conflict, EngineUnavailable
+from proxy_ext.__main__ import _check_engine
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import Proxy, until
 
@@ -133,6 +136,33 @@ async def test_an_engine_that_lags_is_not_served_under_the_newer_number(
     await publish(proxy, 5)
     await proxy.client.resume()
     assert (await proxy.call(pinned["api_key"], stream=stream)).status_code == 200
+
+
+async def test_an_engine_that_is_half_loaded_waits_for_its_trainer(
+    proxy: Proxy, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its proxy was restarted amid an update, bucket by bucket."""
+    monkeypatch.setattr("proxy_ext.run_state._RESUME_EVERY", 0.01)
+    await proxy.client.pause(ttl=600)
+    engine.weight_version = "loading-5"
+    client = proxy.service.engine
+    again = SGLangEngine(engine.url, decode=client._decode, shape=ModelShape(100))
+    monkeypatch.setattr(proxy.service.run, "_engine", again)
+    try:
+        await _check_engine(engine.url, 0, ModelShape(100))
+        await again.info()
+        await proxy.service.run.recover()
+        await until(lambda: again.paused)
+        with pytest.raises(EngineUnavailable, match="half loaded"):
+            await proxy.client.resume()
+        assert not engine._going.is_set(), "it has been let go on"
+        assert await told(proxy) == -1
+        engine.weight_version = "5"
+        await until(lambda: not again.paused)
+        assert engine._going.is_set()
+    finally:
+        proxy.service.run.close()
+        await again.close()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
