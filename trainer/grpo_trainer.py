@@ -99,7 +99,9 @@ class GRPOTrainer:
     def url(self) -> str:
         """The service's public one, for agents and for whoever wants to try the model; empty in a
         process that is led by another one."""
-        if self._entered and not self._led:
+        if self._led:
+            return ""
+        if self._entered:
             self._serve()
         return self._service.url
 

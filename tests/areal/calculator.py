@@ -33,12 +33,17 @@ class Calculator(ScriptedEngine):
 
     def _begin(self, body: dict[str, Any], fault: Fault | None) -> Running:
         text = self._said(self.decode(body["input_ids"]))
-        ids = self._chat.tokenizer.encode(text, add_special_tokens=False)
-        self.say([*ids, self._chat.stop_token_ids[0]])
+        if text is not None:
+            ids = self._chat.tokenizer.encode(text, add_special_tokens=False)
+            self.say([*ids, self._chat.stop_token_ids[0]])
         return super()._begin(body, fault)
 
-    def _said(self, prompt: str) -> str:
-        (a, b) = re.findall(r"(\d+) and (\d+)", prompt)[-1]
+    def _said(self, prompt: str) -> str | None:
+        asked = re.findall(r"(\d+) and (\d+)", prompt)
+        if not asked:
+            # A rank's start: does it know the model's ids?
+            return None
+        (a, b) = asked[-1]
         if "<tools>" in prompt and "<tool_response>" not in prompt:
             arguments = f'{{"a": {a}, "b": {b}}}'
             return f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from any_agent.engine.shape import shape_of
 from tests.engine.embedded.sglang_contract import SGLangContract, call
 from tests.engine.sglang_lab import BOTH, PROMPT, all_of, client_of, joined, request, until
-from tests.fakes.scripted_engine import ScriptedEngine
+from tests.fakes.scripted_engine import VOCABULARY, ScriptedEngine
 from tests.fakes.scripted_run import Plant
 from tests.fakes.true_logprobs import TrueModel
 
@@ -171,3 +172,7 @@ async def test_a_planted_stale_update(
     )
     assert same == (plant == "stale_weights")
     assert after["meta_info"]["weight_version"] == ("1" if plant == "stale_weights" else "0")
+
+
+def test_it_knows_the_ids_of_the_tests_model(tiny_model_dir: Path) -> None:
+    assert shape_of(str(tiny_model_dir)).vocab_size == VOCABULARY

@@ -27,6 +27,8 @@ from tests.fakes.scripted_run import Fault, FaultKind, Plant, Running, Wait
 if TYPE_CHECKING:
     from tests.fakes.true_logprobs import TrueModel
 
+VOCABULARY = 380
+"""Of the tests' tiny model."""
 _TRUNCATING = ("truncates", "truncates_unsaid")
 
 
@@ -60,8 +62,9 @@ class ScriptedEngine:
         self.resumes = resumes
         """Whether a script goes on where an update or a death has cut it; else each attempt takes
         what comes next."""
-        self.vocabulary: int | None = None
-        """Ids that it knows: a bias of another one is refused, as by SGLang. None: any."""
+        self.vocabulary = VOCABULARY
+        """Ids that it knows, those of the tests' model: a bias of another one is refused, as by
+        SGLang."""
         self.planted: set[Plant] = set()
         self.told: dict[str, Any] = {}
         """More for `/server_info`, over what it says."""
@@ -254,7 +257,7 @@ class ScriptedEngine:
     def _unknown_bias(self, body: dict[str, Any]) -> str | None:
         known = self.vocabulary
         biased = [int(token) for token in body["sampling_params"].get("logit_bias", ())]
-        if known is None or all(0 <= token < known for token in biased):
+        if all(0 <= token < known for token in biased):
             return None
         return f"logit_bias must has keys in [0, {known - 1}], got {max(biased)}."
 
