@@ -20,7 +20,7 @@ Mark = tuple[int, int, int]
 class Watched(Generic[T]):
     """What ``parse`` makes of a file, or ``missing`` where there was none from the start.
 
-    A look costs one `stat`, and there is at most one in ``every`` seconds. A file that is broken,
+    A look opens the file, and there is at most one in ``every`` seconds. A file that is broken,
     or gone after it had been there, is said once and keeps the last good content: to take it for
     an empty one could open what it closes. One that cannot be read is tried again at each look.
     The first reading raises what ``parse`` raises.
@@ -46,12 +46,12 @@ class Watched(Generic[T]):
         return self._value
 
     def _look(self) -> None:
-        mark = self._find()
-        if mark == self._mark:
-            return
-        # Before the reading: a change in the middle of it is seen by the next look.
-        self._mark = mark
         try:
+            mark = self._find()
+            if mark == self._mark:
+                return
+            # Before the reading: a change in the middle of it is seen by the next look.
+            self._mark = mark
             self._value = self._parse(self._path.read_bytes())
         except (OSError, ValueError, AnyAgentError) as error:
             if isinstance(error, OSError):
@@ -68,7 +68,10 @@ class Watched(Generic[T]):
 
     def _find(self) -> Mark | None:
         try:
-            found = os.stat(self._path)
-        except OSError:
+            # Opened each time: what a network file system says of a file that is not open may be
+            # some time old, and a revoked key would be good for as long.
+            with open(self._path, "rb") as file:
+                found = os.fstat(file.fileno())
+        except (FileNotFoundError, NotADirectoryError):
             return None
         return found.st_mtime_ns, found.st_ino, found.st_size

@@ -75,6 +75,26 @@ def test_what_could_not_be_read_is_read_later(
     assert watched.get() == 22
 
 
+def test_a_change_is_seen_where_what_is_told_of_files_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network file system, which asks again when a file is opened."""
+    path = tmp_path / "n"
+    path.write_text("1")
+    watched = Watched(path, number, 0, every=0.0)
+    old = path.stat()
+    path.write_text("22")
+    monkeypatch.setattr(os, "stat", lambda *_, **__: old)
+    assert watched.get() == 22
+
+
+def test_one_that_cannot_be_opened_at_the_start_is_not_missing(tmp_path: Path) -> None:
+    path = tmp_path / "n"
+    path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        Watched(path, number, 0)
+
+
 def _too_many_files(_: Path) -> bytes:
     raise OSError(errno.EMFILE, "Too many open files")
 

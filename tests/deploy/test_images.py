@@ -140,7 +140,7 @@ def test_a_service_of_each_image(image: str) -> None:
     assert service["command"] == json.loads(command)
     # Nobody but this machine reaches it, unless somebody says so.
     assert [port.partition(":-")[2].partition("}")[0] for port in service["ports"]] == ["127.0.0.1"]
-    volumes = dict(volume.rsplit("}", 1)[-1].split(":")[:2] for volume in service["volumes"][1:])
+    volumes = dict(volume.split(":") for volume in service["volumes"][1:])
     assert set(volumes) <= set(compose()["volumes"])
     (mounted,) = (rest for word, rest in instructions(image) if word == "VOLUME")
     assert set(volumes.values()) == set(json.loads(mounted))
@@ -154,20 +154,39 @@ def test_its_environment(image: str) -> None:
     for name, value in given.items():
         if SECRET.search(name):
             assert value.startswith("${"), f"{name} is written down"
-    defaults = {name: text.partition(":-")[2].rstrip("}") for name, text in given.items()}
-    defaults["ANY_AGENT_SERVER__ADMIN_KEY"] = "a-key-of-somebody"
-    config = load_config(None, environ=variables(image) | defaults)
+    key = {"ANY_AGENT_SERVER__ADMIN_KEY": "a-key-of-somebody"}
+
+    def environment(**said: str) -> dict[str, str]:
+        return {name: interpolated(str(text), **key, **said) for name, text in given.items()}
+
+    config = load_config(None, environ=variables(image) | environment())
     assert config.server.public_url == "http://127.0.0.1:8000"
+    # Sessions are told where they really are.
+    elsewhere = load_config(None, environ=variables(image) | environment(PORT="9000"))
+    assert elsewhere.server.public_url == "http://127.0.0.1:9000"
+    # What is under way has the time that compose waits for it, and a rest for the end.
+    grace = compose()["services"][image]["stop_grace_period"]
+    assert 60 <= config.server.drain_timeout <= 60 * int(grace.removesuffix("m")) - 20
 
 
-def test_files_that_compose_names() -> None:
-    named = {
-        name
-        for service in compose()["services"].values()
-        for name in re.findall(r":-(\./[^}]+)}", " ".join(service["volumes"]))
-    }
-    assert named == {"./one-gpu.yaml"}
-    assert all((DEPLOY / name).is_file() for name in named)
+def interpolated(text: str, **variables: str) -> str:
+    """As compose does it: `${NAME:-default}`, also within a default, and `${NAME:?complaint}`."""
+    inner = re.compile(r"\$\{(\w+):[-?]([^${}]*(?:\$\$[^${}]*)*)\}")
+    while (found := inner.search(text)) is not None:
+        value = variables.get(found[1]) or found[2]
+        text = text[: found.start()] + value + text[found.end() :]
+    return text
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_file_of_settings_that_compose_names(image: str) -> None:
+    """In the short form `my.yaml` would be a volume, and what is not there a new folder."""
+    settings = compose()["services"][image]["volumes"][0]
+    assert (settings["type"], settings["read_only"]) == ("bind", True)
+    assert settings["bind"] == {"create_host_path": False}
+    assert settings["target"] == compose()["services"][image]["command"][-1]
+    assert (DEPLOY / interpolated(settings["source"])).is_file()
+    assert interpolated(settings["source"], CONFIG="my.yaml") == "my.yaml"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
