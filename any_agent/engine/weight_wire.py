@@ -59,7 +59,7 @@ def unpack(how: str, text: str) -> dict[str, Tensor]:
             return found
         if how == "cuda_ipc":
             return dict(_from_handle(entry) for entry in orjson.loads(raw))
-    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
+    except (SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
         raise InvalidRequest(f"these are no tensors in the format {how}: {error}") from error
     raise InvalidRequest(
         f"load_format must be safetensors or cuda_ipc, not {how!r}: nothing is unpickled here",

@@ -95,7 +95,7 @@ class WeightUpdates:
             ]
             async with self._lock:
                 await asyncio.to_thread(member.broadcast, tensors)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             self._groups.pop(group, None)
             member.close()
             raise EngineUnavailable(f"no weights came by {group!r}: {error}") from error

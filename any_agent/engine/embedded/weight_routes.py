@@ -83,10 +83,12 @@ class WeightRoutes:
         self.updates.name_version(_version(body), abort_all=_aborts(body))
 
     async def _from_tensor(self, body: Body) -> None:
-        (text,) = _listed(body, "serialized_named_tensors", lambda v: type(v) is str) or [None]
-        if text is None:
-            raise InvalidRequest("there are no tensors", param="serialized_named_tensors")
-        await self.updates.take(_text(body, "load_format"), text)
+        texts = _listed(body, "serialized_named_tensors", lambda v: type(v) is str)
+        if len(texts) != 1:
+            raise InvalidRequest(
+                "there must be one text of tensors", param="serialized_named_tensors"
+            )
+        await self.updates.take(_text(body, "load_format"), texts[0])
         self.updates.name_version(_version(body), abort_all=_aborts(body))
 
     async def _end(self, body: Body) -> None:
