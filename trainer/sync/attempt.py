@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import httpx
 
 from any_agent.engine.weight_wire import checksums
-from any_agent.errors import AnyAgentError, ServiceUnavailable, TrainingError
+from any_agent.errors import AnyAgentError, NotFound, ServiceUnavailable, TrainingError
 from any_agent.rollout import Ranks
 from trainer.sync.base import AWAY, RELOAD_SLACK, Bucket, Call, NewWeights
 from trainer.sync.checks import Checks, Sums, require_alike
@@ -69,6 +69,8 @@ class Attempt:
         """Those that failed."""
         self._between: set[int] = set()
         """Those whose weights are no version's now, or not known to be: they must not sample."""
+        self._begun: set[int] = set()
+        """Those whose session is this try's; another's may be its successor's."""
         self._expected: dict[int, Sums | None] = {}
         self._sent: dict[str, str] = {}
 
@@ -131,6 +133,7 @@ class Attempt:
             # From the first bucket on it has some of these and some of those.
             self._between.add(engine.rank)
             await engine.rename(self._new.loading)
+        self._begun.add(engine.rank)
         try:
             await engine.post("/begin_weight_update", {})
         except TrainingError:
@@ -213,8 +216,13 @@ class Attempt:
 
     async def _each(self, work: Callable[[Engine], Awaitable[None]]) -> None:
         """For all engines at once; those that fail are out."""
+
+        async def bounded(engine: Engine) -> None:
+            async with asyncio.timeout(self._s.load_timeout):
+                await work(engine)
+
         engines = list(self._open.values())
-        results = await asyncio.gather(*map(work, engines), return_exceptions=True)
+        results = await asyncio.gather(*map(bounded, engines), return_exceptions=True)
         for engine, result in zip(engines, results, strict=True):
             self._note(engine.rank, result)
 
@@ -232,8 +240,12 @@ class Attempt:
             return
         if rank in self._open:
             self._left[rank] = self._open.pop(rank)
-        if self._alone and isinstance(result, TrainingError):
-            self.refused[rank] = result
+        refuses = isinstance(result, TrainingError | NotFound)
+        if isinstance(result, AnyAgentError) and not (result.retryable or refuses):
+            # This trainer was replaced, or is not let in: no other try mends that.
+            raise result
+        if self._alone and isinstance(result, TrainingError | NotFound):
+            self.refused[rank] = TrainingError(result.message)
         elif isinstance(result, AnyAgentError | TimeoutError):
             said = result.message if isinstance(result, AnyAgentError) else "it does not answer"
             log.warning("rank %d has not taken version %d: %s", rank, self._new.version, said)
@@ -248,8 +260,9 @@ class Attempt:
             self._s.checks.forget(engine)
             with suppress(AnyAgentError, TimeoutError):
                 async with asyncio.timeout(_ANSWERS_WITHIN):
-                    with suppress(TrainingError):
-                        await self._close_session(engine)
+                    if rank in self._begun:
+                        with suppress(TrainingError):
+                            await self._close_session(engine)
                     if rank not in self._between:
                         await self._ranks.clients[rank].resume()
 

@@ -21,18 +21,18 @@ Sums = list[dict[str, str]]
 
 
 class Checks:
-    """What is known of each engine, by its URL."""
+    """What is known of each engine's process, by its URL and start."""
 
     def __init__(self) -> None:
-        self._proven: set[str] = set()
+        self._proven: set[tuple[str, str]] = set()
 
     def forget(self, engine: Engine) -> None:
-        """It failed, or is another process now."""
-        self._proven.discard(engine.url)
+        """It failed."""
+        self._proven.discard(engine.identity)
 
     def needs_proof(self, engine: Engine) -> bool:
         """Whether :meth:`expected` has to be asked before weights are sent to it."""
-        return not engine.about.embedded and engine.url not in self._proven
+        return not engine.about.embedded and engine.identity not in self._proven
 
     async def expected(self, engine: Engine, new: NewWeights) -> Sums | None:
         """What its checksums must be once it has these weights; they are random after this.
@@ -80,7 +80,7 @@ class Checks:
                     "version's folder: it does not take this model's weights this way; set "
                     "engine.weight_sync=disk"
                 )
-            self._proven.add(engine.url)
+            self._proven.add(engine.identity)
         return told
 
 

@@ -6,11 +6,11 @@ import asyncio
 import ipaddress
 import logging
 import socket
-import uuid
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 from torch import Tensor
 
 from any_agent.engine.weight_group import Backend, Rendezvous, WeightGroup
@@ -21,40 +21,56 @@ from trainer.sync.engine import Engine
 
 log = logging.getLogger(__name__)
 
+_GROUP = "any-agent"
+"""Always the same: so a trainer can end the one of an earlier trainer."""
+
 
 class GroupTransport:
     """One group for as long as the same engines live; a member that fails is the end of it.
 
-    NCCL between GPUs, gloo else.
+    NCCL between GPUs, gloo else, and where NCCL fails before it has worked once.
     """
 
     def __init__(self, *, timeout: float) -> None:
         self._timeout = timeout
-        self._members: tuple[str, ...] = ()
-        self._joined: dict[str, str] = {}
-        """The group that each engine was last told to join, by its URL."""
-        self._name = ""
+        self._members: tuple[tuple[str, str], ...] = ()
+        self._nccl: bool | None = None
+        """Whether it works; None: not known."""
         self._group: WeightGroup | None = None
         self._rendezvous: Rendezvous | None = None
 
     async def open(self, engines: Sequence[Engine], *, cuda: bool) -> None:
-        members = tuple(engine.url for engine in engines)
+        members = tuple(engine.identity for engine in engines)
         if self._group is not None and self._members == members:
             return
         self.drop()
-        # Those that stay must not keep a group whose other members are gone.
-        left = [(engine, self._joined.pop(engine.url, None)) for engine in engines]
-        await asyncio.gather(*(_leave(engine, group) for engine, group in left if group))
-        await self._build(engines, "nccl" if cuda and _all_cuda(engines) else "gloo")
+        # None must keep one whose other members are gone, an earlier trainer's say.
+        await asyncio.gather(*map(_leave, engines))
+        direct = cuda and _all_cuda(engines) and self._nccl is not False
+        try:
+            await self._build(engines, "nccl" if direct else "gloo")
+        except AnyAgentError as error:
+            self._judge_nccl(error)
+            raise
         self._members = members
+
+    def _judge_nccl(self, error: AnyAgentError) -> None:
+        """Where it has never worked it will not: take gloo from the next try on."""
+        if self._nccl is None and "nccl" in error.message.lower():
+            self._nccl = False
+            log.warning(
+                "NCCL does not work between the trainer (torch %s) and the engines, so weights go "
+                "by gloo, which is slower; install the same torch in both environments (%s)",
+                torch.__version__,
+                error.message,
+            )
 
     async def _build(self, engines: Sequence[Engine], backend: Backend) -> None:
         host = await asyncio.to_thread(address_towards, [engine.url for engine in engines])
-        name = f"any-agent-{uuid.uuid4().hex[:12]}"
         size = 1 + sum(engine.about.processes for engine in engines)
         try:
             meeting = Rendezvous(host)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             raise EngineUnavailable(
                 f"engines cannot meet the trainer at {host}: {error}"
             ) from error
@@ -63,22 +79,21 @@ class GroupTransport:
         for engine in engines:
             body: dict[str, Any] = {"master_address": host, "master_port": meeting.port}
             body |= {"rank_offset": offset, "world_size": size}
-            body |= {"group_name": name, "backend": backend}
+            body |= {"group_name": _GROUP, "backend": backend}
             joining.append(engine.post("/init_weights_update_group", body))
             offset += engine.about.processes
-            self._joined[engine.url] = name
         entering = asyncio.to_thread(
             WeightGroup,
             meeting.store,
             rank=0,
             size=size,
-            name=name,
+            name=_GROUP,
             backend=backend,
             timeout=self._timeout,
         )
         # An engine that refuses is known at once; whoever waits for it gives up by itself.
         *_, group = await _all_or_none(*joining, _within_errors(entering, "enter the group"))
-        self._name, self._group, self._rendezvous = name, group, meeting
+        self._group, self._rendezvous = group, meeting
         log.info("weights go to %d engines by %s, from %s", len(engines), backend, host)
 
     async def send(self, engines: Sequence[Engine], bucket: Bucket, name: str) -> None:
@@ -86,16 +101,20 @@ class GroupTransport:
         assert group is not None
         names = [name for name, _ in bucket]
         tensors = [tensor if group.backend == "nccl" else tensor.cpu() for _, tensor in bucket]
-        body: dict[str, Any] = {"names": names, "group_name": self._name, "flush_cache": False}
+        body: dict[str, Any] = {"names": names, "group_name": _GROUP, "flush_cache": False}
         body |= {"dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors]}
         body |= {"shapes": [list(t.shape) for t in tensors], "weight_version": name}
         posts = [engine.post("/update_weights_from_distributed", body) for engine in engines]
         try:
             await _all_or_none(*posts, _within_errors(self._broadcast(group, tensors), "send"))
-        except BaseException:
+        except BaseException as error:
             # It ends the broadcast, which would wait for an engine that has refused.
             self.drop()
+            if group.backend == "nccl" and isinstance(error, AnyAgentError):
+                self._judge_nccl(error)
             raise
+        if group.backend == "nccl":
+            self._nccl = True
 
     async def _broadcast(self, group: WeightGroup, tensors: list[Tensor]) -> None:
         await asyncio.to_thread(group.broadcast, tensors)
@@ -138,11 +157,11 @@ def _all_cuda(engines: Sequence[Engine]) -> bool:
     return all(engine.about.cuda for engine in engines)
 
 
-async def _leave(engine: Engine, group: str) -> None:
+async def _leave(engine: Engine) -> None:
     try:
-        await engine.post("/destroy_weights_update_group", {"group_name": group})
+        await engine.post("/destroy_weights_update_group", {"group_name": _GROUP})
     except AnyAgentError as error:
-        log.debug("%s did not leave %s: %s", engine.url, group, error.message)
+        log.debug("%s did not leave a group: %s", engine.url, error.message)
 
 
 async def _within_errors(work: Any, what: str) -> Any:

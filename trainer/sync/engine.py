@@ -27,6 +27,8 @@ class About:
     """`float32`, `bfloat16`, ...; `auto` where SGLang was left to choose."""
     processes: int
     """That share the model's layers; each is a member of a process group."""
+    started: str = ""
+    """When: another process at the same URL tells something else."""
 
 
 class Engine:
@@ -37,6 +39,11 @@ class Engine:
         self._http, self._timeout = http, timeout
         self.about = About(False, False, "auto", 1)
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Of its process, once it was looked at."""
+        return self.url, self.about.started
+
     async def look(self) -> None:
         """Learn what it is."""
         try:
@@ -44,12 +51,16 @@ class Engine:
         except NotFound:
             # An older SGLang.
             told = await self._ask("GET", "/get_server_info", None, _ANSWERS_WITHIN)
-        self.about = About(
-            embedded=told.get("engine") == "any-agent embedded",
-            cuda=str(told.get("device", "")).startswith("cuda"),
-            dtype=str(told.get("dtype", "auto")),
-            processes=int(told.get("tp_size") or 1),
-        )
+        try:
+            self.about = About(
+                embedded=told.get("engine") == "any-agent embedded",
+                cuda=str(told.get("device", "")).startswith("cuda"),
+                dtype=str(told.get("dtype", "auto")),
+                processes=int(told.get("tp_size") or 1),
+                started=str(told.get("startup_time", "")),
+            )
+        except (TypeError, ValueError) as error:
+            raise self._unreadable("/server_info") from error
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer. EngineUnavailable if it is away or failed; TrainingError if it refused."""
@@ -76,7 +87,13 @@ class Engine:
             answer = await self.post("/weights_checker", {"action": "checksum"})
         except NotFound:
             return []
-        return [told["checksums"] for told in answer.get("ranks") or []]
+        try:
+            return [dict(told["checksums"]) for told in answer.get("ranks") or []]
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._unreadable("/weights_checker") from error
+
+    def _unreadable(self, path: str) -> EngineUnavailable:
+        return EngineUnavailable(f"the engine at {self.url} answered {path} with what is none")
 
     async def _ask(
         self, method: str, path: str, body: dict[str, Any] | None, within: float

@@ -75,6 +75,7 @@ class EngineServer:
         self.incremental = incremental
         self._weights = WeightRoutes(engine)
         self._health_checks = 0
+        self._started = time.time()
         decoder = engine.loaded.decoder
         self._decode = {skip: decoder(skip_special_tokens=skip) for skip in (False, True)}
 
@@ -245,6 +246,7 @@ class EngineServer:
                 "capabilities": [name for name in can.names() if getattr(can, name)],
                 "weight_version": self.engine.weight_version,
                 "paused": self.engine.paused,
+                "startup_time": self._started,
                 "num_running_requests": running,
                 "num_waiting_requests": waiting,
                 "steps": self.engine.loop.steps,

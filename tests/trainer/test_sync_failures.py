@@ -1,0 +1,198 @@
+"""What goes wrong with an engine, or with its trainer, is told as it is; no socket, no process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, cast
+
+import httpx
+import pytest
+import torch
+
+from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, NotFound, TrainingError
+from any_agent.rollout import Ranks
+from trainer.sync import distributed
+from trainer.sync.attempt import Attempt, Settings
+from trainer.sync.base import NewWeights
+from trainer.sync.checks import Checks
+from trainer.sync.distributed import GroupTransport
+from trainer.sync.engine import About, Engine
+
+BUCKET = [("a", torch.zeros(2))]
+
+
+class Told(Engine):
+    """An engine that does what it is told, and remembers it."""
+
+    def __init__(self, started: str = "1", *, embedded: bool = False) -> None:
+        super().__init__(0, "http://10.0.0.1:1", cast(Any, None), timeout=5)
+        self.about = About(embedded, True, "bfloat16", 1, started)
+        self.posts: list[tuple[str, dict[str, Any]]] = []
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.posts.append((path, body))
+        return {}
+
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        return [body for posted, body in self.posts if posted == path]
+
+
+class Meeting:
+    port, store = 1, None
+
+    def __init__(self, host: str) -> None:
+        pass
+
+
+class Group:
+    """Members of one kind of NCCL, or of two."""
+
+    one_kind = False
+
+    def __init__(self, store: None, *, backend: str, **_: Any) -> None:
+        self.backend = backend
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        if self.backend == "nccl" and not self.one_kind:
+            raise RuntimeError("NCCL error: invalid usage")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "Rendezvous", Meeting)
+    monkeypatch.setattr(distributed, "WeightGroup", Group)
+    monkeypatch.setattr(distributed, "address_towards", lambda urls: "127.0.0.1")
+
+
+async def test_where_nccl_has_never_worked_weights_go_by_gloo(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As between two environments with other versions of it."""
+    caplog.set_level(logging.WARNING)
+    way, engine = GroupTransport(timeout=5), Told()
+    await way.open([engine], cuda=True)
+    with pytest.raises(EngineUnavailable, match="NCCL error"):
+        await way.send([engine], BUCKET, "loading-1")
+    for _ in range(2):
+        await way.open([engine], cuda=True)
+        await way.send([engine], BUCKET, "loading-1")
+    built = [body["backend"] for body in engine.bodies("/init_weights_update_group")]
+    assert built == ["nccl", "gloo"]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "install the same torch in both environments" in said and torch.__version__ in said
+
+
+async def test_nccl_that_has_worked_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that dies is no reason for another way."""
+    monkeypatch.setattr(Group, "one_kind", True)
+    way, engine = GroupTransport(timeout=5), Told()
+    await way.open([engine], cuda=True)
+    await way.send([engine], BUCKET, "loading-1")
+    monkeypatch.setattr(Group, "one_kind", False)
+    with pytest.raises(EngineUnavailable, match="NCCL error"):
+        await way.send([engine], BUCKET, "loading-1")
+    await way.open([engine], cuda=True)
+    built = [body["backend"] for body in engine.bodies("/init_weights_update_group")]
+    assert built == ["nccl", "nccl"]
+
+
+async def test_a_group_is_of_processes_and_ends_what_earlier_ones_left() -> None:
+    way, engine = GroupTransport(timeout=5), Told()
+    for started in ("1", "1", "2"):
+        engine.about = About(False, True, "bfloat16", 1, started)
+        await way.open([engine], cuda=False)
+    # The same process keeps its group; another one at the same URL is not in it.
+    wanted = ["/destroy_weights_update_group", "/init_weights_update_group"] * 2
+    assert [path for path, _ in engine.posts] == wanted
+    # The next trainer's, which knows nothing of this one.
+    await GroupTransport(timeout=5).open([engine], cuda=False)
+    assert len({body["group_name"] for _, body in engine.posts}) == 1
+
+
+def test_another_process_is_not_taken_on_trust() -> None:
+    checks, engine = Checks(), Told("1")
+    checks._proven.add(engine.identity)
+    assert not checks.needs_proof(engine)
+    assert checks.needs_proof(Told("2"))
+
+
+@pytest.mark.parametrize("told", [{"tp_size": "two"}, {"tp_size": [2]}])
+async def test_garbage_of_an_engine_is_worth_another_try(told: dict[str, Any]) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=told)
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        with pytest.raises(EngineUnavailable, match="answered /server_info"):
+            await Engine(0, "http://10.0.0.1:1", http, timeout=5).look()
+
+
+@pytest.mark.parametrize("ranks", [[{}], [1], 7, [{"checksums": 3}]], ids=str)
+async def test_checksums_that_are_none(ranks: Any) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"ranks": ranks})
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        with pytest.raises(EngineUnavailable, match="answered /weights_checker"):
+            await Engine(0, "http://10.0.0.1:1", http, timeout=5).checksums()
+
+
+# -- one try ----------------------------------------------------------------------------------
+
+
+def attempt(*, alone: bool = False, load_timeout: float = 5) -> Attempt:
+    settings = Settings(
+        GroupTransport(timeout=5), Checks(), load_timeout, "bfloat16", in_place=False, cuda=False
+    )
+    new = NewWeights(7, 1, cast(Any, None), cast(Any, None), cast(Any, None))
+    return Attempt(cast(Any, None), settings, cast(Ranks, None), new, alone=alone)
+
+
+async def test_a_trainer_that_was_replaced_ends_and_leaves_its_successor_alone() -> None:
+    """Its pause is refused; the session that is open in the engine is not its own."""
+    engine, one = Told(), attempt()
+    one._open[0] = engine
+    one._between.add(0)
+
+    async def replaced(_: Engine) -> None:
+        raise Conflict("another trainer has taken over")
+
+    with pytest.raises(Conflict, match="taken over"):
+        await one._each(replaced)
+    await one._leave()
+    assert engine.posts == []
+
+
+async def test_its_own_session_is_closed() -> None:
+    engine, one = Told(), attempt()
+    one._open[0] = engine
+    await one._each(one._open_session)
+    await one._leave()
+    assert engine.posts[-1][0] == "/end_weight_update"
+
+
+@pytest.mark.parametrize("error", [NotFound("it has no /begin_weight_update"), TrainingError("no")])
+async def test_what_an_engine_cannot_do_is_its_last_word(error: AnyAgentError) -> None:
+    one = attempt(alone=True)
+    one._open[0] = Told()
+
+    async def refuse(_: Engine) -> None:
+        raise error
+
+    await one._each(refuse)
+    assert one.refused[0].message == error.message
+
+
+async def test_no_stage_of_an_engine_is_endless() -> None:
+    one = attempt(load_timeout=0.01)
+    one._open[0] = Told()
+
+    async def hang(_: Engine) -> None:
+        await asyncio.Event().wait()
+
+    await asyncio.wait_for(one._each(hang), 60)
+    assert one.why == "it does not answer" and not one._open
+    await one._http.aclose()
