@@ -56,11 +56,16 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     fsync(target.parent)
 
 
-def write_whole(target: Path, content: str | bytes) -> None:
-    """Write a file by way of a temporary one, fsync and rename; text as UTF-8."""
+def write_whole(target: Path, content: str | bytes, *, mode: int | None = None) -> None:
+    """Write a file by way of a temporary one, fsync and rename; text as UTF-8.
+
+    ``mode``: its permissions, whatever the process's umask is.
+    """
     temporary = target.with_name(f"{_PREFIX}{target.name}")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        if mode is not None:
+            temporary.chmod(mode)
         fsync(temporary)
         temporary.replace(target)
     except BaseException:

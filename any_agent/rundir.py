@@ -31,6 +31,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -125,11 +126,32 @@ class RunDir:
         for folder in (self.weights, self.checkpoints, self.manifests, self.registry):
             folder.mkdir(parents=True, exist_ok=True)
         # What agents and models said is nobody else's on this machine, unless its owner says so.
-        for folder in (self.journal(0).parent, self.archive, self.logs):
-            folder.parent.mkdir(parents=True, exist_ok=True)
+        self.make_journals()
+        for folder in (self.archive, self.logs):
             folder.mkdir(mode=0o700, exist_ok=True)
         if not self._format.exists():
             write_whole(self._format, f"{FORMAT}\n")
+
+    def make_journals(self) -> None:
+        """Their folder. Elsewhere than in the run's own it is on a disk that others use, too: it
+        must be this user's, and written by nobody else; ConfigError."""
+        folder = self.journal(0).parent
+        mine = "set server.journal_dir to a folder of your own, such as /var/tmp/any-agent-$USER"
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found = folder.lstat()
+        except OSError as error:
+            if self.journals is None:
+                raise
+            raise ConfigError(
+                f"the journals' folder {folder} cannot be made ({error.strerror}): {mine}"
+            ) from None
+        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if self.journals is not None and (not ours or found.st_mode & 0o022):
+            raise ConfigError(
+                f"the journals' folder {folder} is not yours, or others may write in it: {mine}"
+            )
 
     @property
     def _format(self) -> Path:
@@ -142,7 +164,8 @@ class RunDir:
         """
         if self._format.exists():
             found = self._format.read_text(encoding="utf-8", errors="replace").strip()
-        elif (self.path / "config.yaml").exists() or self.journal(0).exists():
+        elif (self.path / "config.yaml").exists() or RunDir(self.path).journal(0).exists():
+            # Journals elsewhere may be those of a run of this name that was removed.
             found = "1"
         else:
             return

@@ -5,10 +5,14 @@ each rank's journal is on its own one (`server.journal_dir`), and a service that
 copy in the run's folder, from which the next one goes on, on whichever machine. Beside the copy::
 
     journal/rank-0.json   {"home": where it was used last, "kept": whether the copy is of its end}
+
+The note is there before a journal is used. So one without a note is of an earlier run, whose folder
+somebody removed.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import sqlite3
@@ -37,7 +41,7 @@ def require_local(run: RunDir, mounts: Path = _MOUNTS) -> None:
         raise ConfigError(
             f"the journals would lie in {folder}, on a network file system ({kind}), where "
             "SQLite's locks do not hold: set server.journal_dir to a folder on a disk of this "
-            "machine, such as /var/tmp/any-agent"
+            "machine, such as /var/tmp/any-agent-$USER"
         )
 
 
@@ -71,9 +75,8 @@ def bring(run: RunDir, ranks: Iterable[int], machine: str, say: Callable[[str], 
     """
     if run.journals is None:
         return
-    for folder in (run.journals, run.path / "journal"):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+    run.make_journals()
+    (run.path / "journal").mkdir(mode=0o700, exist_ok=True)
     for rank in ranks:
         local, copy, note = run.journal(rank), _copy(run, rank), _note(run, rank)
         told = read_json(note, {})
@@ -88,6 +91,11 @@ def bring(run: RunDir, ranks: Iterable[int], machine: str, say: Callable[[str], 
             say(
                 f"rank {rank:<4} its sessions are lost: they are at {told.get('home')}, which did "
                 "not end well"
+            )
+        elif local.exists():
+            say(
+                f"rank {rank:<4} a journal of an earlier run of this name was here; it is now "
+                f"{_set_aside(local)}"
             )
         write_json(note, {"home": home, "kept": False})
         # From now on it is old.
@@ -115,10 +123,18 @@ def leave(run: RunDir, ranks: Iterable[int], machine: str, say: Callable[[str], 
 def _leave(run: RunDir, rank: int, home: str) -> None:
     local = run.journal(rank)
     if not local.exists():
+        # Nothing to be missed.
+        _note(run, rank).unlink(missing_ok=True)
         return
-    with closing(sqlite3.connect(local)) as connection:
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    _copy_whole(local, _copy(run, rank))
+    # With all of its log, also where somebody reads it. Here: SQLite wants a local disk for that.
+    whole = local.with_name(f".partial-{local.name}")
+    _remove(whole)
+    try:
+        with closing(sqlite3.connect(local)) as source, closing(sqlite3.connect(whole)) as target:
+            source.backup(target)
+        _copy_whole(whole, _copy(run, rank))
+    finally:
+        _remove(whole)
     write_json(_note(run, rank), {"home": home, "kept": True})
 
 
@@ -141,5 +157,19 @@ def _copy_whole(source: Path, target: Path) -> None:
 
 
 def _remove(journal: Path) -> None:
-    for path in (journal, Path(f"{journal}-wal"), Path(f"{journal}-shm")):
+    for path in _files(journal):
         path.unlink(missing_ok=True)
+
+
+def _set_aside(journal: Path) -> Path:
+    """Under a name that nothing uses; which."""
+    names = (journal.with_name(f"{journal.name}.earlier-{k}") for k in itertools.count(1))
+    aside = next(path for path in names if not path.exists())
+    for old, new in zip(_files(journal), _files(aside), strict=True):
+        if old.exists():
+            old.rename(new)
+    return aside
+
+
+def _files(journal: Path) -> Iterable[Path]:
+    return (Path(f"{journal}{end}") for end in ("-wal", "-shm", ""))

@@ -27,10 +27,10 @@ from any_agent.access import require_key
 from any_agent.atomic import write_whole
 from any_agent.config import Config
 from any_agent.errors import StartupError
+from any_agent.launcher import journals
 from any_agent.launcher.address import from_here, reachable
 from any_agent.launcher.devices import require_devices
 from any_agent.launcher.engines import require_engines, require_weights
-from any_agent.launcher.journals import require_local
 from any_agent.launcher.model import Model
 from any_agent.launcher.part import Part
 from any_agent.launcher.place import WHOLE, Place
@@ -38,7 +38,7 @@ from any_agent.launcher.progress import Progress
 from any_agent.launcher.room import Room
 from any_agent.launcher.silence import Silence
 from any_agent.launcher.starting import Starter, port_of
-from any_agent.launcher.stopping import Terminated, drain, stop
+from any_agent.launcher.stopping import Terminated, drain, stop, uninterrupted
 from any_agent.launcher.trial import Weights, latest_weights, trial_dir
 from any_agent.ports import reserve, url_of
 
@@ -86,6 +86,8 @@ class Node:
         self._room = Room(self.dir.registry, self.options.say)
         self._stack = ExitStack()
         self._lock: int | None = None
+        self._brought = False
+        """This machine's journals are here, and may change."""
         self._public: socket.socket
         self._model = Model(config, self.options.weights)
 
@@ -141,9 +143,14 @@ class Node:
         return self.config.server.drain_timeout if told is None else told
 
     def stop(self) -> None:
-        """End every process within seconds, for certain."""
-        stop(self.parts, self._refuse_connections)
-        self._stack.close()
+        """End every process within seconds, for certain, and leave the journals for the next."""
+        with uninterrupted():
+            stop(self.parts, self._refuse_connections)
+            if self._brought:
+                self._brought = False
+                place, say = self.options.place, self.options.say
+                journals.leave(self.dir, place.ranks_of(self.config), place.machine, say)
+            self._stack.close()
 
     def _refuse_connections(self) -> None:
         """To the public URL, once its router is gone."""
@@ -190,7 +197,7 @@ class Node:
         require_devices(config, trains=options.train and place.trainer)
         if place.ranks_of(config):
             require_engines(config)
-            require_local(self.dir)
+            journals.require_local(self.dir)
         require_key(config, config.server.host)
         if place.router:
             self._take_folder(_as_yaml(config))
@@ -200,6 +207,8 @@ class Node:
             self._tell_if_trained()
         self.starter = self._make_starter()
         self._begin_elsewhere()
+        journals.bring(self.dir, place.ranks_of(config), place.machine, options.say)
+        self._brought = True
         self.engine_urls = self.starter.engines()
         if config.engine.urls and place.router and not options.train:
             # A trainer gives them the run's weights; else nobody does.
@@ -208,7 +217,7 @@ class Node:
         if place.router:
             self.starter.router(self._public, self.url)
             # Agents that look there find what serves.
-            write_whole(self.dir.url, f"{self.url}\n")
+            write_whole(self.dir.url, f"{self.url}\n", mode=0o644)
             if options.train:
                 # Only now: a start that failed must not bind the trial to a mistyped model.
                 kept = options.configured or config

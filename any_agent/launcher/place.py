@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, field
 
 from any_agent.config import Config
 
@@ -37,6 +38,8 @@ class Place:
     """Several machines train together. None: this one alone, if it does."""
     public_url: str = ""
     """The service's, where the router is elsewhere."""
+    machine: str = field(default_factory=lambda: socket.gethostname().partition(".")[0])
+    """Its name, by which its disk is known."""
 
     def ranks_of(self, config: Config) -> tuple[int, ...]:
         return tuple(range(config.server.ranks)) if self.ranks is None else self.ranks

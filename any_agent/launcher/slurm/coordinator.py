@@ -9,7 +9,6 @@ from types import FrameType
 
 from any_agent.config import LOOPBACK, SECRET_VARIABLES, Config, ServerConfig
 from any_agent.errors import ConfigError
-from any_agent.launcher import journals
 from any_agent.launcher.node import Node, NodeOptions
 from any_agent.launcher.part import Part
 from any_agent.launcher.place import LOCAL, Place
@@ -18,7 +17,7 @@ from any_agent.launcher.slurm.job import Job, node_address, requeue, require_pro
 from any_agent.launcher.slurm.plan import Plan, Role, plan
 from any_agent.launcher.slurm.said import Said
 from any_agent.launcher.slurm.shared import mark
-from any_agent.launcher.stopping import Terminated, uninterrupted
+from any_agent.launcher.stopping import Terminated
 from any_agent.registry import HEARTBEAT, Registry
 
 _LAST = 40.0
@@ -69,7 +68,9 @@ class Coordinator(Node):
         own = roles.roles[0]
         # Alone, its parts need no address but loopback.
         host = address if len(roles.roles) > 1 else LOCAL
-        place = Place(host=host, ranks=own.ranks, trainer=own.training is not None)
+        place = Place(
+            host=host, ranks=own.ranks, trainer=own.training is not None, machine=own.node
+        )
         super().__init__(config, NodeOptions(say=say, place=place, configured=configured))
         self._job = job
         self._own, self._others = own, roles.roles[1:]
@@ -77,7 +78,6 @@ class Coordinator(Node):
         self._tell_roles(roles, address)
         self._said: list[Said] = []
         self._token = ""
-        self._left = False
         self.came_up = False
         """All parts were there once, and the trainer had its model."""
         self._look_at = 0.0
@@ -91,13 +91,6 @@ class Coordinator(Node):
             self._look_at = time.monotonic() + HEARTBEAT
             self.came_up = self._is_up()
         return trained
-
-    def stop(self) -> None:
-        with uninterrupted():
-            super().stop()
-            if not self._left and self._token:
-                self._left = True
-                journals.leave(self.dir, self._own.ranks, self._own.node, self.options.say)
 
     # ------------------------------------------------------------------------------------------
 
@@ -129,7 +122,6 @@ class Coordinator(Node):
 
     def _begin_elsewhere(self) -> None:
         self._token = mark(self.dir)
-        journals.bring(self.dir, self._own.ranks, self._own.node, self.options.say)
         for role in self._others:
             if role.training is None:
                 self._start_node(role)

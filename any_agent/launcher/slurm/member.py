@@ -25,12 +25,11 @@ from any_agent.access import run_dir_of
 from any_agent.arguments import guarded
 from any_agent.config import Config, load_resolved
 from any_agent.errors import ConfigError, StartupError
-from any_agent.launcher import journals
 from any_agent.launcher.node import Node, NodeOptions
 from any_agent.launcher.place import Place, TrainingNodes
 from any_agent.launcher.slurm.job import node_address
 from any_agent.launcher.slurm.shared import require_shared
-from any_agent.launcher.stopping import Terminated, uninterrupted
+from any_agent.launcher.stopping import Terminated
 from any_agent.logs import set_up_logging
 from any_agent.ports import reserve, url_of
 from any_agent.registry import HEARTBEAT, Entry, Registry, publish
@@ -56,18 +55,15 @@ class Member(Node):
         name: str,
         start: str,
         url: str,
-        node: str,
         lock: int,
     ) -> None:
         super().__init__(config, options)
         self._name = name
         self._start_id = start
-        self._slurm_name = node
         self._url = url
         self._lock = lock
         self._beaten = 0.0
         self._state: Literal["starting", "ready"] = "starting"
-        self._brought = False
 
     def check(self) -> bool:
         if time.monotonic() - self._beaten >= HEARTBEAT:
@@ -79,18 +75,8 @@ class Member(Node):
         self._state = "ready"
         self._beat()
 
-    def stop(self) -> None:
-        with uninterrupted():
-            super().stop()
-            if self._brought:
-                self._brought = False
-                ranks = self.options.place.ranks or ()
-                journals.leave(self.dir, ranks, self._slurm_name, self.options.say)
-
     def _begin_elsewhere(self) -> None:
         self.dir.create()
-        journals.bring(self.dir, self.options.place.ranks or (), self._slurm_name, self.options.say)
-        self._brought = True
 
     def _beat(self) -> None:
         self._beaten = time.monotonic()
@@ -171,6 +157,7 @@ def _run(args: argparse.Namespace) -> int:
             trainer=trains,
             training=_training(config, run, args, address, port) if trains else None,
             public_url=args.public_url,
+            machine=args.node,
         )
         options = NodeOptions(place=place, say=say)
         node = Member(
@@ -179,7 +166,6 @@ def _run(args: argparse.Namespace) -> int:
             name=name,
             start=args.start,
             url=url_of(address, port),
-            node=args.node,
             lock=lock,
         )
         with node:
