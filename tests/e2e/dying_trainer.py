@@ -15,29 +15,37 @@ from typing import Any
 
 from trainer import __main__ as process
 from trainer.loop import TrainingLoop
+from trainer.sync.attempt import Attempt
 
-BOUNDARIES: dict[str, tuple[str, int]] = {
-    "lease": ("_wait", 1),
-    "step": ("_optimize", 0),
-    "publish": ("_publish", 0),
-    "ack": ("_settle", 0),
-    "checkpoint": ("_save", 0),
+
+def _made(loop: TrainingLoop) -> int:
+    return loop.policy.steps
+
+
+BOUNDARIES: dict[str, tuple[type, str, Callable[[Any], int]]] = {
+    "lease": (TrainingLoop, "_wait", lambda loop: _made(loop) + 1),
+    "step": (TrainingLoop, "_optimize", _made),
+    # The engines have all of the weights, and do not know it.
+    "send": (Attempt, "_send", lambda attempt: attempt._new.step),
+    "publish": (TrainingLoop, "_publish", _made),
+    "ack": (TrainingLoop, "_settle", _made),
+    "checkpoint": (TrainingLoop, "_save", _made),
 }
-"""The method after which it dies, and what makes the step's number of the steps made by then."""
+"""The method after which it dies, and the number of the step that its object is at by then."""
 
 
 def arm(boundary: str, step: int, mark: Path) -> None:
-    name, offset = BOUNDARIES[boundary]
-    method: Callable[..., Any] = getattr(TrainingLoop, name)
+    owner, name, step_of = BOUNDARIES[boundary]
+    method: Callable[..., Any] = getattr(owner, name)
 
-    def dying(self: TrainingLoop, *args: Any) -> Any:
+    def dying(self: Any, *args: Any) -> Any:
         result = method(self, *args)
-        if self.policy.steps + offset == step and not mark.exists():
+        if step_of(self) == step and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(TrainingLoop, name, dying)
+    setattr(owner, name, dying)
 
 
 def main() -> int:

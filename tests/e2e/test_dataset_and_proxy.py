@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from any_agent.config import Config, load_config
-from any_agent.launcher import Node, NodeOptions
+from any_agent.launcher import Node, NodeOptions, starting
 from any_agent.launcher.trial import trial_dir
 from tests.e2e.counting_agent import CountingAgent, items
 
@@ -55,17 +55,6 @@ def settings(model: Path, root: Path) -> list[str]:
         "train.keep_weights": STEPS + 1,
     }
     return [f"{name}={value}" for name, value in given.items()]
-
-
-class RecordingNode(Node):
-    """A service whose trainer writes down its batches."""
-
-    def __init__(self, config: Config, out: Path) -> None:
-        super().__init__(config, NodeOptions(say=lambda _: None))
-        self._out = out
-
-    def _trainer_arguments(self) -> list[str]:
-        return ["tests.e2e.recording", str(self._out), "proxy", "--", *self._config]
 
 
 async def drive(node: Node) -> None:
@@ -131,8 +120,12 @@ def proxy_fed(folder: Path, tiny_model_dir: Path) -> tuple[Config, Path]:
     config = load_config(None, settings(tiny_model_dir, folder / "proxy"), environ={})
     out = folder / "proxy-batches"
     out.mkdir()
-    with RecordingNode(config, out) as node:
-        asyncio.run(drive(node))
+    recording = ["tests.e2e.recording", str(out), "proxy", "--"]
+    real = starting.trainer_arguments
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(starting, "trainer_arguments", lambda *told: [*recording, *real(*told)[1:]])
+        with Node(config, NodeOptions(say=lambda _: None)) as node:
+            asyncio.run(drive(node))
     return config, out
 
 

@@ -24,7 +24,7 @@ from any_agent.client import RLClient
 from any_agent.config import Config
 from any_agent.errors import RunFinished
 from any_agent.keys import rank_of_session
-from any_agent.launcher import Node, NodeOptions
+from any_agent.launcher import Node, NodeOptions, starting
 from any_agent.launcher.trial import trial_dir
 from any_agent.types import SessionState
 from proxy_ext.journal import SessionRow
@@ -32,24 +32,13 @@ from tests.e2e.live_run import live_config
 from tests.proxy_ext.archive_lab import Exported, Rank
 
 STEPS = 6
-DEATHS = ("lease=1", "step=2", "publish=3", "checkpoint=4", "ack=5")
+DEATHS = ("lease=1", "step=2", "send=3", "checkpoint=4", "ack=5")
 LIMIT = 500.0
 
 pytestmark = pytest.mark.timeout(600)
 
 
-class DyingNode(Node):
-    """A service whose trainer dies where it is told to."""
-
-    def __init__(self, config: Config, marks: Path) -> None:
-        super().__init__(config, NodeOptions(say=lambda _: None))
-        self._marks = marks
-
-    def _trainer_arguments(self) -> list[str]:
-        return ["tests.e2e.dying_trainer", str(self._marks), *DEATHS, "--", *self._config]
-
-
-def config_for(root: Path, model: Path) -> Config:
+def config_for(root: Path, model: Path, **more: Any) -> Config:
     settings = {
         "rollout.deterministic": "true",
         "rollout.eta": 0,
@@ -63,7 +52,7 @@ def config_for(root: Path, model: Path) -> Config:
         "train.keep_checkpoints": 2,
         "train.seed": 3,
     }
-    return live_config(root, model, **settings)
+    return live_config(root, model, **settings, **more)
 
 
 async def agent(service: RLClient, number: int) -> None:
@@ -164,10 +153,15 @@ def test_killed_at_each_boundary(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    config = config_for(tmp_path / "runs", tiny_model_dir)
+    dying = ["tests.e2e.dying_trainer", str(tmp_path / "marks"), *DEATHS, "--"]
+    real = starting.trainer_arguments
+    monkeypatch.setattr(starting, "trainer_arguments", lambda *given: [*dying, *real(*given)[1:]])
+    # The other run's weights went by folders.
+    way = {"engine.weight_sync": "distributed"}
+    config = config_for(tmp_path / "runs", tiny_model_dir, **way)
     marks = tmp_path / "marks"
     marks.mkdir()
-    with DyingNode(config, marks) as node:
+    with Node(config, NodeOptions(say=lambda _: None)) as node:
         asyncio.run(drive(node))
         assert node.parts["trainer"].restarts == len(DEATHS)
     assert sorted(mark.name for mark in marks.iterdir()) == sorted(DEATHS)
