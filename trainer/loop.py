@@ -20,7 +20,7 @@ from typing import Any
 from any_agent.access import signer_of
 from any_agent.atomic import append_line, write_whole
 from any_agent.config import Config
-from any_agent.errors import TrainingError
+from any_agent.errors import NotFound, TrainingError
 from any_agent.protocol import Rejection
 from any_agent.rollout import Ranks, RolloutExecutor
 from any_agent.rundir import RunDir
@@ -325,6 +325,9 @@ class TrainingLoop:
         lines = [f"waiting   for trajectories: {error}"]
         if self._dull.in_a_row >= _TELL_OF_DULL:
             lines.append(f"waiting   {self._dull}. Other tasks or rewards would help")
+        self._announce(*lines)
+
+    def _announce(self, *lines: str) -> None:
         for line in lines:
             self._say(line)
         # For whoever looks at the run from another process. Training does not end for want of it.
@@ -338,13 +341,20 @@ class TrainingLoop:
 
         Each is made from its manifest: the same sessions in the same order, masked and scored
         with the same settings. So whatever a killed trainer was at, the run goes on as if it had
-        not been killed, and no session has an effect twice.
+        not been killed, and no session has an effect twice. Only where a rank's journal is gone
+        with its machine it goes on from before the first step that this takes away.
         """
         replayed = {}
-        for step in self._manifests.after(self.policy.steps):
+        for step in (later := self._manifests.after(self.policy.steps)):
             if self._done or self._stopping:
                 break
-            replayed[step] = self._replay(self._manifests.read(step))
+            try:
+                replayed[step] = self._replay(self._manifests.read(step))
+            except NotFound as error:
+                if error.code != "session_not_found":
+                    raise
+                self._give_up([taken for taken in later if taken >= step], error)
+                break
         self._publisher.resume(
             self.policy, self._tokenizer, fresh=self.checkpoint is None and not replayed
         )
@@ -353,12 +363,20 @@ class TrainingLoop:
             for step, (batch, taken) in replayed.items():
                 # One that is not finite was no step.
                 self._settle(batch, taken, step if batch.trained else None)
-            which = f"step {max(replayed)}"
-            if len(replayed) > 1:
-                which = f"steps {min(replayed)} to {max(replayed)}"
-            self._say(f"trainer   made {which} again, from what the manifests say was taken")
+            made = _steps(list(replayed))
+            self._say(f"trainer   made {made} again, from what the manifests say was taken")
             if self.policy.steps % self.config.train.checkpoint_every == 0:
                 self._save()
+
+    def _give_up(self, steps: list[int], error: NotFound) -> None:
+        """Another history begins before these. None of it is trained on twice: a checkpoint knows
+        what it has, and of these steps it has nothing."""
+        self._manifests.set_aside(steps)
+        self._announce(
+            f"trainer   {_steps(steps)} cannot be made again, as a rank has lost its journal "
+            f"({error.message}): going on from step {self.policy.steps}; what was taken is told "
+            f"in {self.dir.manifests / 'lost-*.json'}"
+        )
 
     def _replay(self, taken: Manifest) -> tuple[TrainingBatch, Manifest]:
         found: dict[str, Any] = dict(self._manifests.sampled(taken.step))
@@ -443,3 +461,7 @@ class TrainingLoop:
         append_line(self.dir.metrics, json.dumps(line))
         self.metrics.stepped(line)
         log.info("%s", in_words(line))
+
+
+def _steps(steps: list[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"

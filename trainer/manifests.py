@@ -114,6 +114,14 @@ class Manifests:
         self.path(step).unlink(missing_ok=True)
         self._rows(step).unlink(missing_ok=True)
 
+    def set_aside(self, steps: Sequence[int]) -> None:
+        """These cannot be made again: keep what they took for whoever wants to know, under other
+        names. ``steps`` are the last ones, in their order."""
+        for step in reversed(steps):  # the last one first: stopped anywhere it leaves no gap
+            for path in (self._rows(step), self.path(step)):
+                if path.exists():
+                    path.replace(path.with_name(path.name.replace("step-", "lost-", 1)))
+
     def prune(self, oldest: int) -> None:
         """Remove those that no resume needs: from ``oldest``, the oldest checkpoint's step, on
         they are kept."""

@@ -165,7 +165,7 @@ class RolloutExecutor:
     def replay(self, session_ids: list[str], timeout: float) -> dict[str, Trajectory]:
         """Lease just these sessions again, also those that were trained on; by their ids.
 
-        Raises Conflict or NotFound if one cannot be had.
+        Raises Conflict or NotFound if one cannot be had; then none of them is held.
         """
         return self.call(self._replay(session_ids), timeout=timeout)
 
@@ -301,7 +301,12 @@ class RolloutExecutor:
             return out
 
         self._held.update(session_ids)
-        leased = await self._ranks.all(lease)
+        try:
+            leased = await self._ranks.all(lease)
+        except AnyAgentError:
+            # Nobody settles them: what was leased is handed out again once its lease has run out.
+            self._settled(session_ids)
+            raise
         return {t.session_id: t for trajectories in leased for t in trajectories}
 
     def _settled(self, session_ids: list[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from any_agent.config import Config, load_config
-from any_agent.errors import Conflict, ServiceUnavailable
+from any_agent.errors import Conflict, NotFound, ServiceUnavailable
 from any_agent.protocol import Rejection
 from any_agent.rollout import Ranks
 from any_agent.types import Trajectory
@@ -98,6 +98,8 @@ class Executor:
         self.acks: list[tuple[list[str], dict[str, str]]] = []
         self.steps: list[int | None] = []
         """Of each ack."""
+        self.lost: set[str] = set()
+        """Of ranks whose journals are gone."""
         self.capacity = None
         self.rejected: Counter[str] = Counter()
         self.begun = False
@@ -129,6 +131,8 @@ class Executor:
     def replay(self, session_ids: list[str], timeout: float) -> dict[str, Trajectory]:
         assert not self.begun
         self.replayed.append(session_ids)
+        if lost := sorted(self.lost & {*session_ids}):
+            raise NotFound(f"there is no session {lost[0]!r}", code="session_not_found")
         missing = [id for id in session_ids if id not in self.journal]
         if missing:
             raise Conflict(f"these are open: {missing}")
@@ -171,7 +175,7 @@ class Lab:
 
     @property
     def manifests(self) -> list[int]:
-        paths = self.trainer.dir.manifests.glob("*.json")
+        paths = self.trainer.dir.manifests.glob("step-*.json")
         return sorted(int(path.stem.removeprefix("step-")) for path in paths)
 
     @property

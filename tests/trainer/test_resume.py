@@ -13,7 +13,7 @@ import torch
 from episode_lab import pair
 from loop_lab import Killed, Lab, config_of, killed, moments_of, outcome, same
 
-from any_agent.errors import Conflict, TrainingError
+from any_agent.errors import Conflict, NotFound, TrainingError
 from any_agent.workflow import Episode
 from trainer.batch import TrainingBatch
 from trainer.manifests import Manifest, Manifests
@@ -210,6 +210,49 @@ def test_a_batch_that_is_not_the_same_stops_the_resume(settings: list[str]) -> N
     del first.executor.journal["p0-good"]
     with pytest.raises(Conflict, match="p0-good"):
         Lab(config, [], before=first).trainer.train()
+
+
+def test_a_run_goes_on_where_a_rank_lost_its_journal(settings: list[str]) -> None:
+    """It is gone with its machine: what came before its first session is made again, as ever."""
+    config = config_of(settings, *RUN, "train.checkpoint_every=9")
+    first = Lab(config, episodes())
+    die_at(first, "ack", 4)
+    again = Lab(config, [pair("q0"), pair("q1"), pair("q2")], before=first)
+    again.executor.lost = {"p2-bad"}
+    said: list[str] = []
+    again.trainer._say = said.append
+    assert again.trainer.train()
+    assert again.executor.replayed == [[f"p{k}-good", f"p{k}-bad"] for k in range(3)]
+    ids = [f"{name}-{how}" for name in ("p0", "p1", "q0", "q1", "q2") for how in ("good", "bad")]
+    assert [id for trained, _ in again.executor.acks for id in trained] == ids
+    assert list(again.trainer._consumed) == ids, "none of them has an effect twice"
+    # Versions of the history that was given up are not used again.
+    assert again.service.published == [(5, 2), (6, 3), (7, 4), (8, 5)]
+    manifests = again.trainer.dir.manifests
+    assert said[0] == again.trainer.dir.waiting.read_text().strip()
+    assert said[0].startswith("trainer   steps 3 to 4 cannot be made again, as a rank has lost its")
+    assert "no session 'p2-bad'" in said[0] and "going on from step 2;" in said[0]
+    assert sorted(path.name for path in manifests.glob("lost-*")) == [
+        f"lost-{step:08d}.json" for step in (3, 4)
+    ]
+    # The fourth step had not been told of when it died.
+    assert again.manifests == []
+    assert [line["step"] for line in again.metrics] == [1, 2, 3, 3, 4, 5]
+
+
+def test_other_errors_of_a_step_made_again_give_nothing_up(settings: list[str]) -> None:
+    config = config_of(settings, *RUN, "train.checkpoint_every=9")
+    first = Lab(config, episodes())
+    die_at(first, "ack", 2)
+    again = Lab(config, [], before=first)
+
+    def elsewhere(*_: Any, **__: Any) -> None:
+        raise NotFound("none of 1 ranks holds a session")
+
+    again.executor.replay = elsewhere  # type: ignore[method-assign,assignment]
+    with pytest.raises(NotFound):
+        again.trainer.train()
+    assert again.manifests == [1, 2]
 
 
 def test_a_step_that_was_left_out_is_not_made_again(settings: list[str]) -> None:
