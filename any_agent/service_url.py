@@ -86,11 +86,7 @@ class UrlFile:
             # Opened each time: what a network file system says of a file may be some time old, but
             # not what it holds.
             with open(self.path, "rb", opener=_at_once) as file:
-                if os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
-                    raise ConfigError(
-                        f"everybody may write the file {self.path}, and so have keys sent to "
-                        "wherever they like: chmod o-w it"
-                    )
+                self._require_trusted(os.fstat(file.fileno()), os.stat(self.path.parent))
                 text = file.read(_LONGEST).decode("utf-8", "replace").strip()
         except OSError:
             return self._url
@@ -102,6 +98,21 @@ class UrlFile:
                     self.moved_at = self._read_at
                 self._url = url
         return self._url
+
+    def _require_trusted(self, file: os.stat_result, folder: os.stat_result) -> None:
+        """ConfigError where anybody could have keys sent to wherever they like."""
+        wrong = ""
+        if file.st_mode & stat.S_IWOTH:
+            wrong = f"everybody may write the file {self.path}: chmod o-w it"
+        elif folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX:
+            wrong = f"everybody may replace the file {self.path}: chmod o-w its folder"
+        elif file.st_uid not in (os.geteuid(), 0, folder.st_uid):
+            wrong = (
+                f"the file {self.path} is neither yours, nor root's, nor that of its folder's "
+                "owner: name one in the run's folder"
+            )
+        if wrong:
+            raise ConfigError(f"keys would go to wherever somebody else likes, as {wrong}")
 
     def is_at(self, url: str) -> bool:
         """Whether a request for this URL goes to where the service is now."""

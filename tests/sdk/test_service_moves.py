@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import stat
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -99,6 +100,30 @@ def test_a_file_that_everybody_may_write(place: Path) -> None:
         find_service(place.as_uri())
     place.chmod(0o664)
     assert url_file(place.as_uri(), "url").read() == "http://10.0.0.1:8000"
+
+
+def test_a_file_that_everybody_may_replace(place: Path) -> None:
+    put(place, "http://10.0.0.1:8000")
+    place.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match=f"everybody may replace the file {place}"):
+        find_service(place.as_uri())
+    place.parent.chmod(0o1777)  # as /tmp
+    assert url_file(place.as_uri(), "url").read() == "http://10.0.0.1:8000"
+
+
+def test_a_file_of_whoever_was_first(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(place, "http://10.0.0.1:8000")
+    place.parent.chmod(0o1777)
+    real = os.fstat
+
+    def anothers(number: int) -> os.stat_result:
+        fields = list(real(number))
+        fields[stat.ST_UID] = 4711
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "fstat", anothers)
+    with pytest.raises(ConfigError, match=f"the file {place} is neither yours, nor root's"):
+        find_service(place.as_uri())
 
 
 def test_what_is_no_file(tmp_path: Path, place: Path) -> None:
