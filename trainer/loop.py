@@ -289,8 +289,8 @@ class TrainingLoop:
         except Exception:
             log.error(
                 "step %d failed, and is made again at each start, from %s: if memory ran out, here "
-                "or in a process that trains with this one, lower train.micro_batch_tokens; to leave "
-                "it out, remove that file and any later ones",
+                "or in a process beside, lower train.micro_batch_tokens; to leave it out, remove "
+                "that file and any later ones",
                 *(taken.step, self._manifests.path(taken.step)),
             )
             raise
