@@ -5,6 +5,7 @@ And lines that are added: half a line spoils no other one.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,13 @@ def test_nothing_is_left_of_a_text_without_room(
         write_whole(target, "new")
     assert list(tmp_path.iterdir()) == [target]
     assert target.read_text() == "old"
+
+
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_permissions_do_not_depend_on_who_started_it(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_whole(tmp_path / "file", "x", mode=0o644)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644

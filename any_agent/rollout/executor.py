@@ -304,7 +304,7 @@ class RolloutExecutor:
         try:
             leased = await self._ranks.all(lease)
         except AnyAgentError:
-            # Nobody settles them: what was leased is handed out again once its lease has run out.
+            # Nobody settles them: ranks take back what their trainer does not hold.
             self._settled(session_ids)
             raise
         return {t.session_id: t for trajectories in leased for t in trajectories}

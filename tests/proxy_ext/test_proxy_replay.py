@@ -87,8 +87,10 @@ async def test_what_was_never_trained_on_is_refused_by_name(proxy: Proxy) -> Non
         assert named in raised.value.message
     # All or none.
     assert await state(proxy, trained) == "trained"
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFound) as unknown:
         await replay(proxy, "ses-0-0000000000000000")
+    # By this a resume knows that the rank has lost what it held.
+    assert unknown.value.code == "session_not_found"
     with pytest.raises(InvalidRequest, match="session_ids"):
         await proxy.client._send("POST", "/lease", _Replay())
 

@@ -195,7 +195,7 @@ def test_before_it_begins_it_holds_and_replays_and_admits_nothing() -> None:
     zero.lost = {ids[1]}
     with pytest.raises(Conflict, match="open"):
         lab.executor.replay(ids, timeout=60)
-    # Nobody will settle them: their leases are left to run out.
+    # Nobody will settle them: the ranks take them back.
     until(lambda: zero.held[-1] == one.held[-1] == [])
     lab.executor.begin()
     until(lambda: zero.limits[-1] == one.limits[-1] == 4)
