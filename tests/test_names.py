@@ -11,7 +11,9 @@ TESTS = Path(__file__).parent
 def test_base_names_are_unique() -> None:
     files = [
         file.stem
-        for file in [*TESTS.rglob("test_*.py"), *TESTS.rglob("*_lab.py"), *TESTS.rglob("*_live.py")]
+        for file in {
+            f for kind in ("test_*.py", "*_lab.py", "*_live.py") for f in TESTS.rglob(kind)
+        }
         if not (file.parent / "__init__.py").exists()
     ]
     assert [name for name, times in Counter(files).items() if times > 1] == []
