@@ -71,6 +71,15 @@ def test_an_admin_key_is_no_argument(
     assert not the_run(lab).path.exists()
 
 
+def test_a_model_that_is_not_there(
+    submitted: Submit, lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = f"model.path={lab.home / 'nothing'}"
+    assert submitted("any_agent_grpo.py", "--config", "MY", missing) == 2
+    assert "is no model folder" in capsys.readouterr().err
+    assert not the_run(lab).path.exists()
+
+
 def test_the_script_is_for_its_owner_alone(submitted: Submit, lab: Lab) -> None:
     assert submitted("any_agent_grpo.py", "--config", "MY") == 0
     (path,) = the_run(lab).path.rglob("job.sbatch")

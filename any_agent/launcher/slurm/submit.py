@@ -14,8 +14,9 @@ from any_agent.access import require_key
 from any_agent.atomic import write_whole
 from any_agent.config import Config
 from any_agent.errors import StartupError
+from any_agent.launcher.model import check_model
 from any_agent.launcher.slurm.job import ask, require_program
-from any_agent.launcher.trial import trial_dir
+from any_agent.launcher.trial import newest_weights, trial_dir
 from any_agent.rundir import RunDir
 
 _SUBMIT_WITHIN = 60.0
@@ -76,6 +77,8 @@ def submit(config: Config, arguments: Sequence[str], say: Callable[[str], None])
         require_program(program)
     # What the job itself would find out, in hours perhaps.
     require_key(config, "a service in a Slurm job")
+    if newest_weights(config) is None:
+        check_model(config.model.path)
     name, run = job_name(config), trial_dir(config)
     before = _jobs(name)
     if going := [id for id, state in before.items() if state not in _OVER]:
