@@ -73,7 +73,7 @@ async def agent(service: RLClient, number: int) -> None:
     await service.finalize(session.api_key, (sum(map(ord, said)) % 101) / 100)
 
 
-async def drive(node: Node) -> None:
+async def drive(node: Node, first: int = 0) -> None:
     """One agent after the other until training has ended."""
 
     async def watch() -> None:
@@ -88,7 +88,7 @@ async def drive(node: Node) -> None:
     ):
         watching = tasks.create_task(watch())
         with contextlib.suppress(RunFinished):
-            for number in range(10**6):
+            for number in range(first, 10**6):
                 await agent(service, number)
         while not node.check():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -217,6 +217,37 @@ def test_the_oldest_checkpoint_is_enough_after_retention(
     done = Exported(config)
     assert done.code == 0 and set(done.ids) >= rows.keys(), done.said
     assert len(set(done.ids)) == len(done.ids)
+
+
+async def drive_again(node: Node) -> None:
+    """The service says of a finished run that it is finished until its trainer is back."""
+    async with asyncio.timeout(LIMIT), RLClient(node.url, retry_for=60) as service:
+        while (await service.run_info()).state == "finished":
+            node.check()
+            await asyncio.sleep(0.1)
+    # Those before have had their groups.
+    await drive(node, 1000)
+
+
+def test_a_rank_that_lost_its_journal(whole: Config, tmp_path: Path, tiny_model_dir: Path) -> None:
+    """The machine is gone, and with it what the steps after the checkpoint had taken from there."""
+    config = config_for(tmp_path / "runs", tiny_model_dir)
+    run = trial_dir(config)
+    shutil.copytree(trial_dir(whole).path, run.path)
+    (run.checkpoints / f"step-{STEPS:08d}" / "manifest.json").unlink()
+    lost = [path for path in run.journal(1).parent.iterdir() if path.name.startswith("rank-1.")]
+    for path in lost:
+        path.unlink()
+    with Node(config, NodeOptions(say=lambda _: None)) as node:
+        asyncio.run(drive_again(node))
+        assert node.parts["trainer"].restarts == 0
+    log = (run.logs / "trainer.log").read_text()
+    assert f"step {STEPS - 1}" in log and "cannot be made again, as a rank has lost its" in log
+    again = outcome(config)
+    assert [step for step, _, _ in again.rewards][:STEPS] == [*range(1, STEPS + 1)]
+    assert again.rewards[-1][0] == STEPS
+    state = json.loads((run.path / "state.json").read_text())
+    assert state["highest_version"] > STEPS, "no version is used twice"
 
 
 async def visit(node: Node) -> None:
