@@ -37,7 +37,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from any_agent.atomic import fsync, write_whole
 from any_agent.errors import ConfigError, StartupError
@@ -182,12 +182,10 @@ class RunDir:
         Yields the locked file's descriptor; processes that inherit it hold the lock, too.
         """
         with open(self.path / "lock", "w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            if not locked(file):
                 raise StartupError(
                     f"another service is using {self.path}; stop it, or choose another trial"
-                ) from None
+                )
             yield file.fileno()
 
     def next_epoch(self) -> int:
@@ -290,3 +288,17 @@ def checkpoint_problem(folder: Path) -> str | None:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
     return None
+
+
+def locked(file: IO[str]) -> bool:
+    """Lock an open file unless somebody else has. StartupError where there are no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise StartupError(
+            f"{file.name} cannot be locked ({error.strerror}): choose a root on a file system that "
+            "has locks (Lustre: mounted with flock)"
+        ) from None
+    return True

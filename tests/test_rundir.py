@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,3 +88,15 @@ def test_each_start_of_the_trainer_has_a_number_of_its_own(run: RunDir) -> None:
     (run.path / "trainer.epoch").write_text("x")
     with pytest.raises(StartupError, match="holds no number"):
         run.next_epoch()
+
+
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    run = RunDir(tmp_path)
+    with pytest.raises(StartupError, match=r"cannot be locked \(No locks available\)"), run.lock():
+        pass

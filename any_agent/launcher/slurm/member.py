@@ -7,7 +7,6 @@ end first, SIGUSR2 does not.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import signal
 import socket
@@ -33,7 +32,7 @@ from any_agent.launcher.stopping import Terminated
 from any_agent.logs import set_up_logging
 from any_agent.ports import reserve, url_of
 from any_agent.registry import HEARTBEAT, Entry, Registry, publish
-from any_agent.rundir import RunDir
+from any_agent.rundir import RunDir, locked
 
 _PREDECESSOR = 30.0
 """Seconds that an earlier start of this node may take to be gone."""
@@ -219,15 +218,11 @@ def _alone(run: RunDir, name: str) -> Iterator[int]:
     """Wait until the last process of an earlier start of this node is gone; a locked file."""
     with open(run.path / f"{name}.lock", "w") as file:
         deadline = time.monotonic() + _PREDECESSOR
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() >= deadline:
-                    raise StartupError(
-                        f"an earlier start of {name} still runs after {_PREDECESSOR:g} s"
-                    ) from None
+        while not locked(file):
+            if time.monotonic() >= deadline:
+                raise StartupError(
+                    f"an earlier start of {name} still runs after {_PREDECESSOR:g} s"
+                )
             time.sleep(0.2)
         yield file.fileno()
 
