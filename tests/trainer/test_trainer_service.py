@@ -11,6 +11,7 @@ import pytest
 
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, StartupError
+from any_agent.launcher.devices import SHARED_GPUS
 from any_agent.launcher.stopping import Terminated
 from trainer import service as module
 from trainer.service import Service
@@ -28,6 +29,7 @@ class FakeNode:
         self.options = options
         self.dir = SimpleNamespace(metrics=config.root / "metrics.jsonl")
         self.url = "http://here"
+        self.starter = SimpleNamespace(sharing="some")
         self.threads: set[str] = set()
         self.ended: list[Any] = []
         self.checked = threading.Event()
@@ -60,6 +62,8 @@ def config(tmp_path: Path) -> Config:
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeNode]:
     monkeypatch.setattr(module, "_Node", FakeNode)
     FakeNode.broken = {}
+    # Set again at the test's end, whatever was there.
+    monkeypatch.setenv(SHARED_GPUS, "none")
     return FakeNode
 
 
