@@ -16,6 +16,7 @@ from any_agent.chat import ChatFormat, load_chat_format
 from tests.chaos.killable import engine_in_thread
 from tests.e2e.serving import serve
 from tests.fakes.scripted_engine import ScriptedEngine
+from tests.fakes.true_logprobs import TrueModel
 
 _LIMIT = 60.0
 _CONTEXT = 131072
@@ -72,5 +73,8 @@ def live_service(model: Path, folder: Path) -> Iterator[Live]:
             "server.ranks=1",
             "server.port=0",
         ]
+        # The service finds out at its start that it holds the run's weights.
+        engine.model = TrueModel(model)
         with serve("--no-train", *settings, cwd=folder) as served:
+            engine.model = None
             yield Live(served.url, engine, chat)
