@@ -40,7 +40,9 @@ def main() -> int:
     interface = interface_of(args.host)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        if args.machines > 1:
+            # Alone it needs none, and engines elsewhere may have to reach it.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_END_WITHIN))
     port = args.port or free_port(args.address)
     config = LaunchConfig(

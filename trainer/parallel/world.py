@@ -84,7 +84,8 @@ def in_turn(world: World | None) -> Iterator[None]:
         return
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     mine = int(os.environ.get("LOCAL_RANK", "0"))
-    most = torch.tensor(here, device=world.device)
+    # On the CPU also with GPUs: NCCL's calls return before the others are there.
+    most = torch.tensor(here)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     for turn in range(int(most)):
         if turn == mine:
