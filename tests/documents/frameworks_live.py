@@ -1,0 +1,174 @@
+"""The guide: agents of OpenAI's Agents SDK and of CAMEL-AI, training scripts, command lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.environment import python_with
+from tests.documents import text
+from tests.documents.service import PYTHON, ROOT, Service, run_command, run_script
+
+CLIENTS = ROOT / "tests" / "clients"
+TASKS = [
+    {"messages": [{"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)}
+    for a in range(5)
+    for b in range(5)
+]
+
+
+def settings(model: Path, folder: Path, **more: object) -> list[str]:
+    """Two small steps on a service of the script's own."""
+    data = folder / "tasks.jsonl"
+    data.write_text("".join(json.dumps(task) + "\n" for task in TASKS), encoding="utf-8")
+    given = {
+        "model.path": model,
+        "model.enable_thinking": "false",
+        "server.port": 0,
+        "server.ranks": 2,
+        "root": folder / "runs",
+        "train_dataset.path": data,
+        "sampling.max_new_tokens": 64,
+        "sessions.group_size": 4,
+        "rollout.batch_size": 8,
+        "train.steps": 2,
+        "train.lr": 1e-4,
+    } | more
+    return [f"{name}={value}" for name, value in given.items()]
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    (metrics,) = (folder / "runs").rglob("metrics.jsonl")
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if "step" in line and "eval" not in line]
+
+
+def math_agent(folder: Path) -> Path:
+    """`my_agent.py` of the guide, and the interpreter that has what it imports."""
+    (folder / "my_agent.py").write_text(text.renamed(text.cut(1, 70, 119)), encoding="utf-8")
+    pins = CLIENTS / "math_agent" / "requirements.txt"
+    return python_with("math-agent", pins, ours=True)
+
+
+@pytest.mark.block(1, 70, 119)
+@pytest.mark.block(1, 161, 163, changes="model, data and sizes on the command line")
+def test_the_guides_command(taught_model: Path, tmp_path: Path) -> None:
+    python = math_agent(tmp_path)
+    os.symlink(ROOT / "examples", tmp_path / "examples")
+    command = text.cut(1, 161, 163).replace("\\\n", " ").split()
+    assert command[0] == "python3"
+    given = [*command[1:], *settings(taught_model, tmp_path)]
+    said = run_command([str(python), *given], tmp_path)
+    assert [step["step"] for step in steps(tmp_path)] == [1, 2], said
+
+
+@pytest.mark.block(1, 127, 153, changes="model, data and sizes on the command line")
+def test_the_guides_script(code: str, taught_model: Path, tmp_path: Path) -> None:
+    python = math_agent(tmp_path)
+    given = settings(taught_model, tmp_path, **{"train.steps": 1, "server.ranks": 1})
+    said = run_script(python, code, tmp_path, *given, name="train.py")
+    assert [step["step"] for step in steps(tmp_path)] == [1], said
+
+
+@pytest.mark.block(2, 161, 167, changes="indentation; MyWorkflow of the block before")
+def test_a_workflow_is_given_to_the_trainer(taught_model: Path, tmp_path: Path) -> None:
+    from tests.documents.workflows_live import whole_workflow
+
+    (tmp_path / "my_workflow.py").write_text(whole_workflow(), encoding="utf-8")
+    call = text.cut(2, 161, 167).partition("Workflows can")[0].replace("\n", " ")
+    code = f"""\
+import sys
+from any_agent import GRPOConfig, get_custom_dataset, load_expr_config, load_hf_tokenizer
+from trainer import PPOTrainer
+
+if __name__ == "__main__":
+    from my_workflow import MyWorkflow
+
+    config, _ = load_expr_config(sys.argv[1:], GRPOConfig)
+    tokenizer = load_hf_tokenizer(config.tokenizer_path)
+    dataset = get_custom_dataset(split="train", dataset_config=config.train_dataset)
+    with PPOTrainer(config, train_dataset=dataset) as trainer:
+        {call}
+"""
+    more = {"train.steps": 1, "server.ranks": 1, "sampling.max_new_tokens": 8}
+    said = run_script(PYTHON, code, tmp_path, *settings(taught_model, tmp_path, **more))
+    assert [step["step"] for step in steps(tmp_path)] == [1], said
+
+
+CAMEL = """\
+import asyncio
+import sys
+
+from any_agent import GRPOConfig, RemoteSGLangEngine, load_expr_config, load_hf_tokenizer
+from tests.documents.running import running
+
+model, *urls = sys.argv[1:]
+engine = RemoteSGLangEngine()
+engine.initialize(urls=urls, tokenizer=model)
+config, _ = load_expr_config([f"model.path={model}", "sampling.max_new_tokens=16"], GRPOConfig)
+given = {
+    "engine": engine,
+    "tokenizer": load_hf_tokenizer(model),
+    "config": config,
+    "data": {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "answer": "3"},
+}
+names = asyncio.run(running(CODE, given))
+engine.close()
+print("interactions", [len(one.to_tensor_dict()["input_ids"]) > 0 for one in names["found"].values()])
+"""
+ELLIPSIS = "AReaLOpenAICompatibleModel(...)"
+FILLED = (
+    "AReaLOpenAICompatibleModel(openai_client=client, tokenizer=self.tokenizer, model_type='areal')"
+)
+
+
+def camel() -> Path:
+    return python_with("camel-rlvr", CLIENTS / "camel_rlvr" / "requirements.txt", ours=True)
+
+
+@pytest.mark.block(1, 178, 188)
+def test_a_camel_agent_as_it_is(code: str, service: Service, tmp_path: Path) -> None:
+    """Before it is changed it finds the service by its environment, as any client of OpenAI's."""
+    import httpx
+
+    opened = httpx.post(f"{service.url}/rl/v1/start_session", json={"mode": "eval"}).json()
+    environ = {
+        "OPENAI_API_BASE_URL": opened["base_url"],
+        "OPENAI_BASE_URL": opened["base_url"],
+        "OPENAI_API_KEY": opened["api_key"],
+    }
+    script = f"import asyncio\nfrom tests.documents.running import running\nasyncio.run(running({code!r}, {{}}))\n"
+    said = run_script(camel(), script, tmp_path, **environ)
+    assert re.search(r"\d", said), said
+    assert service.session(opened["session_id"])["interactions"] == 1
+
+
+@pytest.mark.block(1, 197, 215)
+@pytest.mark.block(1, 224, 233)
+@pytest.mark.block(1, 243, 276, changes=f"{ELLIPSIS} gets the arguments of step 2")
+@pytest.mark.block(1, 285, 312)
+@pytest.mark.block(1, 334, 341)
+def test_camel_agents_on_the_direct_client(service: Service, tmp_path: Path) -> None:
+    parts = ((197, 215), (224, 233), (243, 276), (285, 312), (334, 341))
+    code = "".join(text.renamed(text.cut(1, *lines)) for lines in parts).replace(ELLIPSIS, FILLED)
+    code += "found = await workflow.arun_episode(engine, data)\n"
+    script = CAMEL.replace("CODE", repr(code))
+    said = run_script(camel(), script, tmp_path, str(service.model), *service.engines)
+    assert "interactions [True]" in said
+
+
+def test_no_block_of_the_fenced_documents_is_left_out(request: pytest.FixtureRequest) -> None:
+    if not text.present():
+        pytest.skip("the documents are not here")
+    marked = {
+        mark.args[:3] for item in request.session.items for mark in item.iter_markers("block")
+    }
+    if len({item.path for item in request.session.items}) < 4:
+        pytest.skip("only some of the files were asked for")
+    wanted = {(number, *lines) for number in (1, 4) for lines in text.fences(number)}
+    assert not wanted - marked

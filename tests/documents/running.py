@@ -1,0 +1,18 @@
+"""Code that may await at its top, as a notebook runs it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from typing import Any
+
+
+async def running(code: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Run the code among the given names, in the running event loop; return all names then."""
+    names = {"__name__": "documents", **given}
+    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    program = compile(code, "<document>", "exec", flags=flags, dont_inherit=True)
+    result = eval(program, names)
+    if inspect.iscoroutine(result):
+        await result
+    return names
