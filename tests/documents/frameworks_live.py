@@ -76,6 +76,7 @@ def test_the_guides_script(code: str, taught_model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.block(2, 161, 167, changes="indentation; MyWorkflow of the block before")
+@pytest.mark.block(2, 87, 101)
 def test_a_workflow_is_given_to_the_trainer(taught_model: Path, tmp_path: Path) -> None:
     from tests.documents.workflows_live import whole_workflow
 
@@ -96,8 +97,17 @@ if __name__ == "__main__":
         {call}
 """
     more = {"train.steps": 1, "server.ranks": 1, "sampling.max_new_tokens": 8}
+    more |= {"experiment": "my_exp", "trial": "trial1", "rollout.dump_to_file": "true"}
+    more |= {"rollout.fileroot": tmp_path / "FILEROOT"}
     said = run_script(PYTHON, code, tmp_path, *settings(taught_model, tmp_path, **more))
     assert [step["step"] for step in steps(tmp_path)] == [1], said
+    # Each item's file lies where the text says, for version 0, with the fields that it shows.
+    shown = json.loads(text.cut(2, 91, 101).partition("}")[0] + "}")
+    files = list((tmp_path / "FILEROOT" / "my_exp" / "trial1" / "rollout" / "0").glob("*.jsonl"))
+    assert files, said
+    for file in files:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        assert [line.keys() for line in lines] == [shown.keys()] * len(lines)
 
 
 CAMEL = """\
@@ -119,7 +129,8 @@ given = {
 }
 names = asyncio.run(running(CODE, given))
 engine.close()
-print("interactions", [len(one.to_tensor_dict()["input_ids"]) > 0 for one in names["found"].values()])
+tokens = [len(one.to_tensor_dict()["input_ids"]) for one in names["found"].values()]
+print("interactions", [count > 0 for count in tokens])
 """
 ELLIPSIS = "AReaLOpenAICompatibleModel(...)"
 FILLED = (
@@ -142,7 +153,8 @@ def test_a_camel_agent_as_it_is(code: str, service: Service, tmp_path: Path) -> 
         "OPENAI_BASE_URL": opened["base_url"],
         "OPENAI_API_KEY": opened["api_key"],
     }
-    script = f"import asyncio\nfrom tests.documents.running import running\nasyncio.run(running({code!r}, {{}}))\n"
+    head = "import asyncio\nfrom tests.documents.running import running\n"
+    script = f"{head}asyncio.run(running({code!r}, {{}}))\n"
     said = run_script(camel(), script, tmp_path, **environ)
     assert re.search(r"\d", said), said
     assert service.session(opened["session_id"])["interactions"] == 1

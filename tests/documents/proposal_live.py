@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from transformers import AutoTokenizer
 
 from any_agent import RemoteSGLangEngine, load_hf_tokenizer
 from tests.documents import text
@@ -20,13 +19,12 @@ from tests.documents.running import running
 from tests.documents.service import (
     EXPERIMENT,
     PYTHON,
-    TRIAL,
-    USER,
     Service,
     run_command,
     run_script,
 )
-from tests.slurm.jobs import ADMIN, settings as cluster_settings
+from tests.slurm.jobs import ADMIN
+from tests.slurm.jobs import settings as cluster_settings
 from tests.slurm.lab import slurm
 
 URL = "http://192.168.1.100:8080"

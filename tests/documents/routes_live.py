@@ -66,7 +66,7 @@ def run_all(code: str, episode: Episode) -> dict[str, Any]:
     return answers
 
 
-@pytest.mark.block(0, 378, 404)
+@pytest.mark.block(0, 378, 402)
 def test_a_sessions_lifecycle(code: str, service: Service) -> None:
     episode = Episode(service)
     code += 'POST /export_trajectories\n  Body: {"session_id": "..."}\n'
@@ -111,7 +111,7 @@ def test_the_guides_request_flow(service: Service) -> None:
 
 
 @pytest.mark.block(0, 483, 484)
-@pytest.mark.block(0, 466, 474)
+@pytest.mark.block(0, 466, 472)
 @pytest.mark.block(1, 533, 533)
 @pytest.mark.block(1, 519, 521)
 @pytest.mark.block(0, 414, 416)
@@ -121,7 +121,7 @@ def test_rewards_run_back_along_three_turns(service: Service) -> None:
     """A, B and C of the text: each turn's messages begin with all of the one before."""
     shown = [
         float(x)
-        for x in re.findall(r"= (?:[\d.]+ \+ .* = )?([\d.]+)$", text.cut(0, 466, 474), re.M)
+        for x in re.findall(r"= (?:[\d.]+ \+ .* = )?([\d.]+)$", text.cut(0, 466, 472), re.M)
     ]
     assert shown == [1.0, 0.9, 0.81]
     episode = Episode(service)

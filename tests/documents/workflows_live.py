@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import textwrap
 import uuid
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
 from torch.utils.data import DataLoader
@@ -103,7 +101,7 @@ async def test_my_agent(code: str, service: Service, monkeypatch: pytest.MonkeyP
     assert {one.reward for one in episode.values()} <= {0.0, 1.0}
 
 
-@pytest.mark.block(0, 132, 148, changes="RolloutWorkflow and compute_reward given")
+@pytest.mark.block(0, 132, 150, changes="RolloutWorkflow and compute_reward given")
 async def test_my_direct_workflow(code: str, rollout: RemoteSGLangEngine, tokenizer: Any) -> None:
     found = await running(code, GIVEN)
     workflow = found["MyWorkflow"]()
@@ -144,12 +142,12 @@ def test_settings(taught_model: Path, tmp_path: Path) -> None:
     assert read(f"{head}\n  {key.partition('When')[0]}").sessions.group_size == 4
 
 
-@pytest.mark.block(0, 199, 216, changes="compute_reward given")
+@pytest.mark.block(0, 199, 215, changes="compute_reward given")
 async def test_my_sync_agent(
     code: str, service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = "def compute_reward(response, answer):\n    return float(answer in (response.choices[0].message.content or ''))\n"
-    (tmp_path / "my_sync_agent.py").write_text(code + source)
+    reward = "\n\nfrom tests.documents.workflows_live import compute_reward\n"
+    (tmp_path / "my_sync_agent.py").write_text(code + reward)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     workflow = OpenAIProxyWorkflow(
@@ -206,7 +204,7 @@ async def test_the_direct_client(rollout: RemoteSGLangEngine, tokenizer: Any) ->
     assert rewards == {first.id: pytest.approx(0.5 + 0.9), second.id: 1.0}
 
 
-@pytest.mark.block(0, 492, 511, changes="called by its signature")
+@pytest.mark.block(0, 492, 509, changes="called by its signature")
 def test_a_workflow_is_resolved(service: Service) -> None:
     def signature(code: str) -> list[str]:
         return re.findall(r"\w+", code.partition("(")[2].partition(")")[0])
@@ -223,10 +221,7 @@ def test_a_workflow_is_resolved(service: Service) -> None:
 
 
 @pytest.mark.block(
-    0,
-    517,
-    545,
-    changes="OpenAIProxyClient(...) gets its arguments; the base class has the methods that are left out",
+    0, 517, 540, changes="OpenAIProxyClient(...) gets its arguments; the rest inherited"
 )
 async def test_the_proxy_workflows_excerpt(code: str, service: Service) -> None:
     code = code.replace(
@@ -243,6 +238,19 @@ async def test_the_proxy_workflows_excerpt(code: str, service: Service) -> None:
     (interaction,) = (await workflow.arun_episode(None, ITEM)).values()
     await workflow_context.close_clients()
     assert interaction.reward in (0.0, 1.0)
+
+
+@pytest.mark.block(0, 560, 596, changes="each method and style of the tables called")
+async def test_the_direct_clients_methods(rollout: RemoteSGLangEngine, tokenizer: Any) -> None:
+    client = EngineOpenAI(engine=rollout, tokenizer=tokenizer)
+    first = await client.chat.completions.create(model="default", messages=ASK)
+    client.set_reward(first.id, 0.25)
+    response = await client.responses.create(model="default", input="What is 1 + 2?")
+    client.set_last_reward(0.5)
+    client.apply_reward_discount(turn_discount=0.9)
+    for style in ("individual", "concat"):
+        found = client.export_interactions(style=style)
+        assert {id: one.reward for id, one in found.items()} == {first.id: 0.25, response.id: 0.5}
 
 
 @pytest.mark.block(0, 600, 605)
@@ -365,7 +373,8 @@ async def test_the_grouped_workflows_excerpt(
     code = code.partition("To create")[0]
     levels = {
         "class": 0, "async": 1, "# ": 2, "results": 2, "*[": 3, "for _": 4, ")": 2, "valid": 2,
-        "if not": 2, "return None": 3, "if all": 2, "return merge": 3, "else": 2, "return concat": 3,
+        "if not": 2, "return None": 3, "if all": 2, "return merge": 3, "else": 2,
+        "return concat": 3,
     }  # fmt: skip
     found = await running(
         nested(code, levels),
@@ -442,7 +451,7 @@ def test_the_multi_turn_workflow(
         is_exact(batch, len(batch["rewards"]))
 
 
-@pytest.mark.block(3, 16, 23)
+@pytest.mark.block(3, 15, 24)
 async def test_the_interface_of_the_guide(code: str) -> None:
     await running("from __future__ import annotations\n" + code, {})
 
@@ -455,7 +464,7 @@ async def test_the_signature_of_reward_functions(code: str) -> None:
     assert any_agent.gsm8k_reward_fn(**kwargs, answer="#### 3") == 1.0
 
 
-@pytest.mark.block(2, 168, 180, changes="each format resolved")
+@pytest.mark.block(2, 168, 178, changes="each format resolved")
 def test_the_formats_of_workflows(service: Service) -> None:
     class Mine(RolloutWorkflow):
         async def arun_episode(self, engine: Any, data: Any) -> None:
