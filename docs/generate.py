@@ -4,7 +4,8 @@ docs/configuration.md from any_agent/config: a setting's meaning is the docstrin
 field, its section's the docstring of the class. docs/metrics.md from each part's table of metrics.
 docs/sessions.md from the table of states in proxy_ext/sessions/lifecycle.py, docs/keys.md from the
 one of routes and scopes in proxy_ext/scopes.py, docs/parameters.md from the one in
-any_agent/completions/params/table.py, docs/compatibility.md from what `make test-clients` found.
+any_agent/completions/params/table.py, docs/compatibility.md from what `make test-clients` found,
+docs/from-areal.md from docs/from_areal.yaml.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 route_scopes: Any = importlib.import_module("route_scopes")
 call_parameters: Any = importlib.import_module("call_parameters")
 client_results: Any = importlib.import_module("client_results")
+from_areal: Any = importlib.import_module("from_areal")
 session_states: Any = importlib.import_module("session_states")
 SOURCE = ROOT / "any_agent" / "config"
 TARGET = ROOT / "docs" / "configuration.md"
@@ -32,6 +34,7 @@ KEYS_TARGET = ROOT / "docs" / "keys.md"
 SESSIONS_TARGET = ROOT / "docs" / "sessions.md"
 PARAMETERS_TARGET = ROOT / "docs" / "parameters.md"
 COMPATIBILITY_TARGET = ROOT / "docs" / "compatibility.md"
+FROM_AREAL_TARGET = ROOT / "docs" / "from-areal.md"
 
 HEAD = """# Configuration
 
@@ -138,6 +141,7 @@ def main() -> int:
         KEYS_TARGET: route_scopes.render(),
         PARAMETERS_TARGET: call_parameters.render(),
         COMPATIBILITY_TARGET: client_results.render(),
+        FROM_AREAL_TARGET: from_areal.document(),
     }
     old = [p for p, text in texts.items() if not p.exists() or p.read_text("utf-8") != text]
     for path in old:
