@@ -141,7 +141,7 @@ def main() -> int:
         KEYS_TARGET: route_scopes.render(),
         PARAMETERS_TARGET: call_parameters.render(),
         COMPATIBILITY_TARGET: client_results.render(),
-        FROM_AREAL_TARGET: from_areal.document(),
+        FROM_AREAL_TARGET: from_areal.render(),
     }
     old = [p for p, text in texts.items() if not p.exists() or p.read_text("utf-8") != text]
     for path in old:
