@@ -20,12 +20,15 @@ import numpy.typing as npt
 
 from any_agent import errors
 from any_agent.jitter import jittered
+from any_agent.logs import Redactor
 from any_agent.record import InteractionWithTokenLogpReward
 
 log = logging.getLogger(__name__)
 
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _DTYPES = {"torch.int32": "<i4", "torch.float32": "<f4", "torch.bool": "?"}
+_SAID = ("messages", "output_message_list", "completion", "model_response", "parent_id")
+"""What is exported of an interaction beside its tensors; older services tell nothing of it."""
 _AGAIN = (429, 502, 503, 504)
 _NO_SLOT = "no_capacity"
 _ANSWER_TIMEOUT = 60.0
@@ -75,6 +78,12 @@ class OpenAIProxyClient:
         if self._key is None:
             raise ValueError("the session is not open: use the client in an async with")
         return self._key
+
+    @property
+    def session_url(self) -> str:
+        """The agent's base URL, `http://host:port/<key>/v1`: it names the session, whatever key the
+        agent sends. ValueError before the session is open."""
+        return f"{self.base_url}/{self.session_api_key}/v1"
 
     async def grant_capacity(self) -> None:
         """Let one more session open, at the rank that serves this task."""
@@ -129,6 +138,8 @@ class OpenAIProxyClient:
     ) -> dict[str, InteractionWithTokenLogpReward]:
         """What was recorded, by id, with final rewards; after the session has ended.
 
+        Whatever a service does not tell of an interaction, beside its tensors, is None.
+
         ``individual``: every interaction; ``concat``: each path's leaf, Unprocessable where a path
         is not token-exact.
         """
@@ -138,7 +149,9 @@ class OpenAIProxyClient:
         answer = await self._post(
             "/export_trajectories", body, self._admin_key, limit=_EXPORT_TIMEOUT
         )
-        return {id: _interaction(id, one) for id, one in answer["interactions"].items()}
+        return InteractionWithTokenLogpReward.link(
+            {id: _interaction(id, one) for id, one in answer["interactions"].items()}
+        )
 
     async def discard(self, error: BaseException) -> None:
         """Let go of an ended session that this kept from being exported: it would wait for that
@@ -250,12 +263,13 @@ def _reason(error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"
     except Exception:
         text = type(error).__name__
-    return text[:200].encode(errors="replace").decode()
+    return Redactor().text(text)[:200].encode(errors="replace").decode()
 
 
 def _interaction(id: str, exported: dict[str, Any]) -> InteractionWithTokenLogpReward:
     tensors = {name: _array(one) for name, one in exported["tensor_dict"].items()}
-    return InteractionWithTokenLogpReward.from_tensors(id, tensors)
+    said = {name: exported.get(name) for name in _SAID}
+    return InteractionWithTokenLogpReward.from_tensors(id, tensors, **said)
 
 
 def _array(tensor: dict[str, Any]) -> npt.NDArray[Any]:

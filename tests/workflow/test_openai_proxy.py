@@ -134,7 +134,7 @@ async def test_a_run_that_skips_its_item_is_rejected(proxy: Proxy) -> None:
         (MyAgent(reward=lambda _: {"chatcmpl-x": 1.0}), "invalid_reward", "'chatcmpl-x'"),
         (MyAgent(reward=lambda _: {1: 1.0}), "invalid_reward", "key 1"),
         (MyAgent(reward=lambda all: {all[0].id: math.inf}), "invalid_reward", "inf for chatcmpl"),
-        (Elsewhere(), "no_model_call", "base_url and api_key"),
+        (Elsewhere(), "no_model_call", "with the base_url that run is given"),
     ],
 )
 async def test_what_is_no_reward_is_named(proxy: Proxy, agent: Any, code: str, said: str) -> None:
@@ -231,14 +231,14 @@ class Deaf:
         (object(), "has no run"),
         (MyAgent, "give an instance"),
         (Synchronous(), r"async def run.*rollout\.agent\.mode=subproc"),
-        (Deaf(), "takes no base_url"),
+        (Deaf(), r"takes no base_url.*rollout\.agent\.mode=subproc"),
     ],
 )
 def test_agents_that_cannot_be_run(agent: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        OpenAIProxyWorkflow(agent=agent, proxy_addr="http://127.0.0.1:1")
+        OpenAIProxyWorkflow(agent=agent, proxy_addr="http://127.0.0.1:1", mode="inline")
 
 
 def test_an_unknown_mode() -> None:
-    with pytest.raises(ConfigError, match="inline or subproc"):
+    with pytest.raises(ConfigError, match="auto, inline or subproc"):
         OpenAIProxyWorkflow(agent=MyAgent(), proxy_addr="http://x", mode="online")  # type: ignore[arg-type]
