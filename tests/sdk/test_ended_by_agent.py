@@ -30,7 +30,8 @@ class Finisher:
 
     async def run(self, prompt: str) -> None:
         async with aiohttp.ClientSession(base_url=os.environ["OPENAI_BASE_URL"]) as http:
-            body = {"model": "x", "messages": [{"role": "user", "content": prompt}]}
+            messages = [{"role": "user", "content": prompt}]
+            body = {"model": "x", "messages": messages, "max_tokens": 4}
             answer = await http.post("/v1/chat/completions", json=body)
             reward = {"completion_id": (await answer.json())["id"], "reward": 0.5}
             await http.post("/rl/v1/set_reward", json=reward)
@@ -91,7 +92,14 @@ async def test_an_exception_behind_its_end_goes_on_and_changes_nothing(here: Ser
 
 
 async def test_two_agents_that_end_one_session(here: Served) -> None:
-    agent = Finisher()
+    both = asyncio.Barrier(2)
+
+    class Together(Finisher):
+        async def finish(self, http: aiohttp.ClientSession) -> None:
+            await both.wait()
+            await super().finish(http)
+
+    agent = Together()
     async with AgentSession() as session:
         await asyncio.gather(agent.run("Say 1."), agent.run("Say 2."))
     assert 200 in agent.answered
