@@ -25,9 +25,9 @@ _COUNT = "x-stainless-retry-count"
 _TURNED_AWAY = (429, 503)
 _LOST = 502
 _KEY_IN_PATH = re.compile(
-    rb"/(" + re.escape(SESSION_KEY_PREFIX.encode()) + rb"[^/?]+)(/v1(?=/rl/))?(?=/)"
+    rb"/(" + re.escape(SESSION_KEY_PREFIX.encode()) + rb"[^/?]+)(/v1(?=/(?:rl|v1)/))?(?=/)"
 )
-"""Behind a key `/v1/rl` is `/rl`: an agent's base URL ends in `/v1`."""
+"""Behind a key `/v1/rl` is `/rl`, and `/v1/v1` `/v1`: an agent's base URL ends in `/v1`."""
 _LONGEST_WAIT = 60.0
 """Seconds, whatever the service asks for."""
 

@@ -170,12 +170,11 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         self, http_session: aiohttp.ClientSession, data: Mapping[str, Any] | None
     ) -> OpenAIProxyClient:
         context = workflow_context.get()
-        key = self.service.admin_key
         return OpenAIProxyClient(
             http_session,
             self.service.url,
             str(_task_of(data, context.task_id)),
-            key() if callable(key) else key,
+            self.service.admin_key,
             mode="eval" if context.is_eval else "train",
             patience=self.service.patience,
         )

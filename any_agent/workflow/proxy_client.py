@@ -10,6 +10,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 from hashlib import blake2b
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -41,8 +42,8 @@ _HEARTBEAT = 60.0
 class OpenAIProxyClient:
     """A session of the service at ``base_url``: open inside the ``async with``, exported after it.
 
-    ``session`` is the caller's HTTP session, ``admin_api_key`` an admin's or a trainer's (None
-    where the service has no keys). An exception inside the block aborts the session: nothing of it
+    ``session`` is the caller's HTTP session, ``admin_api_key`` an admin's or a trainer's (a
+    function for one that changes, None where the service has no keys). An exception inside the block aborts the session: nothing of it
     is trained on. In the mode ``eval`` it needs no grant, is sampled as the agent asks, and is
     never trained on. A service that is full or away is waited for, ``patience`` seconds at each
     request, and nothing happens twice.
@@ -55,7 +56,7 @@ class OpenAIProxyClient:
         session: aiohttp.ClientSession,
         base_url: str,
         task_id: str,
-        admin_api_key: str | None = None,
+        admin_api_key: str | Callable[[], str] | None = None,
         *,
         mode: Literal["train", "eval"] = "train",
         patience: float = 300.0,
@@ -200,7 +201,7 @@ class OpenAIProxyClient:
         self,
         path: str,
         body: dict[str, Any],
-        key: str | None,
+        key: str | Callable[[], str] | None,
         *,
         limit: float = _ANSWER_TIMEOUT,
         patience: float | None = None,
@@ -209,7 +210,7 @@ class OpenAIProxyClient:
         """The answer to a request that happens once however often it is sent."""
         headers = {"Idempotency-Key": uuid.uuid4().hex}
         if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
+            headers["Authorization"] = f"Bearer {key() if callable(key) else key}"
         deadline = time.monotonic() + (self._patience if patience is None else patience)
         delay = 0.1
         while True:

@@ -130,22 +130,28 @@ async def test_the_url_says_whose_a_call_is_and_no_key_does(
     ours, other = (OpenAIProxyClient(http, proxy.url, f"t{k}", ADMIN) for k in range(2))
     for client in (ours, other):
         await client.grant_capacity()
-    async with ours, other:
+    async with ours, other, httpx.AsyncClient() as own_client:
         patient = await context.get_httpx_client()
         given = Keyless(ours.session_api_key), Keyless("DUMMY")
         for agent in given:
             await agent.run(ITEM, other.session_url, patient)
             # A client of its own leaves the key in the URL.
-            async with httpx.AsyncClient() as own:
-                await agent.run(ITEM, other.session_url, own)
+            await agent.run(ITEM, other.session_url, own_client)
         assert [len(await proxy.recorded(f"t{k}-0-0")) for k in range(2)] == [0, 4]
+        for http_client in (patient, own_client):
+            body = {"model": "x", "messages": HELLO, "max_tokens": 4}
+            for path, sent in (("v1/messages", body), ("rl/set_reward", {"reward": 0.5})):
+                headers = {"x-api-key": "DUMMY"}
+                url = f"{other.session_url}/{path}"
+                answer = await http_client.post(url, json=sent, headers=headers)
+                assert answer.status_code == 200, answer.text
         forged = other.session_url.replace("sk-v1.0.", "sk-v1.0.0")
         with pytest.raises(AuthenticationError):
             await Keyless(ours.session_api_key).run(ITEM, forged, patient)
         await other.set_last_reward(1.0)
     with pytest.raises(APIStatusError, match="session"):
         await Keyless().run(ITEM, other.session_url, await context.get_httpx_client())
-    assert [len(await proxy.recorded(f"t{k}-0-0")) for k in range(2)] == [0, 4]
+    assert [len(await proxy.recorded(f"t{k}-0-0")) for k in range(2)] == [0, 6]
 
 
 class Shows:
