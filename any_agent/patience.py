@@ -136,7 +136,7 @@ def patient_client(*, patience: float = 300.0) -> SharedClient:
 def _of_a_session(request: httpx.Request) -> bool:
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
     key = bearer or request.headers.get("x-api-key", "")
-    return key.startswith(SESSION_KEY_PREFIX) or SESSION_KEY_PREFIX in request.url.path
+    return bool(key.startswith(SESSION_KEY_PREFIX))
 
 
 def _followed(request: httpx.Request) -> httpx.Request:

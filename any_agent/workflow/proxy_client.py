@@ -43,10 +43,10 @@ class OpenAIProxyClient:
     """A session of the service at ``base_url``: open inside the ``async with``, exported after it.
 
     ``session`` is the caller's HTTP session, ``admin_api_key`` an admin's or a trainer's (a
-    function for one that changes, None where the service has no keys). An exception inside the block aborts the session: nothing of it
-    is trained on. In the mode ``eval`` it needs no grant, is sampled as the agent asks, and is
-    never trained on. A service that is full or away is waited for, ``patience`` seconds at each
-    request, and nothing happens twice.
+    function for one that changes, None where the service has no keys). An exception inside the
+    block aborts the session: nothing of it is trained on. In the mode ``eval`` it needs no grant,
+    is sampled as the agent asks, and is never trained on. A service that is full or away is waited
+    for, ``patience`` seconds at each request, and nothing happens twice.
 
     Methods raise the AnyAgentError that the service answered.
     """
