@@ -7,9 +7,10 @@ engine or a restarted rank answers in between would end their episode.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
@@ -23,6 +24,10 @@ _COUNT = "x-stainless-retry-count"
 """By which SDKs mark a call that is sent again: the service then samples nothing twice."""
 _TURNED_AWAY = (429, 503)
 _LOST = 502
+_KEY_IN_PATH = re.compile(
+    rb"/(" + re.escape(SESSION_KEY_PREFIX.encode()) + rb"[^/?]+)(/v1(?=/(?:rl|v1)/))?(?=/)"
+)
+"""Behind a key `/v1/rl` is `/rl`, and `/v1/v1` `/v1`: an agent's base URL ends in `/v1`."""
 _LONGEST_WAIT = 60.0
 """Seconds, whatever the service asks for."""
 
@@ -82,7 +87,21 @@ class PatientTransport(httpx.AsyncBaseTransport):
 
 
 class SharedClient(httpx.AsyncClient):
-    """A client that its users cannot close: some do what they learned, and close what they use."""
+    """A client that its users cannot close: some do what they learned, and close what they use.
+
+    A session's key in a URL goes into a header, as logs and errors show URLs.
+    """
+
+    def build_request(self, *arguments: Any, **named: Any) -> httpx.Request:
+        request = super().build_request(*arguments, **named)
+        found = _KEY_IN_PATH.search(request.url.raw_path)
+        if found is not None:
+            path = request.url.raw_path.replace(found[0], b"", 1)
+            request.url = request.url.copy_with(raw_path=path)
+            for name in ("x-api-key", "api-key"):
+                request.headers.pop(name, None)
+            request.headers["Authorization"] = f"Bearer {found[1].decode('ascii')}"
+        return request
 
     async def __aenter__(self) -> Self:
         return self

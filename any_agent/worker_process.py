@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import inspect
 import os
 import pickle
@@ -51,10 +52,12 @@ def call(packed: bytes, environ: Mapping[str, str]) -> bytes | Failure:
     """
     before = dict(os.environ)
     os.environ.update(environ)
+    had_loop = False
     try:
         function, args, kwargs = pickle.loads(packed)
         result = function(*args, **kwargs)
         if inspect.iscoroutine(result):
+            had_loop = True
             result = asyncio.run(result)
         return pickle.dumps(result)
     except BaseException as error:  # also one that exits: it ends its call, not the worker
@@ -62,6 +65,10 @@ def call(packed: bytes, environ: Mapping[str, str]) -> bytes | Failure:
     finally:
         os.environ.clear()
         os.environ.update(before)
+        if had_loop:
+            # HTTP clients that nobody closed would close themselves in the next call's event loop,
+            # which is not theirs.
+            gc.collect()
 
 
 def _failure(error: BaseException) -> Failure:

@@ -219,6 +219,9 @@ def _without_prefix(scope: Scope) -> Scope:
     if prefix is None:
         return scope
     path = scope["path"].removeprefix(f"/{prefix}")
+    if path.startswith(("/v1/rl/", "/v1/v1/")):
+        # An agent's base URL ends in /v1, and is all that it may know, and Anthropic's client too.
+        path = path.removeprefix("/v1")
     return {**scope, "path": path, "raw_path": None, PREFIX_SCOPE_KEY: prefix}
 
 

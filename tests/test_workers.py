@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from any_agent import worker_process
 from any_agent.config import SECRET_VARIABLES
 from any_agent.errors import ConfigError
-from any_agent.workers import WorkerCrashed, WorkerFailed, WorkerPool, unpicklable
+from any_agent.workers import WorkerCrashed, WorkerFailed, WorkerPool, pack, unpicklable
 from tests import reward_functions as functions
 from tests.proxy_ext.proxy_lab import until
 
@@ -40,6 +42,31 @@ async def test_a_call_has_its_own_environment(monkeypatch: pytest.MonkeyPatch) -
     assert await pool.run(functions.variable, "OF_A_CALL", timeout=60) is None
     assert await pool.run(functions.variable, SECRET_VARIABLES[0], timeout=60) is None
     await asyncio.to_thread(pool.close)
+
+
+class Unclosed:
+    """As HTTP clients do, it wants to close itself in whatever event loop runs when it goes."""
+
+    gone_in: ClassVar[list[bool]] = []
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        self.gone_in.append(asyncio._get_running_loop() is not None)
+
+
+async def leaves_one(fails: bool) -> None:
+    one = Unclosed()
+    if fails:
+        raise ValueError(one)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_coroutine_leaves_is_gone_before_the_next_call(fails: bool) -> None:
+    Unclosed.gone_in.clear()
+    worker_process.call(pack(leaves_one, (fails,)), {})
+    assert Unclosed.gone_in == [False]
 
 
 def test_a_script_without_its_guard_is_told_so(tmp_path: Path) -> None:

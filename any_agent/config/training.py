@@ -14,9 +14,10 @@ from any_agent.config.section import Section
 class AgentConfig(Section):
     """Agents that the trainer runs on a dataset: classes with `async def run(data, ...)`."""
 
-    mode: Literal["inline", "subproc"] = "inline"
-    """Where an agent runs: as a coroutine beside the others, or in a process of a pool, where it
-    may block and is told the service's URL and its key by the environment."""
+    mode: Literal["auto", "inline", "subproc"] = "auto"
+    """Where an agent runs: `inline`, as a coroutine beside the others; `subproc`, in a process of a
+    pool, where it may block and is told the service's URL and its key by the environment; `auto`,
+    inline until an agent turns out to need a main thread or to be no coroutine."""
     export_style: Literal["individual", "concat"] = "individual"
     """What is trained on: every model call as a row of its own, or each conversation as one row
     where it is token-exact."""

@@ -44,6 +44,8 @@ class InteractionWithTokenLogpReward:
     tree: InteractionTree | None = field(default=None, repr=False)
     rewards: Mapping[str, float] = field(default_factory=dict, repr=False)
     """r of every interaction of the tree, by id."""
+    exported: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """What a service told of it beside its tensors, where it came over HTTP."""
 
     @classmethod
     def of_tree(
@@ -56,7 +58,17 @@ class InteractionWithTokenLogpReward:
         }
 
     @classmethod
-    def from_tensors(cls, interaction_id: str, tensors: Mapping[str, Any]) -> Self:
+    def from_tensors(
+        cls,
+        interaction_id: str,
+        tensors: Mapping[str, Any],
+        *,
+        messages: list[Message] | None = None,
+        output_message_list: list[Message] | None = None,
+        completion: Any = None,
+        model_response: Any = None,
+        parent_id: str | None = None,
+    ) -> Self:
         """One that was exported as tensors or arrays, of the shape [seq_len] or [1, seq_len].
 
         Raises InvalidTrajectory where a field is missing.
@@ -67,17 +79,46 @@ class InteractionWithTokenLogpReward:
                 raise InvalidTrajectory(f"interaction {interaction_id} has no {name}", param=name)
             values = np.asarray(tensors[name], dtype=dtype)
             row[name] = values.reshape(() if name == "rewards" else -1)
-        return cls(interaction_id, float(row["rewards"]), row)
+        told = {
+            "messages": messages,
+            "output_message_list": output_message_list,
+            "completion": completion,
+            "model_response": model_response,
+            "parent_id": parent_id,
+        }
+        return cls(interaction_id, float(row["rewards"]), row, exported=told)
+
+    @staticmethod
+    def link(
+        interactions: dict[str, InteractionWithTokenLogpReward],
+    ) -> dict[str, InteractionWithTokenLogpReward]:
+        """The same dictionary, each one's ``parent`` set to the one in it that it goes on from."""
+        for one in interactions.values():
+            one.__dict__["parent"] = interactions.get(one.exported.get("parent_id") or "")
+        return interactions
 
     @property
     def messages(self) -> list[Message]:
         """The request's; empty where only tensors are known."""
-        return [] if self.tree is None else self.tree.messages(self.interaction_id)
+        if self.tree is None:
+            return self.exported.get("messages") or []
+        return self.tree.messages(self.interaction_id)
 
     @property
     def output_message_list(self) -> list[Message] | None:
         """The answer, as a list of one message; None where only tensors are known."""
-        return None if self.interaction is None else [self.interaction.output_message]
+        if self.interaction is None:
+            return self.exported.get("output_message_list")
+        return [self.interaction.output_message]
+
+    @property
+    def completion(self) -> Any:
+        """The answer as OpenAI's ChatCompletion; None where it is not known."""
+        if (told := self.exported.get("completion")) is None:
+            return None
+        from openai.types.chat import ChatCompletion
+
+        return ChatCompletion.model_validate(told)
 
     @property
     def has_tensor_data(self) -> bool:
@@ -100,7 +141,12 @@ class InteractionWithTokenLogpReward:
         """Prompt and answer as an engine gives them; None where only tensors are known."""
         node = self.interaction
         if node is None or self.tree is None:
-            return None
+            told = self.exported.get("model_response")
+            if told is None:
+                return None
+            tokens = told["input_tokens"], told["output_tokens"]
+            rest = told["output_logprobs"], told["output_versions"], told["stop_reason"]
+            return ModelResponse(*tokens, *rest)
         return ModelResponse(
             self.tree.prompt_ids(node.id).tolist(),
             node.output_ids.tolist(),

@@ -9,6 +9,7 @@ from typing import Final
 import httpx
 
 from any_agent.errors import AnyAgentError, TrainingError
+from any_agent.logs import Redactor
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Failures:
 
 def said(error: BaseException) -> str:
     """The error in a line."""
-    text = " ".join(str(error).split())[:500]
+    text = Redactor().text(" ".join(str(error).split()))[:500]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

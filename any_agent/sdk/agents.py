@@ -16,6 +16,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeAlias
 
+from any_agent.agent_environment import require_some_key
 from any_agent.by_name import import_by_name
 from any_agent.errors import AgentFailed, ConfigError
 from any_agent.patience import SharedClient
@@ -56,12 +57,13 @@ class Agent:
         """What it returns for an item. It raises what the agent raises, but for SystemExit, which
         is AgentFailed: a library that wants to end the process ends its own run."""
         given: dict[str, Any] = {
-            "base_url": session.url,
+            "base_url": session.session_url,
             "api_key": session.api_key,
             "session": session.blocking if self.blocks else session,
         }
         if not self.blocks:
             given["http_client"] = http_client
+        require_some_key()
         positional = (item, given["session"]) if self._second else (item,)
         call = partial(
             self._call, *positional, **{name: given[name] for name in self._named if name in given}

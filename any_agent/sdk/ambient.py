@@ -24,6 +24,7 @@ _CALLS = ("chat", "completions", "responses", "messages", "embeddings", "models"
 """What the paths of an agent's calls begin with, behind `/v1` if there is one."""
 _REWARDS = ("set_reward", "finalize", "end_session")
 """The `/rl` routes that an agent calls for its own session."""
+_ENDS = ("/finalize", "/end_session")
 _NAMING = "x-any-agent-session"
 
 
@@ -46,6 +47,8 @@ class Membership:
     outer: Membership | None = field(default=None, repr=False)
     over: bool = False
     """Whoever joined has left: nobody comes back here from an inner one."""
+    asked_to_end: bool = False
+    """One of its requests was to end the session: that may have happened."""
 
     @property
     def place(self) -> _Place | None:
@@ -111,6 +114,7 @@ def key_for(
     path = path[len(place.path) :]
     if not _is_agents(path) or session_prefix(path) is not None or _names_session(headers):
         return None
+    here.asked_to_end |= path.endswith(_ENDS)
     return here.api_key
 
 

@@ -180,6 +180,8 @@ class Attempts:
         if session.ended:
             # By the agent itself.
             return await session.info()
+        if session.asked_to_end and (info := await session.over()) is not None:
+            return info
         try:
             await session.set_returned(returned, self._agent.name)
             return await self._end(session, self._plan.key(place, attempt, "end"))
@@ -213,6 +215,8 @@ class Attempts:
         try:
             info = await session.finalize(idempotency_key=key)
         except Unprocessable as error:
+            if (over := await session.over()) is not None:
+                return over
             if error.code != "no_reward" or missing == "fail":
                 raise
             if missing == "await":

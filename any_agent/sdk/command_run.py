@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from any_agent.config import ENV_PREFIX
-from any_agent.errors import AgentFailed, AnyAgentError, Unprocessable
+from any_agent.errors import AgentFailed, AnyAgentError, SessionClosed, Unprocessable
 from any_agent.protocol import SessionContent, SessionInfo
 from any_agent.sdk.command_child import Ended, Program, run_program
 from any_agent.sdk.command_reward import (
@@ -178,6 +178,12 @@ async def _content(session: AsyncSession, service: Service) -> SessionContent:
 async def _finalized(session: AsyncSession, reward: Reward | None) -> SessionInfo:
     try:
         return await session.finalize(reward)
+    except SessionClosed:
+        # The program may have finalized it itself, with its own reward.
+        over = await session.over()
+        if reward is not None or over is None or over.state == "aborted":
+            raise
+        return over
     except Unprocessable as error:
         told = {"no_reward": _NO_REWARD, "no_interactions": _NO_CALL}.get(error.code)
         if told is None:

@@ -36,6 +36,11 @@ class Opened:
         return f"{self._service.url}/v1"
 
     @property
+    def session_url(self) -> str:
+        """With `/v1`, for OpenAI's clients: it names the session, so whatever key they send."""
+        return f"{self._service.url}/{self.api_key}/v1"
+
+    @property
     def version(self) -> int:
         """The weight version that was served when it was opened."""
         return self._started.version

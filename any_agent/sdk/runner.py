@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,22 +105,19 @@ class AgentRunner:
         *,
         group_size: int | None = None,
         agent_kwargs: Mapping[str, Any] | None = None,
-    ) -> RunResults:
-        """As :meth:`arun`, for code without an event loop.
+    ) -> RunResults | Coroutine[Any, Any, RunResults]:
+        """The results where no event loop runs; inside of one the coroutine of :meth:`arun`, which
+        is to be awaited.
 
         Ctrl-C ends what runs and aborts its sessions; what is done is kept in the file of results.
         A second one ends at once.
         """
+        running = self.arun(agent, dataset, group_size=group_size, agent_kwargs=agent_kwargs)
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            pass
-        else:
-            raise RuntimeError(
-                "AgentRunner.run would block the event loop that runs here: await runner.arun(...)"
-            )
-        running = self.arun(agent, dataset, group_size=group_size, agent_kwargs=agent_kwargs)
-        return asyncio.run(running)
+            return asyncio.run(running)
+        return running
 
     async def arun(
         self,
@@ -135,7 +132,8 @@ class AgentRunner:
         ``agent``: ``fn(item)``, ``fn(item, session)``, an object or a class with ``run(data,
         **extra_kwargs)`` (made with ``agent_kwargs``), or the dotted name of one; what blocks is
         run in threads. It returns a reward (of its last completion), a dict of them by completion
-        id, or None where it has set them itself. ``dataset``: a list of items, what
+        id, or None where it has set them itself; of one that has finalized its session itself,
+        what it returns counts for nothing. ``dataset``: a list of items, what
         `get_custom_dataset` returns, or a JSONL file. ``group_size``: instead of the
         runner's.
 

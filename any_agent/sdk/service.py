@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
+from any_agent.agent_environment import PLACEHOLDER_KEY
 from any_agent.client import RLClient
 from any_agent.connections import proxied
 from any_agent.errors import ConfigError
@@ -84,6 +85,8 @@ def find_service(
     key, key_from = _first("api_key", api_key, _KEYS, environ)
     # As it is read from files, with the end of its line.
     key = (key or "").strip() or None
+    if key == PLACEHOLDER_KEY:
+        key = None
     if key is not None and key.startswith(SESSION_KEY_PREFIX):
         raise ConfigError(
             f"{key_from} is the key of one session, which cannot open others: give a tenant's key "

@@ -16,7 +16,9 @@ from pydantic import ValidationError
 from any_agent.client import RLClient
 from any_agent.errors import (
     AnyAgentError,
+    Conflict,
     InvalidRequest,
+    SessionClosed,
     Unprocessable,
 )
 from any_agent.protocol import RewardSet, SessionInfo, SessionStarted, StartSession
@@ -60,6 +62,7 @@ class AsyncSession(Opened):
         self._process = os.getpid()
         self.ended = False
         """Whether its end was asked for: leaving it changes nothing any more."""
+        self._membership: ambient.Membership | None = None
 
     @property
     def blocking(self) -> Session:
@@ -157,6 +160,20 @@ class AsyncSession(Opened):
         async with self._client() as client:
             return await client.session_info(self.session_id, self.api_key)
 
+    @property
+    def asked_to_end(self) -> bool:
+        """Whether it was asked to end by a method, or by a client that has joined it."""
+        return self.ended or (self._membership is not None and self._membership.asked_to_end)
+
+    async def over(self) -> SessionInfo | None:
+        """What has become of it, if somebody has ended it; None while it is open, and if its time
+        ran out."""
+        info = await self.info()
+        if info.state in ("open", "expired"):
+            return None
+        self.ended = True
+        return info
+
     def detach(self) -> None:
         """Leave it open for somebody else to end: leaving it changes nothing then."""
         self.ended = True
@@ -237,9 +254,10 @@ class AgentSession:
     """``async with AgentSession("task-1") as session`` gives an :class:`AsyncSession`, ``with`` a
     :class:`Session` that blocks.
 
-    Left normally it is finalized, unless that was done; left by an exception it is aborted. Inside,
-    unmodified aiohttp, httpx, httpx2 and requests clients that call the service make their calls in
-    it, in this task or thread and in those that copy its context.
+    Left normally it is finalized, unless somebody has ended it; left by an exception it is aborted,
+    unless it was finalized. Inside, unmodified aiohttp, httpx, httpx2 and requests clients that
+    call the service make their calls in it, in this task or thread and in those that copy its
+    context.
 
     ``url`` and ``api_key`` are by default those of the environment (`find_service`). Fields of
     :class:`any_agent.protocol.StartSession`: ``task_id``, ``group_id``, ``group_size``, ``mode``,
@@ -346,6 +364,7 @@ class AgentSession:
     def _join(self, session: AsyncSession) -> None:
         patches.acquire()
         self._membership = ambient.join(self.service.named, session.api_key)
+        session._membership = self._membership
 
     def _leave(self) -> None:
         assert self._membership is not None
@@ -395,9 +414,13 @@ class AgentSession:
             await return_client(self.service, retry_for=self._retry_for)
 
     async def _end(self, session: AsyncSession) -> None:
+        if session.asked_to_end and await session.over() is not None:
+            return
         try:
             await session.finalize(await_reward=self._on_missing_reward == "await")
-        except Unprocessable as error:
+        except (SessionClosed, Conflict, Unprocessable) as error:
+            if await session.over() is not None:
+                return
             if error.code != "no_reward" or self._on_missing_reward != "abort":
                 raise
             await session.abort("it was given no reward")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
+
+AgentMode: TypeAlias = Literal["auto", "inline", "subproc"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +18,8 @@ class AgentService:
     admin_key: str | Callable[[], str] | None = field(default=None, repr=False)
     """An admin's or a trainer's, or what gives it for each episode; None where the service has no
     keys."""
-    mode: Literal["inline", "subproc"] = "inline"
-    """In this process' event loop, or each run in a process of a pool."""
+    mode: AgentMode = "auto"
+    """In this process' event loop, or each run in a process of a pool, or as the agent needs it."""
     export_style: Literal["individual", "concat"] = "individual"
     """Each model call a row to train on, or one for each conversation."""
     discount: float = 1.0

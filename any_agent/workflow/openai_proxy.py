@@ -6,14 +6,15 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from any_agent import stats_tracker
-from any_agent.agent_environment import environment
+from any_agent.agent_environment import environment, require_some_key
 from any_agent.errors import AgentFailed, ConfigError
 from any_agent.last_words import end_run
+from any_agent.logs import Redactor
 from any_agent.record import InteractionWithTokenLogpReward
-from any_agent.returned_rewards import give_rewards, rewards_of
+from any_agent.returned_rewards import Rewards, give_rewards, rewards_of
 from any_agent.workers import (
     WorkerCrashed,
     WorkerFailed,
@@ -23,17 +24,28 @@ from any_agent.workers import (
     shared_pool,
 )
 from any_agent.workflow import context as workflow_context
-from any_agent.workflow.agent_service import AgentService
+from any_agent.workflow.agent_service import AgentMode, AgentService
 from any_agent.workflow.base import RolloutWorkflow
+from any_agent.workflow.grouped import own_copy
 from any_agent.workflow.proxy_client import OpenAIProxyClient
+
+if TYPE_CHECKING:
+    import aiohttp
 
 log = logging.getLogger(__name__)
 
 _NO_CALL = (
-    "none of its model calls came to the service: make the client with the base_url and api_key "
-    "that run is given (in the mode subproc: in OPENAI_BASE_URL and OPENAI_API_KEY), inside run"
+    "none of its model calls came to the service: make the client with the base_url that run is "
+    "given (in the mode subproc: in OPENAI_BASE_URL), inside run"
 )
 _GIVEN = ("base_url", "api_key", "http_client")
+_WRITE = "write async def run(self, data, **extra_kwargs)"
+_NEEDS_MAIN_THREAD = "only works in main thread"
+"""What Python's ``signal`` says in any other thread."""
+
+
+class NeedsMainThread(AgentFailed):
+    """An agent of the mode ``auto`` cannot run inline; the next run of it is in a process."""
 
 
 class OpenAIProxyWorkflow(RolloutWorkflow):
@@ -42,8 +54,13 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
     What ``run`` returns is the reward: a number (of the last completion), a dict (by completion
     id), or None (as it has set them by calls). In the mode ``inline`` it is given ``base_url``,
-    ``api_key`` and ``http_client``; in the mode ``subproc`` it runs in a process of its own, finds
-    them in the variables that OpenAI's and Anthropic's clients read, and may block.
+    which names its session, ``api_key`` and ``http_client``; in the mode ``subproc`` it runs in a
+    process of its own, finds them in the variables that OpenAI's and Anthropic's clients read, and
+    may block. In the mode ``auto`` it runs inline until it turns out that it needs a main thread,
+    or at once in processes if its ``run`` is no coroutine function.
+
+    A subclass may write ``arun_episode`` anew of :meth:`_grant_capacity`, an
+    :class:`OpenAIProxyClient` and :meth:`_run_agent`, with ``discount`` and ``export_style``.
 
     An agent that raises, takes more than ``timeout`` seconds or takes its process down ends its own
     session, of which nothing is trained on, and raises AgentFailed (inline: what it raised).
@@ -55,7 +72,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         agent: Any,
         proxy_addr: str,
         admin_api_key: str | Callable[[], str] | None = None,
-        mode: Literal["inline", "subproc"] = "inline",
+        mode: AgentMode = "auto",
         discount: float = 1.0,
         export_style: Literal["individual", "concat"] = "individual",
         subproc_max_workers: int = 4,
@@ -63,9 +80,11 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         patience: float = 300.0,
     ) -> None:
         """ConfigError naming the agent for one that cannot be run in this mode."""
-        if mode not in ("inline", "subproc"):
-            raise ConfigError(f"rollout.agent.mode is {mode!r}: use inline or subproc")
+        if mode not in get_args(AgentMode):
+            raise ConfigError(f"rollout.agent.mode is {mode!r}: use auto, inline or subproc")
         self.agent = agent
+        self.discount = discount
+        self.export_style = export_style
         self.service = AgentService(
             proxy_addr.rstrip("/").removesuffix("/v1"),
             admin_api_key,
@@ -77,11 +96,15 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             patience,
         )
         self._name = _name_of(agent)
-        self._takes = _arguments_for(agent, self._name, mode)
+        _require_run(agent, self._name)
         self._pool: WorkerPool | None = None
+        self._takes: tuple[str, ...] = ()
         if mode == "subproc":
-            pack(agent.run)
-            self._pool = shared_pool("agents", subproc_max_workers)
+            self._use_processes()
+        elif mode == "auto" and not _is_coroutine_function(agent.run):
+            self._go_to_processes("is no coroutine function")
+        else:
+            self._takes = _arguments_for(agent, self._name)
         # Who waits for a worker must not hold a session meanwhile.
         self._free = asyncio.Semaphore(subproc_max_workers)
 
@@ -105,30 +128,26 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     ) -> dict[str, InteractionWithTokenLogpReward] | None:
         """One session; None if the agent made no call and gave no reward, so skipped the item."""
         if self._pool is None:
-            return await self._episode(data)
+            try:
+                # A run that is made again needs the item as it was.
+                again = data is not None and self.service.mode == "auto"
+                return await self._episode(own_copy(data or {}) if again else data)
+            except NeedsMainThread:
+                log.info("the run of %s that found it out is made again", self._name)
         async with self._free:
             return await self._episode(data)
 
     async def _episode(
         self, data: dict[str, Any] | None
     ) -> dict[str, InteractionWithTokenLogpReward] | None:
-        context = workflow_context.get()
-        key = self.service.admin_key
-        client = OpenAIProxyClient(
-            await workflow_context.get_aiohttp_session(),
-            self.service.url,
-            str(_task_of(data, context.task_id)),
-            key() if callable(key) else key,
-            mode="eval" if context.is_eval else "train",
-            patience=self.service.patience,
-        )
-        if not context.is_eval:
-            await client.grant_capacity()
+        http_session = await workflow_context.get_aiohttp_session()
+        await self._grant_capacity(http_session, data)
+        client = self._client(http_session, data)
         async with client:
-            returned = await self._run(client.session_api_key, data)
+            rewards = await self._run_agent(client.session_url, data)
             name = f"{self._name}.run"
             await give_rewards(
-                rewards_of(returned, name),
+                rewards,
                 name,
                 lambda reward, id: (
                     client.set_last_reward(reward) if id is None else client.set_reward(id, reward)
@@ -138,9 +157,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         if not client.interaction_count:
             return None
         try:
-            interactions = await client.export_interactions(
-                self.service.discount, self.service.export_style
-            )
+            interactions = await client.export_interactions(self.discount, self.export_style)
         except BaseException as error:
             await client.discard(error)
             raise
@@ -149,26 +166,94 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             stats_tracker.get(workflow_context.stat_scope()).scalar(reward=last.reward)
         return interactions or None
 
+    def _client(
+        self, http_session: aiohttp.ClientSession, data: Mapping[str, Any] | None
+    ) -> OpenAIProxyClient:
+        context = workflow_context.get()
+        return OpenAIProxyClient(
+            http_session,
+            self.service.url,
+            str(_task_of(data, context.task_id)),
+            self.service.admin_key,
+            mode="eval" if context.is_eval else "train",
+            patience=self.service.patience,
+        )
+
+    async def _grant_capacity(
+        self, http_session: aiohttp.ClientSession, data: Mapping[str, Any] | None = None
+    ) -> None:
+        """Let one more session open, for this episode's task; an evaluation needs no such grant.
+
+        Where ``data`` is not given, the task is the one of the workflow's context.
+        """
+        if not workflow_context.get().is_eval:
+            await self._client(http_session, data).grant_capacity()
+
     # -- running -------------------------------------------------------------------------------
 
-    async def _run(self, api_key: str, data: dict[str, Any] | None) -> Any:
+    async def _run_agent(self, session_url: str, data: dict[str, Any] | None) -> Rewards:
+        """Run the agent on an item in the session of this URL, and return its reward as a number, a
+        dict of them by completion id, or None.
+
+        Raises AgentFailed, NeedsMainThread or, inline, what the agent raised.
+        """
         if self._pool is not None:
-            return await self._run_apart(self._pool, api_key, data)
-        given: dict[str, Any] = {"base_url": self.service.url, "api_key": api_key}
+            returned = await self._run_apart(self._pool, session_url, data)
+        else:
+            returned = await self._run_inline(session_url, data)
+        return rewards_of(returned, f"{self._name}.run")
+
+    async def _run_inline(self, session_url: str, data: dict[str, Any] | None) -> Any:
+        given: dict[str, Any] = {"base_url": session_url, "api_key": _key_in(session_url)}
         if "http_client" in self._takes:
             given["http_client"] = await workflow_context.get_httpx_client()
         wanted = {name: given[name] for name in self._takes}
+        require_some_key()
         run = asyncio.ensure_future(self.agent.run(data, **wanted))
         try:
             await asyncio.wait([run], timeout=self.service.timeout)
-            if run.done():
-                return run.result()
-            raise self._too_slow()
+            if not run.done():
+                raise self._too_slow()
+            return run.result()
+        except Exception as error:
+            if self.service.mode != "auto" or not _needs_main_thread(error):
+                raise
+            self._go_to_processes("needs a main thread")
+            raise NeedsMainThread(
+                f"the agent {self._name} needs a main thread: from now on it runs in processes",
+                code="agent_failed",
+            ) from error
         finally:
             await end_run(run, self._name)
 
-    async def _run_apart(self, pool: WorkerPool, api_key: str, data: dict[str, Any] | None) -> Any:
-        environ = environment(self.service.url, api_key)
+    def _go_to_processes(self, why: str) -> None:
+        """Run it in processes from now on, and say so once."""
+        if self._pool is not None:
+            return
+        try:
+            self._use_processes()
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self._name}.run {why}, so that it must run in a process of its own: {error}. Or "
+                "make it a coroutine function that works in any thread"
+            ) from error
+        log.warning(
+            "%s.run %s: it runs in processes from now on, %d at once (rollout.agent.max_workers); "
+            "set rollout.agent.mode=subproc to say so from the start",
+            self._name,
+            why,
+            self.service.max_workers,
+        )
+
+    def _use_processes(self) -> None:
+        """ConfigError where it cannot be sent to one."""
+        pack(self.agent.run)
+        self._pool = shared_pool("agents", self.service.max_workers)
+
+    async def _run_apart(
+        self, pool: WorkerPool, session_url: str, data: dict[str, Any] | None
+    ) -> Any:
+        environ = environment(session_url.removesuffix("/v1"), _key_in(session_url))
         try:
             return await pool.run(
                 self.agent.run, data, timeout=self.service.timeout, environ=environ
@@ -181,7 +266,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             ) from None
         except WorkerFailed as error:
             trace = f"\n{error.failure.trace}" if error.failure is not None else ""
-            raise AgentFailed(f"the agent {self._name} failed: {error}{trace}") from None
+            told = Redactor().text(f"{error}{trace}")
+            raise AgentFailed(f"the agent {self._name} failed: {told}") from None
 
     def _too_slow(self) -> AgentFailed:
         return AgentFailed(
@@ -204,29 +290,55 @@ def _name_of(agent: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _arguments_for(agent: Any, name: str, mode: str) -> tuple[str, ...]:
-    """Which of the things that an agent is given its run takes, by name."""
-    run = getattr(agent, "run", None)
-    if not callable(run) or inspect.isclass(agent):
+def _key_in(session_url: str) -> str:
+    return session_url.removesuffix("/v1").rpartition("/")[2]
+
+
+def _needs_main_thread(error: BaseException) -> bool:
+    """Whether ``signal`` has refused a thread, there or in what came of it."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, ValueError) and _NEEDS_MAIN_THREAD in str(one):
+            return True
+        left += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            left += one.exceptions
+    return False
+
+
+def _require_run(agent: Any, name: str) -> None:
+    if not callable(getattr(agent, "run", None)) or inspect.isclass(agent):
         raise ConfigError(
             f"the agent {name} has no run that can be called: give an instance of a class with "
             "async def run(self, data, **extra_kwargs)"
         )
-    if mode == "subproc":
-        return ()
-    if not inspect.iscoroutinefunction(inspect.unwrap(run)):
+
+
+def _is_coroutine_function(run: Any) -> bool:
+    return inspect.iscoroutinefunction(inspect.unwrap(run))
+
+
+def _arguments_for(agent: Any, name: str) -> tuple[str, ...]:
+    """Which of the things that an agent is given its run takes, by name."""
+    if not _is_coroutine_function(agent.run):
         raise ConfigError(
-            f"{name}.run is no coroutine: write async def run(self, data, **extra_kwargs), or set "
-            "rollout.agent.mode=subproc for an agent that blocks"
+            f"{name}.run is no coroutine: {_WRITE}, or set rollout.agent.mode=subproc for an agent "
+            "that blocks"
         )
-    parameters = inspect.signature(run).parameters.values()
+    parameters = inspect.signature(agent.run).parameters.values()
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         return _GIVEN
     named = [one.name for one in parameters if one.kind is not inspect.Parameter.POSITIONAL_ONLY]
     taken = tuple(one for one in _GIVEN if one in named)
-    if "base_url" not in taken or "api_key" not in taken:
+    if "base_url" not in taken:
         raise ConfigError(
-            f"{name}.run takes no base_url and api_key, so its calls would go elsewhere: write "
-            "async def run(self, data, **extra_kwargs) and make its client with them"
+            f"{name}.run takes no base_url, so its calls would go elsewhere: {_WRITE} and make its "
+            "client with that, or set rollout.agent.mode=subproc for an agent that reads "
+            "OPENAI_BASE_URL"
         )
     return taken

@@ -10,6 +10,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 from hashlib import blake2b
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -20,12 +21,15 @@ import numpy.typing as npt
 
 from any_agent import errors
 from any_agent.jitter import jittered
+from any_agent.logs import Redactor
 from any_agent.record import InteractionWithTokenLogpReward
 
 log = logging.getLogger(__name__)
 
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _DTYPES = {"torch.int32": "<i4", "torch.float32": "<f4", "torch.bool": "?"}
+_SAID = ("messages", "output_message_list", "completion", "model_response", "parent_id")
+"""What is exported of an interaction beside its tensors; older services tell nothing of it."""
 _AGAIN = (429, 502, 503, 504)
 _NO_SLOT = "no_capacity"
 _ANSWER_TIMEOUT = 60.0
@@ -38,11 +42,11 @@ _HEARTBEAT = 60.0
 class OpenAIProxyClient:
     """A session of the service at ``base_url``: open inside the ``async with``, exported after it.
 
-    ``session`` is the caller's HTTP session, ``admin_api_key`` an admin's or a trainer's (None
-    where the service has no keys). An exception inside the block aborts the session: nothing of it
-    is trained on. In the mode ``eval`` it needs no grant, is sampled as the agent asks, and is
-    never trained on. A service that is full or away is waited for, ``patience`` seconds at each
-    request, and nothing happens twice.
+    ``session`` is the caller's HTTP session, ``admin_api_key`` an admin's or a trainer's (a
+    function for one that changes, None where the service has no keys). An exception inside the
+    block aborts the session: nothing of it is trained on. In the mode ``eval`` it needs no grant,
+    is sampled as the agent asks, and is never trained on. A service that is full or away is waited
+    for, ``patience`` seconds at each request, and nothing happens twice.
 
     Methods raise the AnyAgentError that the service answered.
     """
@@ -52,7 +56,7 @@ class OpenAIProxyClient:
         session: aiohttp.ClientSession,
         base_url: str,
         task_id: str,
-        admin_api_key: str | None = None,
+        admin_api_key: str | Callable[[], str] | None = None,
         *,
         mode: Literal["train", "eval"] = "train",
         patience: float = 300.0,
@@ -75,6 +79,12 @@ class OpenAIProxyClient:
         if self._key is None:
             raise ValueError("the session is not open: use the client in an async with")
         return self._key
+
+    @property
+    def session_url(self) -> str:
+        """The agent's base URL, `http://host:port/<key>/v1`: it names the session, whatever key the
+        agent sends. ValueError before the session is open."""
+        return f"{self.base_url}/{self.session_api_key}/v1"
 
     async def grant_capacity(self) -> None:
         """Let one more session open, at the rank that serves this task."""
@@ -129,6 +139,8 @@ class OpenAIProxyClient:
     ) -> dict[str, InteractionWithTokenLogpReward]:
         """What was recorded, by id, with final rewards; after the session has ended.
 
+        Whatever a service does not tell of an interaction, beside its tensors, is None.
+
         ``individual``: every interaction; ``concat``: each path's leaf, Unprocessable where a path
         is not token-exact.
         """
@@ -138,7 +150,9 @@ class OpenAIProxyClient:
         answer = await self._post(
             "/export_trajectories", body, self._admin_key, limit=_EXPORT_TIMEOUT
         )
-        return {id: _interaction(id, one) for id, one in answer["interactions"].items()}
+        return InteractionWithTokenLogpReward.link(
+            {id: _interaction(id, one) for id, one in answer["interactions"].items()}
+        )
 
     async def discard(self, error: BaseException) -> None:
         """Let go of an ended session that this kept from being exported: it would wait for that
@@ -187,7 +201,7 @@ class OpenAIProxyClient:
         self,
         path: str,
         body: dict[str, Any],
-        key: str | None,
+        key: str | Callable[[], str] | None,
         *,
         limit: float = _ANSWER_TIMEOUT,
         patience: float | None = None,
@@ -196,7 +210,7 @@ class OpenAIProxyClient:
         """The answer to a request that happens once however often it is sent."""
         headers = {"Idempotency-Key": uuid.uuid4().hex}
         if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
+            headers["Authorization"] = f"Bearer {key() if callable(key) else key}"
         deadline = time.monotonic() + (self._patience if patience is None else patience)
         delay = 0.1
         while True:
@@ -250,12 +264,13 @@ def _reason(error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"
     except Exception:
         text = type(error).__name__
-    return text[:200].encode(errors="replace").decode()
+    return Redactor().text(text)[:200].encode(errors="replace").decode()
 
 
 def _interaction(id: str, exported: dict[str, Any]) -> InteractionWithTokenLogpReward:
     tensors = {name: _array(one) for name, one in exported["tensor_dict"].items()}
-    return InteractionWithTokenLogpReward.from_tensors(id, tensors)
+    said = {name: exported.get(name) for name in _SAID}
+    return InteractionWithTokenLogpReward.from_tensors(id, tensors, **said)
 
 
 def _array(tensor: dict[str, Any]) -> npt.NDArray[Any]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+from any_agent.agent_environment import PLACEHOLDER_KEY
 from any_agent.by_name import import_by_name
 from any_agent.errors import ConfigError
+from any_agent.workflow.agent_service import AgentService
 from any_agent.workflow.base import RolloutWorkflow
 from any_agent.workflow.grouped import GroupedRolloutWorkflow
 
-if TYPE_CHECKING:
-    from any_agent.workflow.agent_service import AgentService
+_KEYS = ("ANY_AGENT_SERVER__ADMIN_KEY", "OPENAI_API_KEY")
+"""Variables that may hold the key of a service that is named by its URL alone."""
 
 WorkflowLike: TypeAlias = Any
 """A :class:`RolloutWorkflow`, a class of them, an agent (an object or a class with ``async def
@@ -22,14 +25,16 @@ run(data, **extra_kwargs)``), or the dotted name of any of them."""
 def resolve_workflow(
     workflow: WorkflowLike,
     workflow_kwargs: Mapping[str, Any] | None = None,
-    *,
     group_size: int = 1,
+    proxy_addr: str | None = None,
+    *,
     agents: AgentService | None = None,
 ) -> RolloutWorkflow:
     """The workflow that is meant, made with ``workflow_kwargs`` where it is a class.
 
-    An agent is wrapped: its calls go to the service that ``agents`` says. With a ``group_size``
-    above 1 each episode is that many runs.
+    An agent is wrapped: its calls go to the service that ``agents`` says, or to the one at the URL
+    ``proxy_addr``, with the key of ANY_AGENT_SERVER__ADMIN_KEY or else OPENAI_API_KEY. With a
+    ``group_size`` above 1 each episode is that many runs.
 
     Raises ConfigError, which says what is wrong with the name, the class or its arguments.
     """
@@ -38,6 +43,8 @@ def resolve_workflow(
     if inspect.isclass(found):
         found = found(**kwargs)
     if not isinstance(found, RolloutWorkflow):
+        if agents is None and proxy_addr is not None:
+            agents = AgentService(proxy_addr, _key_of_environment())
         found = _agent(found, _named(workflow), agents)
     return found if group_size == 1 else GroupedRolloutWorkflow(found, group_size)
 
@@ -110,11 +117,16 @@ def _agent(found: Any, named: str, agents: AgentService | None) -> RolloutWorkfl
     if agents is None:
         raise ConfigError(
             f"{named} is an agent, whose calls need a service to go to: run it in a trainer, or "
-            "give an AgentService"
+            "give its URL (proxy_addr) or an AgentService"
         )
     from any_agent.workflow.openai_proxy import OpenAIProxyWorkflow
 
     return OpenAIProxyWorkflow.of(found, agents)
+
+
+def _key_of_environment() -> str | None:
+    found = next((os.environ[name] for name in _KEYS if os.environ.get(name)), None)
+    return None if found == PLACEHOLDER_KEY else found
 
 
 def _name(workflow: Any) -> str:

@@ -12,7 +12,8 @@ import pytest
 from any_agent.errors import AgentFailed, ConfigError
 from any_agent.sdk.agents import Agent
 
-SESSION: Any = SimpleNamespace(url="http://s", api_key="k", blocking="blocking session")
+URL = "http://s/k/v1"
+SESSION: Any = SimpleNamespace(session_url=URL, api_key="k", blocking="blocking session")
 HTTP: Any = object()
 
 
@@ -59,13 +60,13 @@ async def test_what_it_is_given() -> None:
     assert await given(with_default) == ("item", 1.0, SESSION)
     assert await given(blocking) == ("item", "blocking session", False)
     assert await given(makes_a_coroutine) == "item"
-    assert await given(named) == ("item", "k", "http://s")
+    assert await given(named) == ("item", "k", URL)
     assert await given(Called()) == ("item", SESSION)
-    connection = {"base_url": "http://s", "api_key": "k", "http_client": HTTP}
+    connection = {"base_url": URL, "api_key": "k", "http_client": HTTP}
     assert await given(Trained) == ("item", 0, connection)
     assert await given(Trained, extra=2) == ("item", 2, connection)
     assert await given(f"{__name__}.Trained", extra=3) == ("item", 3, connection)
-    assert await given(f"{__name__}.named") == ("item", "k", "http://s")
+    assert await given(f"{__name__}.named") == ("item", "k", URL)
 
 
 def test_its_name_says_what_is_called() -> None:

@@ -78,6 +78,12 @@ async def test_a_group_of_programs(make: Make, served: Served) -> None:
     assert {one.session_id for one in trained} == {run.session_id for run in runs.results}
 
 
+async def test_a_program_that_finalizes_its_session(make: Make) -> None:
+    url = 'os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/rl/v1/finalize"'
+    result = await only(make(f'ask(); post({url}, {{"final_reward": 0.75}})'))
+    assert (result.state, result.reward, result.calls) == ("finalized", 0.75, 1)
+
+
 async def test_a_program_gets_its_session_and_nothing_else_of_ours(
     make: Make, served: Served, tmp_path: Path
 ) -> None:

@@ -394,15 +394,15 @@ async def test_datasets_that_are_no_good(served: Served, tmp_path: Path) -> None
             await runner().arun(_never, data)
 
 
-def test_run_is_for_code_without_an_event_loop() -> None:
+def test_run_blocks_where_no_event_loop_runs() -> None:
     one = AgentRunner(url="http://127.0.0.1:9", retry_for=0.1, progress=False)
     with pytest.raises(ServiceUnavailable):
         one.run(_never, ITEMS)
 
     async def inside() -> None:
-        one.run(_never, ITEMS)
+        await one.run(_never, ITEMS)
 
-    with pytest.raises(RuntimeError, match=r"await runner\.arun"):
+    with pytest.raises(ServiceUnavailable):
         asyncio.run(inside())
 
 

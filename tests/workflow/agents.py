@@ -57,6 +57,40 @@ class RewardsItself:
         posted.raise_for_status()
 
 
+class Keyless:
+    """Makes its client of the base URL alone."""
+
+    def __init__(self, api_key: str | None = None) -> None:
+        self.api_key = api_key
+        self.url = ""
+
+    async def run(self, data: dict[str, Any], base_url: str, http_client: Any) -> float:
+        self.url = base_url
+        client = AsyncOpenAI(
+            base_url=base_url, api_key=self.api_key, http_client=http_client, max_retries=0
+        )
+        await client.chat.completions.create(model="x", messages=data["messages"], max_tokens=4)
+        return 1.0
+
+
+class Alarmed:
+    """Limits its reward's time by a signal, as math_verify does: in a main thread only."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        client = AsyncOpenAI(
+            base_url=extra_kwargs.get("base_url") or os.environ["OPENAI_BASE_URL"],
+            api_key="DUMMY",
+            http_client=extra_kwargs.get("http_client"),
+        )
+        messages = data.pop("messages")
+        await client.chat.completions.create(model="x", messages=messages, max_tokens=4)
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        except ValueError as error:
+            raise RuntimeError("no reward can be had here") from error
+        return 0.25
+
+
 class Skips:
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> None:
         return None
@@ -100,9 +134,7 @@ class MySyncAgent:
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
         assert not extra_kwargs
-        client = OpenAI(
-            base_url=os.environ.get("OPENAI_BASE_URL"), api_key=os.environ.get("OPENAI_API_KEY")
-        )
+        client = OpenAI(base_url=os.environ.get("OPENAI_BASE_URL"), api_key="DUMMY")
         answer = client.chat.completions.create(
             model="default", messages=data["messages"], max_tokens=8
         )

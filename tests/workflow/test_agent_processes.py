@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from any_agent.types import SessionState
 from any_agent.workflow import AgentService, OpenAIProxyWorkflow, context
 from any_agent.workflow.context import WorkflowContext
 from tests.proxy_ext.proxy_lab import Proxy
-from tests.workflow.agents import HELLO, MyAgent, MySyncAgent, Plain
+from tests.workflow.agents import HELLO, Alarmed, MyAgent, MySyncAgent, Plain
 from tests.workflow.conftest import ADMIN
 
 
@@ -29,9 +30,9 @@ def _processes() -> Iterator[None]:
 
 
 async def episode(
-    agent: Any, proxy: Proxy, limit: float = 60.0, **data: Any
+    agent: Any, proxy: Proxy, limit: float = 60.0, mode: Any = "subproc", **data: Any
 ) -> dict[str, InteractionWithTokenLogpReward] | None:
-    service = AgentService(proxy.url, ADMIN, "subproc", max_workers=2, timeout=limit)
+    service = AgentService(proxy.url, ADMIN, mode, max_workers=2, timeout=limit)
     with context.use(WorkflowContext(task_id="t")):
         workflow = OpenAIProxyWorkflow.of(agent, service)
         return await workflow.arun_episode(None, {"messages": HELLO, **data})
@@ -48,6 +49,39 @@ async def test_an_agent_that_blocks(proxy: Proxy) -> None:
     plain = await episode(Plain(), proxy)
     assert plain is not None
     assert [i.reward for i in plain.values()] == [1.0]
+
+
+async def test_one_that_is_no_coroutine_goes_to_a_process_by_itself(
+    proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = await episode(Plain(), proxy, mode="auto")
+    assert plain is not None
+    assert [i.reward for i in plain.values()] == [1.0]
+    assert "Plain.run is no coroutine function: it runs in processes from now on" in caplog.text
+
+
+async def test_one_that_needs_a_main_thread_goes_to_a_process(
+    proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = AgentService(proxy.url, ADMIN, max_workers=2)
+    workflow = OpenAIProxyWorkflow.of(Alarmed(), service)
+    items = [{"messages": HELLO} for _ in range(4)]
+
+    async def rewards() -> list[float]:
+        with context.use(WorkflowContext(task_id="t")):
+            found = await asyncio.gather(*(workflow.arun_episode(None, item) for item in items[:2]))
+            found += [await workflow.arun_episode(None, item) for item in items[2:]]
+        await context.close_clients()
+        return [one.reward for interactions in found for one in (interactions or {}).values()]
+
+    with caplog.at_level(logging.WARNING):
+        assert await asyncio.to_thread(asyncio.run, rewards()) == [0.25] * 4
+    assert caplog.text.count("Alarmed.run needs a main thread: it runs in processes") == 1
+    states = [line.state async for line in proxy.client.sessions()]
+    assert states.count("trained") == 4, "what was tried in a thread is not trained on"
+    assert 1 <= states.count("aborted") <= 2
+    assert len(states) == states.count("trained") + states.count("aborted")
+    assert all(item == {"messages": HELLO} for item in items[:2]), "it is run on what it was given"
 
 
 @pytest.mark.parametrize(
@@ -118,6 +152,29 @@ def test_an_agent_that_cannot_be_sent_is_refused_at_once() -> None:
 
     with pytest.raises(ConfigError, match=r"Local.*top level of a module"):
         OpenAIProxyWorkflow(agent=Local(), proxy_addr="http://x", mode="subproc")
+
+
+async def test_one_that_needs_a_process_and_cannot_be_sent_is_told() -> None:
+    class Local(MyAgent):
+        async def run(self, data: Any, **extra_kwargs: Any) -> float:
+            try:
+                raise ValueError("signal only works in main thread of the main interpreter")
+            except ValueError:
+                raise KeyError("an answer") from None
+
+    workflow = OpenAIProxyWorkflow(agent=Local(), proxy_addr="http://x")
+    with pytest.raises(ConfigError, match=r"Local\.run needs a main thread.*top level of a module"):
+        await workflow._run_agent("http://x/sk-v1.0.a.b/v1", {})
+    same = OpenAIProxyWorkflow(agent=Local(), proxy_addr="http://x", mode="inline")
+    with pytest.raises(KeyError):
+        await same._run_agent("http://x/sk-v1.0.a.b/v1", {})
+
+    class Sync:
+        def run(self, data: Any) -> float:
+            return 1.0
+
+    with pytest.raises(ConfigError, match=r"Sync\.run is no coroutine function.*top level"):
+        OpenAIProxyWorkflow(agent=Sync(), proxy_addr="http://x")
 
 
 async def test_an_item_that_cannot_be_sent(proxy: Proxy) -> None:

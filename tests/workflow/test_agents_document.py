@@ -6,16 +6,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from openai import AsyncOpenAI
 
 from any_agent.chat import ChatFormat
 from any_agent.workflow import AgentService, OpenAIProxyWorkflow
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import Proxy
+from tests.workflow.agents import HELLO, MyAgent
 from tests.workflow.conftest import ADMIN
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "agents-in-training.md"
-AGENT, REWARD, CLIENT = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+AGENT, REWARD, CLIENT, EPISODE = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
 
 
 async def test_the_agent(proxy: Proxy, scripted: ScriptedEngine, chat: ChatFormat) -> None:
@@ -35,8 +37,8 @@ async def test_a_session_by_hand(proxy: Proxy) -> None:
     names: dict[str, Any] = {}
     exec(CLIENT, names)
 
-    async def play(url: str, key: str) -> float:
-        async with AsyncOpenAI(base_url=url, api_key=key) as client:
+    async def play(url: str) -> float:
+        async with AsyncOpenAI(base_url=url, api_key="DUMMY") as client:
             await client.chat.completions.create(
                 model="x", messages=[{"role": "user", "content": "hello"}], max_tokens=4
             )
@@ -44,6 +46,15 @@ async def test_a_session_by_hand(proxy: Proxy) -> None:
 
     result = await names["one_episode"](proxy.url, ADMIN, play)
     assert [interaction.reward for interaction in result.values()] == [0.5]
+
+
+async def test_an_episode_written_anew(proxy: Proxy) -> None:
+    names: dict[str, Any] = {}
+    exec(EPISODE, names)
+    service = AgentService(proxy.url, lambda: ADMIN)
+    item = {"messages": HELLO, "hints": ["it is small"]}
+    result = await names["Shaped"].of(MyAgent(), service).arun_episode(None, item)
+    assert [interaction.reward for interaction in result.values()] == [pytest.approx(0.9)]
 
 
 def test_the_rewards_names_are_right() -> None:

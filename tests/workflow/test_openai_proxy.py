@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import os
 from typing import Any
 
+import aiohttp
+import httpx
 import numpy as np
 import pytest
 import torch
+from openai import APIStatusError, AuthenticationError
 
 from any_agent import last_words
+from any_agent.agent_environment import PLACEHOLDER_KEY
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.errors import AgentFailed, AnyAgentError, ConfigError, Unprocessable
 from any_agent.record import InteractionTree, InteractionWithTokenLogpReward
+from any_agent.rollout.failures import said
 from any_agent.types import SessionState
 from any_agent.workflow import (
     AgentService,
     GroupedRolloutWorkflow,
+    OpenAIProxyClient,
     OpenAIProxyWorkflow,
     context,
     rows_of,
@@ -26,7 +34,16 @@ from any_agent.workflow.context import WorkflowContext
 from any_agent.workflow.proxy_client import task_name
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import Proxy, until
-from tests.workflow.agents import HELLO, Elsewhere, Hangs, MyAgent, RewardsItself, Skips, Stubborn
+from tests.workflow.agents import (
+    HELLO,
+    Elsewhere,
+    Hangs,
+    Keyless,
+    MyAgent,
+    RewardsItself,
+    Skips,
+    Stubborn,
+)
 from tests.workflow.conftest import ADMIN
 
 ITEM = {"messages": HELLO}
@@ -85,6 +102,119 @@ async def test_rewards_that_the_agent_has_set_itself(proxy: Proxy) -> None:
     assert [i.reward for i in result.values()] == [0.25]
 
 
+@pytest.mark.parametrize("theirs", [None, "sk-of-another-provider"])
+async def test_an_agent_needs_no_key(
+    proxy: Proxy,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    theirs: str | None,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", theirs or "")
+    agent = Keyless()
+    with caplog.at_level(logging.DEBUG):
+        result = await episode(agent, proxy)
+    assert result is not None
+    assert [i.reward for i in result.values()] == [1.0]
+    assert os.environ["OPENAI_API_KEY"] == (theirs or PLACEHOLDER_KEY)
+    key = agent.url.removesuffix("/v1").rpartition("/")[2]
+    assert agent.url == f"{proxy.url}/{key}/v1"
+    assert key.startswith("sk-v1.0.")
+    assert "/v1/chat/completions" in caplog.text
+    assert key not in caplog.text
+
+
+async def test_the_url_says_whose_a_call_is_and_no_key_does(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http = await context.get_aiohttp_session()
+    ours, other = (OpenAIProxyClient(http, proxy.url, f"t{k}", ADMIN) for k in range(2))
+    for client in (ours, other):
+        await client.grant_capacity()
+    async with ours, other, httpx.AsyncClient() as own_client:
+        patient = await context.get_httpx_client()
+        given = Keyless(ours.session_api_key), Keyless("DUMMY")
+        for agent in given:
+            await agent.run(ITEM, other.session_url, patient)
+            # A client of its own leaves the key in the URL.
+            await agent.run(ITEM, other.session_url, own_client)
+        assert [len(await proxy.recorded(f"t{k}-0-0")) for k in range(2)] == [0, 4]
+        for http_client in (patient, own_client):
+            body = {"model": "x", "messages": HELLO, "max_tokens": 4}
+            for path, sent in (("v1/messages", body), ("rl/set_reward", {"reward": 0.5})):
+                headers = {"x-api-key": "DUMMY"}
+                url = f"{other.session_url}/{path}"
+                answer = await http_client.post(url, json=sent, headers=headers)
+                assert answer.status_code == 200, answer.text
+        forged = other.session_url.replace("sk-v1.0.", "sk-v1.0.0")
+        with pytest.raises(AuthenticationError):
+            await Keyless(ours.session_api_key).run(ITEM, forged, patient)
+        await other.set_last_reward(1.0)
+    with pytest.raises(APIStatusError, match="session"):
+        await Keyless().run(ITEM, other.session_url, await context.get_httpx_client())
+    assert [len(await proxy.recorded(f"t{k}-0-0")) for k in range(2)] == [0, 6]
+
+
+class Shows:
+    """Raises errors whose texts hold the URLs that it called."""
+
+    def __init__(self, patient: bool) -> None:
+        self.patient = patient
+        self.url = ""
+
+    async def run(self, data: Any, base_url: str, http_client: httpx.AsyncClient) -> None:
+        self.url = base_url
+        if self.patient:
+            (await http_client.get(f"{base_url}/nothing")).raise_for_status()
+        async with aiohttp.ClientSession() as http, http.get(f"{base_url}/nothing") as answer:
+            answer.raise_for_status()
+
+
+@pytest.mark.parametrize("patient", [True, False])
+async def test_no_error_of_ours_shows_the_key(proxy: Proxy, patient: bool) -> None:
+    agent = Shows(patient)
+    with pytest.raises((httpx.HTTPStatusError, aiohttp.ClientResponseError)) as raised:
+        await episode(agent, proxy)
+    _, reason = await state_of(proxy, "7-0-0")
+    assert "404" in (reason or "")
+    key = agent.url.removesuffix("/v1").rpartition("/")[2]
+    shown = [reason or "", said(raised.value), *([str(raised.value)] if patient else [])]
+    assert all(key not in text for text in shown)
+
+
+class AsDocumented(OpenAIProxyWorkflow):
+    """An episode that is written anew, of the parts that are named for that."""
+
+    async def arun_episode(self, engine: Any, data: Any) -> Any:
+        http = await context.get_aiohttp_session()
+        await self._grant_capacity(http)
+        client = OpenAIProxyClient(http, self.service.url, "7", ADMIN)
+        async with client:
+            rewards = await self._run_agent(client.session_url, data)
+            if isinstance(rewards, float):
+                await client.set_last_reward(rewards)
+            elif isinstance(rewards, dict):
+                for id, reward in rewards.items():
+                    await client.set_reward(id, reward)
+        return await client.export_interactions(discount=self.discount, style=self.export_style)
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [(np.float32(1), [0.5, 1.0]), (lambda all: {all[0].id: 0.25, all[1].id: True}, [0.75, 1.0])],
+)
+async def test_an_episode_that_a_subclass_writes_anew(
+    proxy: Proxy, reward: Any, expected: list[float]
+) -> None:
+    agent = MyAgent(turns=2, reward=reward)
+    workflow = AsDocumented(
+        agent=agent, proxy_addr=f"{proxy.url}/v1", admin_api_key=ADMIN, discount=0.5
+    )
+    with context.use(WorkflowContext(task_id=7)):
+        result = await workflow.arun_episode(None, ITEM)
+    assert [i.reward for i in result.values()] == expected
+    assert proxy.service.sessions.grants.left == 0
+
+
 async def test_one_row_for_a_conversation(proxy: Proxy) -> None:
     result = await episode(MyAgent(turns=3), proxy, export_style="concat")
     assert result is not None
@@ -134,7 +264,7 @@ async def test_a_run_that_skips_its_item_is_rejected(proxy: Proxy) -> None:
         (MyAgent(reward=lambda _: {"chatcmpl-x": 1.0}), "invalid_reward", "'chatcmpl-x'"),
         (MyAgent(reward=lambda _: {1: 1.0}), "invalid_reward", "key 1"),
         (MyAgent(reward=lambda all: {all[0].id: math.inf}), "invalid_reward", "inf for chatcmpl"),
-        (Elsewhere(), "no_model_call", "base_url and api_key"),
+        (Elsewhere(), "no_model_call", "with the base_url that run is given"),
     ],
 )
 async def test_what_is_no_reward_is_named(proxy: Proxy, agent: Any, code: str, said: str) -> None:
@@ -231,14 +361,14 @@ class Deaf:
         (object(), "has no run"),
         (MyAgent, "give an instance"),
         (Synchronous(), r"async def run.*rollout\.agent\.mode=subproc"),
-        (Deaf(), "takes no base_url"),
+        (Deaf(), r"takes no base_url.*rollout\.agent\.mode=subproc"),
     ],
 )
 def test_agents_that_cannot_be_run(agent: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        OpenAIProxyWorkflow(agent=agent, proxy_addr="http://127.0.0.1:1")
+        OpenAIProxyWorkflow(agent=agent, proxy_addr="http://127.0.0.1:1", mode="inline")
 
 
 def test_an_unknown_mode() -> None:
-    with pytest.raises(ConfigError, match="inline or subproc"):
+    with pytest.raises(ConfigError, match="auto, inline or subproc"):
         OpenAIProxyWorkflow(agent=MyAgent(), proxy_addr="http://x", mode="online")  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from any_agent.agent_environment import PLACEHOLDER_KEY
 from any_agent.errors import ConfigError
 from any_agent.workflow import GroupedRolloutWorkflow, RolloutWorkflow, resolve_workflow
 from any_agent.workflow.agent_service import AgentService
@@ -83,6 +84,27 @@ def test_a_group(script: Any) -> None:
     assert isinstance(made, GroupedRolloutWorkflow)
     assert made.workflow is script.ready
     assert made.group_size == 4
+
+
+@pytest.mark.parametrize(
+    ("variables", "key"),
+    [
+        ({}, None),
+        ({"OPENAI_API_KEY": "sk-mine"}, "sk-mine"),
+        ({"OPENAI_API_KEY": PLACEHOLDER_KEY}, None),
+        ({"OPENAI_API_KEY": "sk-mine", "ANY_AGENT_SERVER__ADMIN_KEY": "admin"}, "admin"),
+    ],
+)
+def test_a_url_is_enough_of_a_service(
+    script: Any, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], key: str | None
+) -> None:
+    for name in ("OPENAI_API_KEY", "ANY_AGENT_SERVER__ADMIN_KEY"):
+        monkeypatch.setenv(name, variables.get(name, ""))
+    made = resolve_workflow(script.Agent, {"turns": 2}, 3, "http://127.0.0.1:1/v1")
+    assert isinstance(made, GroupedRolloutWorkflow)
+    agent: Any = made.workflow
+    assert (made.group_size, agent.agent.turns) == (3, 2)
+    assert (agent.service.url, agent.service.admin_key) == ("http://127.0.0.1:1", key)
 
 
 REFUSED: list[tuple[str, dict[str, Any] | None, str]] = [

@@ -1,7 +1,7 @@
 """AReaL's MathAgent, on OpenAI's Agents SDK with tools and math_verify, trained as it is written.
 
-math_verify stops a long comparison by a signal, which works in a main thread only, so it runs in
-processes of its own: `rollout.agent.mode=subproc`.
+math_verify stops a long comparison by a signal, which works in a main thread only, so it goes to
+processes of its own by itself.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def test_the_guides_script_trains_its_agent(tiny_model_dir: Path, tmp_path: Path
     python = python_with("math-agent", PINS, ours=True)
     with calculator(tiny_model_dir) as engine:
         given = settings(tiny_model_dir, engine.url, tasks(tmp_path / "tasks.jsonl", 8), tmp_path)
-        more = ["rollout.agent.mode=subproc", "workflow=my_agent.MathAgent"]
-        run = trained(python, DOCUMENTS / "train.py", [*given, *more], cwd=tmp_path)
+        more = "workflow=my_agent.MathAgent"
+        run = trained(python, DOCUMENTS / "train.py", [*given, more], cwd=tmp_path)
     assert [step["step"] for step in run.steps] == [1, 2]
     # Each session is two calls: one of the tool, and one with its result.
     assert [step["sessions"] for step in run.steps] == [4, 4]

@@ -1,0 +1,215 @@
+"""Agents that reward and finalize their own sessions, by clients that know only a URL."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+
+from any_agent import AgentRunner, AgentSession
+from any_agent.agent_environment import PLACEHOLDER_KEY
+from any_agent.chat import ChatFormat
+from any_agent.errors import SessionClosed
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.proxy_ext.proxy_lab import config_for, running_proxy
+from tests.sdk.conftest import Served
+from tests.sdk.runner_lab import leased, places
+
+
+class Finisher:
+    """One call, a reward for it, and the end of the session."""
+
+    def __init__(self, final: float = 1.0, **end: Any) -> None:
+        self.end = end or {"final_reward": final}
+        self.answered: list[int] = []
+
+    async def run(self, prompt: str) -> None:
+        async with aiohttp.ClientSession(base_url=os.environ["OPENAI_BASE_URL"]) as http:
+            messages = [{"role": "user", "content": prompt}]
+            body = {"model": "x", "messages": messages, "max_tokens": 4}
+            answer = await http.post("/v1/chat/completions", json=body)
+            reward = {"completion_id": (await answer.json())["id"], "reward": 0.5}
+            await http.post("/rl/v1/set_reward", json=reward)
+            await self.finish(http)
+
+    async def finish(self, http: aiohttp.ClientSession) -> None:
+        ended = await http.post("/rl/v1/finalize", json=self.end)
+        self.answered.append(ended.status)
+
+
+@pytest.fixture
+def here(served: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
+    """The environment names the service without `/v1`."""
+    monkeypatch.setenv("OPENAI_BASE_URL", served.url)
+    return served
+
+
+async def test_leaving_a_session_that_its_agent_has_finalized(here: Served) -> None:
+    agent = Finisher()
+    async with AgentSession() as session:
+        await agent.run("Say 1.")
+    info = await here.info(session.session_id)
+    assert agent.answered == [200]
+    assert (info["state"], info["final_reward"]) == ("finalized", 1.0)
+    assert list(info["rewards"].values()) == [0.5]
+
+
+def _blocking_agent(url: str) -> None:
+    with httpx.Client(base_url=url) as http:
+        body = {"model": "x", "messages": [{"role": "user", "content": "Say 1."}]}
+        http.post("/v1/chat/completions", json=body).raise_for_status()
+        http.post("/rl/v1/finalize", json={"final_reward": 2.0}).raise_for_status()
+
+
+async def test_the_same_in_code_that_blocks(here: Served) -> None:
+    def work() -> str:
+        with AgentSession() as session:
+            _blocking_agent(here.url)
+        return session.session_id
+
+    info = await here.info(await asyncio.to_thread(work))
+    assert (info["state"], info["final_reward"]) == ("finalized", 2.0)
+
+
+async def test_a_trainer_may_have_it_by_then(here: Served) -> None:
+    async with AgentSession() as session:
+        await Finisher().run("Say 1.")
+        assert len(await here.proxy.lease()) == 1
+    assert await here.state(session.session_id) == "leased"
+
+
+async def test_an_exception_behind_its_end_goes_on_and_changes_nothing(here: Served) -> None:
+    with pytest.raises(KeyError):
+        async with AgentSession() as session:
+            await Finisher().run("Say 1.")
+            raise KeyError("a tool's result")
+    assert await here.state(session.session_id) == "finalized"
+
+
+async def test_two_agents_that_end_one_session(here: Served) -> None:
+    both = asyncio.Barrier(2)
+
+    class Together(Finisher):
+        async def finish(self, http: aiohttp.ClientSession) -> None:
+            await both.wait()
+            await super().finish(http)
+
+    agent = Together()
+    async with AgentSession() as session:
+        await asyncio.gather(agent.run("Say 1."), agent.run("Say 2."))
+    assert 200 in agent.answered
+    assert await here.state(session.session_id) == "finalized"
+
+
+async def test_another_final_reward_is_refused(here: Served) -> None:
+    class Twice(Finisher):
+        async def finish(self, http: aiohttp.ClientSession) -> None:
+            await super().finish(http)
+            self.end = {"final_reward": 9.0}
+            await super().finish(http)
+
+    agent = Twice()
+    async with AgentSession() as session:
+        await agent.run("Say 1.")
+    first, second = agent.answered
+    assert first == 200
+    assert second in (409, 410)
+    assert (await here.info(session.session_id))["final_reward"] == 1.0
+
+
+async def test_one_that_has_others_reward_it_goes_on_waiting(here: Served) -> None:
+    """Though it has a reward already: the other one is still to come."""
+    async with AgentSession() as session:
+        await Finisher(await_reward=True).run("Say 1.")
+    assert await here.state(session.session_id) == "awaiting_reward"
+
+
+async def test_ends_by_clients_that_name_the_session_themselves(here: Served) -> None:
+    """Those that nobody here has seen."""
+    async with AgentSession() as session:
+        await Finisher(await_reward=True).run("Say 1.")
+        async with httpx.AsyncClient(base_url=session.session_url) as http:
+            (await http.post("/rl/v1/finalize", json={})).raise_for_status()
+    assert await here.state(session.session_id) == "finalized"
+    async with AgentSession() as session, httpx.AsyncClient(base_url=here.url) as http:
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        path = f"/rl/v1/sessions/{session.session_id}/abort"
+        (await http.post(path, json={"reason": "no good"}, headers=headers)).raise_for_status()
+    info = await here.info(session.session_id)
+    assert (info["state"], info["reason"]) == ("aborted", "no good")
+
+
+async def test_one_whose_time_ran_out_is_told(here: Served) -> None:
+    service = here.proxy.service
+    with pytest.raises(SessionClosed, match="expired"):
+        async with AgentSession() as session:
+            await service.endings.expire(await service.sessions.by_id(session.session_id), "late")
+
+
+# -- many of them ----------------------------------------------------------------------------------
+
+
+async def test_a_runner_of_them_is_awaited(here: Served) -> None:
+    agent = Finisher()
+    results = await AgentRunner(progress=False).run(agent.run, ["Say 1.", "Say 2."])
+    assert agent.answered == [200] * 16
+    assert [(r.state, r.reward, r.attempts) for r in results] == [("finalized", 1.5, 1)] * 16
+    groups = places(await leased(here.proxy))
+    assert [len(members) for members in groups.values()] == [8, 8]
+
+
+class FinishesAndFails(Finisher):
+    async def run(self, prompt: str) -> None:
+        await super().run(prompt)
+        raise OSError("its log file is gone")
+
+
+class FinishesAndReturns(Finisher):
+    async def run(self, prompt: str) -> float:  # type: ignore[override]
+        await super().run(prompt)
+        return 7.0
+
+
+@pytest.mark.parametrize("kind", [FinishesAndFails, FinishesAndReturns])
+async def test_what_comes_behind_its_end_changes_nothing(
+    here: Served, kind: type[Finisher]
+) -> None:
+    agent = kind()
+    results = await AgentRunner(progress=False, group_size=2).run(agent.run, ["Say 1."])
+    assert [(r.state, r.reward, r.attempts) for r in results] == [("finalized", 1.5, 1)] * 2
+    assert agent.answered == [200, 200]
+
+
+async def test_a_run_that_neither_returns_nor_gives_a_reward(here: Served) -> None:
+    class Silent(Finisher):
+        async def run(self, prompt: str) -> None:
+            async with aiohttp.ClientSession(base_url=os.environ["OPENAI_BASE_URL"]) as http:
+                body = {"model": "x", "messages": [{"role": "user", "content": prompt}]}
+                (await http.post("/v1/chat/completions", json=body)).raise_for_status()
+
+    results = await AgentRunner(progress=False, group_size=1).run(Silent().run, ["Say 1."])
+    assert [(r.state, r.code) for r in results] == [("failed", "no_reward")]
+    assert await here.state(results[0].session_id or "") == "aborted"
+
+
+@pytest.mark.parametrize("key", ["sk-proj-1234567890", PLACEHOLDER_KEY, ""])
+async def test_a_service_that_needs_no_key_takes_any(
+    tmp_path: Path,
+    chat: ChatFormat,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+) -> None:
+    for name in ("ANY_AGENT_URL", "ANY_AGENT_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    async with running_proxy(config_for(tmp_path), chat, engine_url=engine.url) as proxy:
+        await proxy.admit(8)
+        monkeypatch.setenv("OPENAI_BASE_URL", proxy.url)
+        results = await AgentRunner(progress=False, group_size=1).run(Finisher().run, ["Say 1."])
+    assert results.rewards == [1.5]
