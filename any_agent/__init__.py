@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from any_agent.experiment import GRPOConfig, load_expr_config
     from any_agent.inference import LocalModel, load_engine
     from any_agent.record import InteractionWithTokenLogpReward
-    from any_agent.reward import AsyncRewardWrapper
+    from any_agent.reward import AsyncRewardWrapper, gsm8k_reward_fn
     from any_agent.sdk import AgentRunner, AgentSession
     from any_agent.types import (
         GenerationHyperparameters,
@@ -64,6 +64,7 @@ _HOMES = {
     "Trajectory": "any_agent.types",
     "concat_padded_tensors": "any_agent.workflow",
     "get_custom_dataset": "any_agent.data",
+    "gsm8k_reward_fn": "any_agent.reward",
     "load_config": "any_agent.config",
     "load_engine": "any_agent.inference",
     "load_expr_config": "any_agent.experiment",
@@ -100,6 +101,7 @@ __all__ = [
     "__version__",
     "concat_padded_tensors",
     "get_custom_dataset",
+    "gsm8k_reward_fn",
     "load_config",
     "load_engine",
     "load_expr_config",

@@ -15,6 +15,8 @@ from typing import Any, Literal, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from any_agent.errors import ConfigError, InvalidRequest
+
 IdArray: TypeAlias = npt.NDArray[np.int32]
 """Token ids or weight versions, int32, shape [length]."""
 LogprobArray: TypeAlias = npt.NDArray[np.float32]
@@ -74,6 +76,47 @@ def id_array(values: Any) -> IdArray:
 def plain_ids(ids: Sequence[int] | IdArray) -> list[int]:
     """As Python's own ints: tokenizers refuse numpy's."""
     return list(ids.tolist()) if isinstance(ids, np.ndarray) else list(ids)
+
+
+def token_ids(given: Any) -> list[int] | IdArray:
+    """A prompt's ids as a list of ints, [length]; int32 arrays stay packed.
+
+    Takes lists, arrays and tensors of [length] or [1, length], and mappings with ``input_ids``, as
+    tokenizers return them. Raises InvalidRequest for anything else.
+    """
+    if isinstance(given, Mapping):
+        if "input_ids" not in given:
+            raise _no_ids(f"a {type(given).__name__} without input_ids")
+        given = given["input_ids"]
+    if hasattr(given, "detach"):
+        given = given.detach().cpu().numpy()
+    if isinstance(given, list | tuple):
+        # Nearly all are these; `type` because True is an int, `set` because most hold one type.
+        kinds = set(map(type, given))
+        if kinds <= {int}:
+            return given if isinstance(given, list) else list(given)
+        if len(given) == 1 and not kinds & {str, bytes}:
+            only = given[0]
+            if isinstance(only, list | tuple | np.ndarray) or hasattr(only, "detach"):
+                return token_ids(only)
+        if all(isinstance(i, np.integer) for i in given):
+            return [int(i) for i in given]
+        odd = next(i for i in given if type(i) is not int)
+        raise _no_ids(f"a {type(given).__name__} with {odd!r:.60} ({type(odd).__name__})")
+    if not isinstance(given, np.ndarray):
+        raise _no_ids(f"{type(given).__name__} {given!r:.60}")
+    ids = given[0] if given.ndim == 2 and len(given) == 1 else given
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise _no_ids(f"{given.dtype.name} of the shape {list(given.shape)}")
+    return ids if ids.dtype == np.int32 else [int(i) for i in ids.tolist()]
+
+
+def _no_ids(what: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"input_ids is {what}: it must be one prompt's token ids, whole numbers, as a list, an "
+        "array or a tensor of the shape [length] or [1, length]",
+        param="input_ids",
+    )
 
 
 def logprob_array(values: Any) -> LogprobArray:
@@ -176,20 +219,94 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class ModelRequest:
-    """One request to an inference engine: token ids in, token ids out."""
+    """One request to an inference engine: token ids, or a prompt in words; token ids come out.
 
-    rid: str = field(default_factory=new_request_id)
+    ``input_ids`` may be a list, an array or a tensor, of the shape [length] or [1, length], or what
+    a tokenizer returns (a mapping with ``input_ids``); it is kept as a list of ints, packed int32
+    as it is. A ``prompt`` is a chat, or a text that is asked as one message of the user: engines
+    that know the model's chat format (:class:`~any_agent.RemoteSGLangEngine`) write it as ids.
+    ``temperature`` and ``max_tokens`` are those of ``gconfig`` under OpenAI's names.
+
+    Raises InvalidRequest for ids that are none; ValueError for ``input_ids`` and a ``prompt``, and
+    for a ``gconfig`` that says otherwise than ``temperature`` or ``max_tokens``.
+    """
+
+    rid: str
     """Requests with the same one, one after the other, are a conversation: they go to the same
     engine of several, which has its beginning in its cache."""
-    input_ids: list[int] | IdArray = field(default_factory=list)
-    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
-    cache_salt: str | None = None
-    top_logprobs: int = 0
+    input_ids: list[int] | IdArray
+    gconfig: GenerationHyperparameters
+    cache_salt: str | None
+    top_logprobs: int
     """How many of the likeliest tokens to tell of at each position."""
-    tokenizer: Any = field(default=None, repr=False, compare=False)
-    """The workflow's, where it has one. Engines that check stop strings have their own."""
+    tokenizer: Any = field(repr=False, compare=False)
+    """The workflow's, where it has one: a response's text is its. Engines that check stop strings
+    have their own."""
+    prompt: list[Message] | str | None
+    model: str
+    """What the caller calls it; an engine has one model."""
+
+    def __init__(
+        self,
+        rid: str | None = None,
+        input_ids: Any = (),
+        gconfig: GenerationHyperparameters | None = None,
+        cache_salt: str | None = None,
+        top_logprobs: int = 0,
+        tokenizer: Any = None,
+        prompt: list[Message] | str | None = None,
+        model: str = "default",
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        ids = token_ids(input_ids)
+        if prompt is not None and len(ids):
+            raise ValueError("a request has input_ids or a prompt: leave one of them out")
+        named = {"temperature": temperature, "max_new_tokens": max_tokens}
+        asked = {name: value for name, value in named.items() if value is not None}
+        for name, value in asked.items():
+            if gconfig is not None and getattr(gconfig, name) != value:
+                called = "max_tokens" if name == "max_new_tokens" else name
+                raise ValueError(
+                    f"{called} is {value!r}, and gconfig.{name} is {getattr(gconfig, name)!r}: "
+                    "give one of them"
+                )
+        values = {
+            "rid": new_request_id() if rid is None else rid,
+            "input_ids": ids,
+            "gconfig": gconfig or GenerationHyperparameters(**asked),  # type: ignore[arg-type]
+            "cache_salt": cache_salt,
+            "top_logprobs": top_logprobs,
+            "tokenizer": tokenizer,
+            "prompt": prompt,
+            "model": model,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def temperature(self) -> float:
+        return self.gconfig.temperature
+
+    @property
+    def max_tokens(self) -> int:
+        return self.gconfig.max_new_tokens
+
+    def require_ids(self) -> None:
+        """InvalidRequest for a prompt that nobody has written as token ids."""
+        if self.prompt is not None:
+            raise InvalidRequest(
+                "this engine takes token ids, and the request has a prompt: give "
+                "input_ids=tokenizer.apply_chat_template(messages, add_generation_prompt=True), or "
+                "ask an any_agent.RemoteSGLangEngine, which knows the model's chat template",
+                param="prompt",
+            )
+
+
+LLMRequest = ModelRequest
+"""The same under AReaL-lite's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +343,37 @@ class ModelResponse:
     output_versions: list[int]
     stop_reason: StopReason
     matched_stop: str | int | None = None
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+    """What :attr:`text` is decoded with: the request's, or the engine's."""
+
+    @property
+    def text(self) -> str:
+        """The output without special tokens, and without the stop string that ended it.
+
+        ConfigError where no tokenizer is known.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(
+                "this response has token ids and no tokenizer: give the request's tokenizer=, or "
+                "decode output_tokens"
+            )
+        ids, stop = self.output_ids, self.matched_stop
+        if isinstance(stop, int) and ids[-1:] == [stop]:
+            ids = ids[:-1]
+        text = str(
+            self.tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+        return text[: text.rfind(stop)] if isinstance(stop, str) and stop in text else text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.output_ids
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self.output_logprobs
 
     @property
     def input_tokens(self) -> list[int]:
