@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from any_agent.direct import EngineOpenAI
     from any_agent.errors import AnyAgentError
     from any_agent.experiment import GRPOConfig, load_expr_config
-    from any_agent.inference import LocalModel, load_engine
+    from any_agent.inference import LocalModel, RemoteSGLangEngine, load_engine
     from any_agent.record import InteractionWithTokenLogpReward
     from any_agent.reward import AsyncRewardWrapper, gsm8k_reward_fn
     from any_agent.sdk import AgentRunner, AgentSession
     from any_agent.types import (
         GenerationHyperparameters,
         Interaction,
+        LLMRequest,
         ModelRequest,
         ModelResponse,
         Trajectory,
@@ -51,6 +52,7 @@ _HOMES = {
     "GroupedRolloutWorkflow": "any_agent.workflow",
     "Interaction": "any_agent.types",
     "InteractionWithTokenLogpReward": "any_agent.record",
+    "LLMRequest": "any_agent.types",
     "LocalModel": "any_agent.inference",
     "ModelRequest": "any_agent.types",
     "ModelResponse": "any_agent.types",
@@ -60,6 +62,7 @@ _HOMES = {
     "ProxyWorkflow": "any_agent.workflow",
     "RLClient": "any_agent.client",
     "RLVRWorkflow": "any_agent.workflow",
+    "RemoteSGLangEngine": "any_agent.inference",
     "RolloutWorkflow": "any_agent.workflow",
     "Trajectory": "any_agent.types",
     "concat_padded_tensors": "any_agent.workflow",
@@ -87,6 +90,7 @@ __all__ = [
     "GroupedRolloutWorkflow",
     "Interaction",
     "InteractionWithTokenLogpReward",
+    "LLMRequest",
     "LocalModel",
     "ModelRequest",
     "ModelResponse",
@@ -96,6 +100,7 @@ __all__ = [
     "ProxyWorkflow",
     "RLClient",
     "RLVRWorkflow",
+    "RemoteSGLangEngine",
     "RolloutWorkflow",
     "Trajectory",
     "__version__",

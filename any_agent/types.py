@@ -361,9 +361,7 @@ class ModelResponse:
         if isinstance(stop, int) and ids[-1:] == [stop]:
             ids = ids[:-1]
         text = str(
-            self.tokenizer.decode(
-                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
+            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
         return text[: text.rfind(stop)] if isinstance(stop, str) and stop in text else text
 

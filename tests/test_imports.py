@@ -43,9 +43,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("chat", "data", "engine", "record"),
     ("completions",),
     ("workflow", "direct"),
-    ("rollout", "sdk", "inference", "camel"),
+    ("rollout", "sdk", "camel"),
     (
         "launcher",
+        "inference",
         "demo",
         "cli",
         "keys_cli",
@@ -59,6 +60,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """Of `any_agent`: each part imports earlier layers only."""
 WITHIN = {("cli", "launcher"), ("cli", "demo"), ("demo", "launcher")}
+WITHIN |= {("inference", "launcher"), ("demo", "inference")}
 WITHIN |= {
     ("cli", "doctor"),
     ("doctor", "launcher"),

@@ -7,6 +7,8 @@ from typing import Any
 
 from any_agent.errors import DatasetError
 
+_EXACT = ("torch.int64", "torch.float64", "torch.bool")
+"""What torch makes of Python's own numbers."""
 _FIX = "give the DataLoader collate_fn=lambda items: items"
 
 
@@ -21,7 +23,7 @@ def items_of(batch: Any) -> list[dict[str, Any]]:
     if isinstance(batch, Mapping):
         return _of_columns(batch)
     if isinstance(batch, str | bytes) or not isinstance(batch, Iterable):
-        raise TypeError(f"a batch is a list of dictionaries, or columns of them: not {_kind(batch)}")
+        raise TypeError(f"a batch is a list of dictionaries, or their columns: not {_kind(batch)}")
     items = list(batch)
     for k, item in enumerate(items):
         if not isinstance(item, Mapping):
@@ -43,9 +45,7 @@ def _of_columns(columns: Mapping[Any, Any]) -> list[dict[str, Any]]:
     known = {length for length in lengths.values() if length is not None}
     if len(known) != 1:
         told = ", ".join(f"{name}: {length}" for name, length in lengths.items()) or "no field"
-        raise DatasetError(
-            f"the batch's columns do not say how many items it has ({told}): {_FIX}"
-        )
+        raise DatasetError(f"the batch's columns do not say how many items it has ({told}): {_FIX}")
     (count,) = known
     return [{name: _item(value, k) for name, value in columns.items()} for k in range(count)]
 
@@ -55,13 +55,11 @@ def _length(value: Any, where: str) -> int | None:
     if hasattr(value, "detach"):
         if not value.dim():
             raise DatasetError(f"{where} is one number for all items: {_FIX}")
-        if value.dim() == 1 and str(value.dtype) not in ("torch.int64", "torch.float64"):
-            if str(value.dtype) != "torch.bool":
-                # Such as whole numbers and fractions, which were made one type.
-                raise DatasetError(
-                    f"{where} is {value.dtype}: the items' own numbers cannot be told from it; "
-                    + _FIX
-                )
+        if value.dim() == 1 and str(value.dtype) not in _EXACT:
+            # Such as whole numbers and fractions, which were made one type.
+            raise DatasetError(
+                f"{where} is {value.dtype}: the items' own numbers cannot be told from it; {_FIX}"
+            )
         return int(value.shape[0])
     if isinstance(value, Mapping):
         parts = {f"{where}.{name}": part for name, part in value.items()}

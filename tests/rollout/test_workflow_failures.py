@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from any_agent.errors import EngineUnavailable, InvalidRequest, ServiceUnavailable, RolloutError, TrainingError
+from any_agent.errors import (
+    EngineUnavailable,
+    InvalidRequest,
+    RolloutError,
+    ServiceUnavailable,
+    TrainingError,
+)
 from any_agent.rollout.failures import Failures, is_passing
 from tests.rollout.workflow_lab import Doing, executor, items, numbers
 from tests.workflow.tensors_lab import tensors
@@ -94,7 +100,10 @@ def test_batches_that_cannot_become_one() -> None:
     """Each is right by itself; the group is not."""
     more: Iterator[dict[str, Any]] = iter([{}, {"mine": torch.ones(1)}] * 50)
     workflow = Doing(lambda data: tensors([1, 2, data["n"]]) | next(more))
-    with executor() as e, pytest.raises(RolloutError, match="6 unusable; the first failure: .*mine"):
+    with (
+        executor() as e,
+        pytest.raises(RolloutError, match=r"6 unusable; the first .*: .*mine"),
+    ):
         e.rollout_batch(items(3), workflow, group_size=2)
     assert e.rejected == {"unusable": 6}
 
@@ -161,7 +170,7 @@ def test_a_success_now_and_then_is_enough() -> None:
 
 def test_what_a_workflow_rejects_has_not_failed() -> None:
     rejects = Doing(lambda _: "reject")
-    with executor(max_failures=2) as e, pytest.raises(RolloutError, match=": 20 returned_none$"):
+    with executor(max_failures=2) as e, pytest.raises(RolloutError, match=r": 20 returned_none$"):
         e.rollout_batch(items(20), rejects)
     assert e.rejected == {"returned_none": 20}
 

@@ -93,7 +93,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("input_ids", torch.tensor([[1, -2, 3]], dtype=torch.int32), "-2 in row 0, position 1"),
     ("input_ids", [[1, 2, 3]], "input_ids is a list of 1: it must be a tensor"),
     ("attention_mask", torch.tensor([[1, 1, 0.5]]), "has 0.5 in row 0, position 2: .* 0 or 1"),
-    ("attention_mask", torch.tensor([[1, 1, torch.nan]]), "has nan in row 0, position 2: .* 0 or 1"),
+    (
+        "attention_mask",
+        torch.tensor([[1, 1, torch.nan]]),
+        "has nan in row 0, position 2: .* 0 or 1",
+    ),
     ("loss_mask", torch.tensor([[0, 0, -1]]), "has -1 in row 0, position 2: it must be 0 or 1"),
     ("attention_mask", torch.tensor([[0, 1, 1]]).bool(), "row without any token|gap or padding"),
     ("attention_mask", torch.tensor([[1, 0, 1]]).bool(), "gap or .* in row 0, position 2"),
