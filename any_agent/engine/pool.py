@@ -71,6 +71,8 @@ class EnginePool:
         self._members: list[_Member] = []
         self._homes: OrderedDict[str, _Member] = OrderedDict()
         self._numbers = itertools.count()
+        # Of their own: a call takes a number, too, so of two engines each would be every second's.
+        self._turns = itertools.count()
         self._stack = AsyncExitStack()
 
     # -- its life ------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ class EnginePool:
         home = self._homes.get(rid)
         if home is None or (home.away and not all(member.away for member in members)):
             # `min` takes the first of equals: turned, so that they come in turns.
-            turn = next(self._numbers) % len(members)
+            turn = next(self._turns) % len(members)
             home = min(
                 members[turn:] + members[:turn], key=lambda member: (member.away, member.calls)
             )
