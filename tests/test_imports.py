@@ -17,6 +17,7 @@ PACKAGES = ("any_agent", "proxy_ext", "router", "trainer")
 
 VOCABULARY: tuple[str, ...] = (
     "types",
+    "model_calls",
     "errors",
     "config",
     "protocol",
