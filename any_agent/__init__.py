@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from any_agent.direct import EngineOpenAI
     from any_agent.errors import AnyAgentError
     from any_agent.experiment import GRPOConfig, load_expr_config
-    from any_agent.inference import LocalModel, load_engine
+    from any_agent.inference import LocalModel, RemoteSGLangEngine, load_engine
     from any_agent.record import InteractionWithTokenLogpReward
-    from any_agent.reward import AsyncRewardWrapper
+    from any_agent.reward import AsyncRewardWrapper, gsm8k_reward_fn
     from any_agent.sdk import AgentRunner, AgentSession
     from any_agent.types import (
         GenerationHyperparameters,
         Interaction,
+        LLMRequest,
         ModelRequest,
         ModelResponse,
         Trajectory,
@@ -51,6 +52,7 @@ _HOMES = {
     "GroupedRolloutWorkflow": "any_agent.workflow",
     "Interaction": "any_agent.types",
     "InteractionWithTokenLogpReward": "any_agent.record",
+    "LLMRequest": "any_agent.types",
     "LocalModel": "any_agent.inference",
     "ModelRequest": "any_agent.types",
     "ModelResponse": "any_agent.types",
@@ -60,10 +62,12 @@ _HOMES = {
     "ProxyWorkflow": "any_agent.workflow",
     "RLClient": "any_agent.client",
     "RLVRWorkflow": "any_agent.workflow",
+    "RemoteSGLangEngine": "any_agent.inference",
     "RolloutWorkflow": "any_agent.workflow",
     "Trajectory": "any_agent.types",
     "concat_padded_tensors": "any_agent.workflow",
     "get_custom_dataset": "any_agent.data",
+    "gsm8k_reward_fn": "any_agent.reward",
     "load_config": "any_agent.config",
     "load_engine": "any_agent.inference",
     "load_expr_config": "any_agent.experiment",
@@ -86,6 +90,7 @@ __all__ = [
     "GroupedRolloutWorkflow",
     "Interaction",
     "InteractionWithTokenLogpReward",
+    "LLMRequest",
     "LocalModel",
     "ModelRequest",
     "ModelResponse",
@@ -95,11 +100,13 @@ __all__ = [
     "ProxyWorkflow",
     "RLClient",
     "RLVRWorkflow",
+    "RemoteSGLangEngine",
     "RolloutWorkflow",
     "Trajectory",
     "__version__",
     "concat_padded_tensors",
     "get_custom_dataset",
+    "gsm8k_reward_fn",
     "load_config",
     "load_engine",
     "load_expr_config",

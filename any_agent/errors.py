@@ -38,6 +38,7 @@ AnyAgentError                      500 internal_error
 │   └── DatasetError               500 bad_dataset
 ├── StartupError                   500 startup_failed (exit code 1)
 ├── TrainingError                  500 training_failed
+├── RolloutError                   500 rollout_failed
 └── AgentFailed                    500 agent_failed
 """
 
@@ -352,6 +353,12 @@ class TrainingError(AnyAgentError):
     """Training cannot go on; what it has so far is kept."""
 
     default_code = "training_failed"
+
+
+class RolloutError(AnyAgentError):
+    """The episodes of a batch came to nothing: none of them may be trained on."""
+
+    default_code = "rollout_failed"
 
 
 class AgentFailed(AnyAgentError):

@@ -1,4 +1,4 @@
-"""Reward functions that block or compute, kept off the event loop that episodes run on."""
+"""Reward functions: a ready one, and those that block or compute kept off the event loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import inspect
 import logging
 import os
+import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from any_agent.errors import AnyAgentError
@@ -20,6 +22,17 @@ from any_agent.workers import (
 )
 
 log = logging.getLogger(__name__)
+
+_NUMBER = re.compile(
+    r"(?<![A-Za-z0-9])(?<![0-9]\.)"  # not amid a word or another number
+    r"(?P<sign>(?<![)\]])[-+\u2212])?\$?(?P<inner>(?<=\$)-)?"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)"
+    r"(?:[eE](?P<exponent>[-+]?[0-9]{1,3})(?![0-9]))?(?:/(?P<under>[0-9]+(?![0-9.])))?"
+)
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_LATEX = re.compile(r"\\[!,;: ]|\\(?=\$)|[{}](?=,)|(?<=,)\}")
+_LONGEST = 100_000
+"""Characters of an answer, from its end, that are looked at."""
 
 
 class RewardFailed(AnyAgentError):
@@ -100,3 +113,63 @@ class AsyncRewardWrapper:
             raise RewardFailed(said, code="reward_timeout")
         log.warning("%s: its reward is %g (%d so far)", said, self.timeout_reward, self.timeouts)
         return self.timeout_reward
+
+
+def gsm8k_reward_fn(
+    prompt: str,
+    completions: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    answer: Any,
+    **fields: Any,
+) -> float:
+    """1.0 if the completion's final number is the answer's, else 0.0.
+
+    A text's final number is the first one after its last ``####``; else the last one in its last
+    ``\\boxed{}``; else the last one in it. Signs, decimals, fractions (``3/4``), exponents, ``$``
+    and commas between thousands are read; numbers are compared by value, so 18, 18.0 and $18 are
+    one. A text without a number is never right. Raises nothing, whatever the texts are.
+    """
+    said, right = final_number(completions), final_number(answer)
+    return float(said is not None and said == right)
+
+
+def final_number(text: Any) -> Fraction | None:
+    """The number that a text comes to, as :func:`gsm8k_reward_fn` reads it; None without one."""
+    whole = str(text)[-_LONGEST:]
+    marked = whole.rpartition("####")
+    if marked[1] and (found := _numbers(marked[2])):
+        return found[0]
+    for part in (_boxed(whole), whole):
+        if part is not None and (found := _numbers(part)):
+            return found[-1]
+    return None
+
+
+def _numbers(text: str) -> list[Fraction]:
+    """A text's numbers in their order; those of thousands of digits are none."""
+    plain = _FRACTION.sub(r" \1/\2 ", _LATEX.sub("", text))
+    found = []
+    for match in _NUMBER.finditer(plain):
+        try:
+            value = Fraction(match["digits"].replace(",", ""))
+            value *= Fraction(10) ** int(match["exponent"] or 0)
+            value /= int(match["under"] or 1)
+        except (ValueError, ZeroDivisionError):
+            continue
+        minus = (match["sign"] or "") in ("-", "\u2212") or match["inner"]
+        found.append(-value if minus else value)
+    return found
+
+
+def _boxed(text: str) -> str | None:
+    """What the last ``\\boxed{`` holds, up to its own brace or the end."""
+    _, found, rest = text.rpartition("\\boxed{")
+    if not found:
+        return None
+    depth = 1
+    for at, letter in enumerate(rest):
+        depth += (letter == "{") - (letter == "}")
+        if not depth:
+            return rest[:at]
+    return rest

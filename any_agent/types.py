@@ -6,17 +6,23 @@ Nothing here imports torch or LiteLLM.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-IdArray: TypeAlias = npt.NDArray[np.int32]
-"""Token ids or weight versions, int32, shape [length]."""
+from any_agent.model_calls import GenerationChunk as GenerationChunk
+from any_agent.model_calls import GenerationHyperparameters as GenerationHyperparameters
+from any_agent.model_calls import IdArray as IdArray
+from any_agent.model_calls import LLMRequest as LLMRequest
+from any_agent.model_calls import Message as Message
+from any_agent.model_calls import ModelRequest as ModelRequest
+from any_agent.model_calls import ModelResponse as ModelResponse
+from any_agent.model_calls import StopReason as StopReason
+
 LogprobArray: TypeAlias = npt.NDArray[np.float32]
 """Natural-log probabilities, float32, shape [length]."""
 Row: TypeAlias = dict[str, npt.NDArray[Any]]
@@ -32,12 +38,8 @@ Row: TypeAlias = dict[str, npt.NDArray[Any]]
 =================  =======  ====================================
 """
 
-Message: TypeAlias = dict[str, Any]
-"""One chat message in OpenAI's form: role, content, tool_calls, tool_call_id, reasoning_content."""
 Tool: TypeAlias = dict[str, Any]
 """One tool in OpenAI's form: ``{"type": "function", "function": {...}}``."""
-
-StopReason: TypeAlias = Literal["stop", "length", "abort"]
 
 BranchReason: TypeAlias = Literal[
     "no_new_message",
@@ -79,169 +81,6 @@ def plain_ids(ids: Sequence[int] | IdArray) -> list[int]:
 def logprob_array(values: Any) -> LogprobArray:
     """Pack log-probabilities as float32."""
     return np.asarray(values, dtype=np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationHyperparameters:
-    """How one completion is sampled.
-
-    ``temperature`` 0 means greedy. ``top_k`` -1 means off. Stop strings end the output at the
-    token that completes one; ``stop_token_ids`` at the token itself (kept in the output).
-    With ``seed``, a signed 64-bit integer, the draw of a token depends on nothing but its
-    distribution, the seed and its position in prompt + output. What comes after it bends the
-    distribution itself, and is neutral by default.
-    """
-
-    max_new_tokens: int = 16_384
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    min_p: float = 0.0
-    """Tokens less likely than this share of the likeliest one's probability are never drawn."""
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids and what is added to their logits."""
-    grammar: str | None = None
-    """What the output's text must be, as JSON: ``{"json_schema": {...}}``,
-    ``{"json_object": true}`` or ``{"regex": "..."}``."""
-
-    def new(self, **changes: Any) -> Self:
-        """A copy with some fields changed; lists become tuples.
-
-        ``n_samples`` may be given as 1, which is all that a request samples. Raises ValueError for
-        another one, and TypeError for what is no field.
-        """
-        samples = changes.pop("n_samples", 1)
-        if samples != 1:
-            raise ValueError(
-                f"n_samples is {samples!r}: a request samples one completion. Run the workflow "
-                "more often for one item (sessions.group_size), or send several requests"
-            )
-        for name, value in changes.items():
-            if isinstance(value, list):
-                changes[name] = tuple(value)
-        try:
-            return replace(self, **changes)
-        except TypeError:
-            known = {field.name for field in fields(self)}
-            unknown = ", ".join(sorted(changes.keys() - known))
-            raise TypeError(
-                f"{unknown}: no such field; there are {', '.join(sorted(known))}"
-            ) from None
-
-    def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> Self:
-        """A copy that stops also at the tokenizer's padding and end tokens, where it has them."""
-        more = [tokenizer.pad_token_id, tokenizer.eos_token_id]
-        ids = dict.fromkeys([*self.stop_token_ids, *(int(i) for i in more if i is not None)])
-        return replace(self, stop_token_ids=tuple(ids))
-
-    def to_openai_args_dict(
-        self,
-        exclude_args: Sequence[str] = (),
-        api_format: Literal["completions", "responses", "openai-agents"] = "completions",
-    ) -> dict[str, Any]:
-        """What OpenAI's client takes of this, as keyword arguments of its calls.
-
-        ``completions``: of ``chat.completions.create``; ``responses``: of ``responses.create``;
-        ``openai-agents``: of the Agents SDK's ``ModelSettings``. ``exclude_args`` are left out, by
-        their names here or there. What these APIs have no name for (``top_k`` and what follows
-        it, ``stop_token_ids``, ``ignore_eos``) is not in it.
-        """
-        limit = {
-            "completions": "max_completion_tokens",
-            "responses": "max_output_tokens",
-            "openai-agents": "max_tokens",
-        }[api_format]
-        out: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            limit: self.max_new_tokens,
-        }
-        if api_format != "responses":
-            out["frequency_penalty"] = self.frequency_penalty
-            out["presence_penalty"] = self.presence_penalty
-        if api_format == "completions" and self.stop:
-            out["stop"] = list(self.stop)
-        gone = {limit if name == "max_new_tokens" else name for name in exclude_args}
-        return {name: value for name, value in out.items() if name not in gone}
-
-
-def new_request_id() -> str:
-    return uuid.uuid4().hex
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRequest:
-    """One request to an inference engine: token ids in, token ids out."""
-
-    rid: str = field(default_factory=new_request_id)
-    """Requests with the same one, one after the other, are a conversation: they go to the same
-    engine of several, which has its beginning in its cache."""
-    input_ids: list[int] | IdArray = field(default_factory=list)
-    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
-    cache_salt: str | None = None
-    top_logprobs: int = 0
-    """How many of the likeliest tokens to tell of at each position."""
-    tokenizer: Any = field(default=None, repr=False, compare=False)
-    """The workflow's, where it has one. Engines that check stop strings have their own."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationChunk:
-    """Some freshly sampled tokens of one request, in order; only the last chunk has a stop reason.
-
-    ``logprobs[k]`` is log-softmax(logits / T) of ``output_ids[k]`` under the weights of
-    ``versions[k]``; no renormalisation by top_p or top_k.
-    """
-
-    output_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    stop_reason: StopReason | None = None
-    matched_stop: str | int | None = None
-    top_logprobs: list[list[tuple[int, float]]] | None = None
-    """Per token the likeliest ids and their log-probabilities, best first; None if not asked."""
-
-    def __post_init__(self) -> None:
-        n = len(self.output_ids)
-        if not n == len(self.logprobs) == len(self.versions):
-            raise ValueError("a chunk needs one logprob and one version per token")
-        if self.top_logprobs is not None and len(self.top_logprobs) != n:
-            raise ValueError("a chunk needs the likeliest tokens of each of its tokens, or none")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelResponse:
-    """A whole completion: the concatenation of its chunks."""
-
-    input_ids: list[int]
-    output_ids: list[int]
-    output_logprobs: list[float]
-    output_versions: list[int]
-    stop_reason: StopReason
-    matched_stop: str | int | None = None
-
-    @property
-    def input_tokens(self) -> list[int]:
-        return self.input_ids
-
-    @property
-    def output_tokens(self) -> list[int]:
-        return self.output_ids
-
-    @property
-    def input_len(self) -> int:
-        return len(self.input_ids)
-
-    @property
-    def output_len(self) -> int:
-        return len(self.output_ids)
 
 
 class Continuation(StrEnum):

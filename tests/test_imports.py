@@ -17,6 +17,7 @@ PACKAGES = ("any_agent", "proxy_ext", "router", "trainer")
 
 VOCABULARY: tuple[str, ...] = (
     "types",
+    "model_calls",
     "errors",
     "config",
     "protocol",
@@ -43,9 +44,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("chat", "data", "engine", "record"),
     ("completions",),
     ("workflow", "direct"),
-    ("rollout", "sdk", "inference", "camel"),
+    ("rollout", "sdk", "camel"),
     (
         "launcher",
+        "inference",
         "demo",
         "cli",
         "keys_cli",
@@ -59,6 +61,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """Of `any_agent`: each part imports earlier layers only."""
 WITHIN = {("cli", "launcher"), ("cli", "demo"), ("demo", "launcher")}
+WITHIN |= {("inference", "launcher"), ("demo", "inference")}
 WITHIN |= {
     ("cli", "doctor"),
     ("doctor", "launcher"),

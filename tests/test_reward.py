@@ -6,10 +6,11 @@ import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from any_agent import AsyncRewardWrapper, workers
+from any_agent import AsyncRewardWrapper, gsm8k_reward_fn, workers
 from any_agent.errors import ConfigError
 from any_agent.reward import RewardFailed
 from tests import reward_functions as functions
@@ -100,3 +101,50 @@ async def test_being_cancelled_ends_the_call() -> None:
     # The workers are free again.
     good = AsyncRewardWrapper(functions.by_name, timeout_seconds=120, max_workers=2)
     assert await good("4", "4") == 1.0
+
+
+RIGHT = [
+    ("6 + 12 is 18.", "They pay 6 + 12.\n#### 18"),
+    ("#### 18 dollars, of 20", "18"),
+    ("so \\boxed{18}, as 9 * 2", 18),
+    ("\\boxed{\\frac{1}{2}}", "#### 0.5"),
+    ("\\boxed{\\$1{,}234}", "#### 1,234"),
+    ("It costs $1,234,567.50", 1234567.5),
+    ("a debt of -$5", "#### -5"),
+    ("x=-5", "-5"),
+    ("10-3", 3),
+    ("**42**", "42.0"),
+    ("1, 2,3", "3"),
+    ("wait...7", "7"),
+    ("1e3", "1000"),
+    ("#### none, but 7", "7"),
+]
+WRONG = [
+    ("18 or 19", "18"),
+    ("no number", "also none"),
+    ("5", "-5"),
+    ("#### 17, not 18", "18"),
+    ("\\boxed{17} of 18", "18"),
+    ("1/0", "0"),
+    ("9" * 5000, "9"),
+    ("1e999999999", "2"),
+    ("\\boxed{{{{", ""),
+    (None, None),
+    ("\ud800 \x00 #### ####", 1),
+    ("v2beta", "3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [(*pair, 1.0) for pair in RIGHT] + [(*pair, 0.0) for pair in WRONG],
+)
+def test_the_final_number_decides(completion: Any, answer: Any, reward: float) -> None:
+    got = gsm8k_reward_fn("q", completion, [1], [2], answer=answer, question="more fields")
+    assert (got, type(got)) == (reward, float)
+
+
+async def test_the_ready_function_runs_in_a_process() -> None:
+    """By position and by keyword, as ready workflows and hand-written ones call it."""
+    wrapped = AsyncRewardWrapper(gsm8k_reward_fn)
+    assert await wrapped("q", "18", [1], [2], **{"answer": "#### 18", "messages": []}) == 1.0

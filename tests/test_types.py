@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import FrozenInstanceError, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from any_agent.errors import ConfigError, InvalidRequest
 from any_agent.types import (
     GenerationHyperparameters,
+    LLMRequest,
     ModelRequest,
     ModelResponse,
     SampledSession,
@@ -65,6 +70,105 @@ def test_a_request_needs_its_ids_only() -> None:
     assert one.rid and one.rid != other.rid
     assert one.gconfig == GenerationHyperparameters()
     assert "tokenizer" not in repr(other)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [5, 6],
+        (5, 6),
+        [np.int64(5), np.int32(6)],
+        np.array([5, 6]),
+        np.array([[5, 6]], dtype=np.uint16),
+        torch.tensor([5, 6]),
+        torch.tensor([[5, 6]]),
+        [torch.tensor([5, 6])],
+        [[5, 6]],
+        UserDict(input_ids=[5, 6], attention_mask=[1, 1]),
+        {"input_ids": torch.tensor([[5, 6]])},
+    ],
+)
+def test_ids_of_any_form_are_a_list(given: Any) -> None:
+    request = LLMRequest(rid="r", input_ids=given)
+    assert request == ModelRequest("r", [5, 6])
+    assert list(map(type, request.input_ids)) == [int, int]
+
+
+def test_packed_ids_stay_packed() -> None:
+    ids = np.array([5, 6], dtype=np.int32)
+    assert ModelRequest(input_ids=ids).input_ids is ids
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("5 6", "input_ids is str '5 6': it must be one prompt's token ids"),
+        (["5"], r"a list with '5' \(str\)"),
+        ([5, 6.0], r"a list with 6.0 \(float\)"),
+        ([5, True], r"a list with True \(bool\)"),
+        ([[5], [6]], r"a list with \[5\] \(list\)"),
+        (torch.tensor([5.0]), r"float32 of the shape \[1\]"),
+        (torch.tensor([[5], [6]]), r"int64 of the shape \[2, 1\]"),
+        (np.array(5), r"int64 of the shape \[\]"),
+        (5, "int 5"),
+        (None, "NoneType None"),
+        ({"ids": [5]}, "a dict without input_ids"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_name(given: Any, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        ModelRequest(input_ids=given)
+    assert caught.value.param == "input_ids"
+
+
+def test_a_request_in_openais_words() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    request = ModelRequest(prompt=messages, model="gpt-4o", temperature=0.5, max_tokens=7)
+    assert request.gconfig == GenerationHyperparameters(temperature=0.5, max_new_tokens=7)
+    assert (request.model, request.temperature, request.max_tokens) == ("gpt-4o", 0.5, 7)
+    later = replace(request, gconfig=request.gconfig.new(max_new_tokens=3))
+    assert (later.max_tokens, later.prompt, later.rid) == (3, messages, request.rid)
+    same = GenerationHyperparameters(temperature=0.5, top_p=0.9)
+    assert ModelRequest(gconfig=same, temperature=0.5).gconfig is same
+    with pytest.raises(FrozenInstanceError):
+        request.prompt = "other"  # type: ignore[misc]
+
+
+def test_a_request_that_contradicts_itself() -> None:
+    gconfig = GenerationHyperparameters(temperature=0.5)
+    with pytest.raises(ValueError, match=r"temperature is 1.0, and gconfig.temperature is 0.5"):
+        ModelRequest(gconfig=gconfig, temperature=1.0)
+    with pytest.raises(ValueError, match=r"max_tokens is 7, and gconfig.max_new_tokens is 16384"):
+        ModelRequest(gconfig=gconfig, max_tokens=7)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        ModelRequest(input_ids=[1], prompt="hi")
+
+
+class Letters:
+    """Decodes ids to letters; 0 is a special token."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool, **_: Any) -> str:
+        return "".join(chr(96 + i) for i in ids if i or not skip_special_tokens)
+
+
+@pytest.mark.parametrize(
+    ("ids", "stop", "text"),
+    [
+        ([1, 2, 3], None, "abc"),
+        ([1, 0, 2, 0], 0, "ab"),
+        ([1, 2, 5], 5, "ab"),
+        ([5, 2, 5], 5, "eb"),
+        ([1, 2, 3], "bc", "a"),
+        ([], None, ""),
+    ],
+)
+def test_a_responses_text(ids: list[int], stop: Any, text: str) -> None:
+    n = len(ids)
+    response = ModelResponse([1], ids, [-1.0] * n, [0] * n, "stop", stop, Letters())
+    assert response.text == text
+    assert (response.token_ids, response.logprobs) == (ids, [-1.0] * n)
+    with pytest.raises(ConfigError, match="give the request's tokenizer=, or decode output_tokens"):
+        _ = replace(response, tokenizer=None).text
 
 
 def test_a_response_under_areals_names() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -80,12 +81,16 @@ def chat_format_of(
 def load_hf_tokenizer(path: str) -> Any:
     """The tokenizer of a local model folder, or of a name on the Hugging Face hub.
 
-    It pads with its end-of-sequence token where the model names no other. Raises ConfigError where
-    there is none.
+    It pads with its end-of-sequence token where the model names no other. Its
+    ``apply_chat_template`` returns the list of token ids, as a request takes it and ``decode``
+    reads it; transformers' mapping with a mask beside them is ``return_dict=True``. Raises
+    ConfigError where there is none.
     """
     tokenizer = _load_tokenizer(path, local=Path(path).is_dir(), trust_remote_code=False)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    # A partial of its own method: it survives pickling and copying, as a class of ours would not.
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
     return tokenizer
 
 

@@ -57,8 +57,9 @@ class RolloutConfig(Section):
     One that fails is left out, and counted by its reason."""
     max_dull_groups: int = Field(1000, ge=1)
     """Groups on a dataset that may come in a row with nothing to learn from, as all runs of an item
-    score the same or `dynamic_filter_fn` takes none, before training ends and says so. Agents
-    outside may bring other tasks at any time: for them training goes on, and says why it waits."""
+    score the same or `dynamic_filter_fn` takes none (in `prepare_batch`: as no run is kept), before
+    training ends and says so. Agents outside may bring other tasks at any time: for them training
+    goes on, and says why it waits."""
     dump_to_file: bool = False
     """Write every episode on a dataset, with its text, to
     `<fileroot>/<experiment>/<trial>/rollout/<version>/<task_id>.jsonl` (`eval-rollout` in an

@@ -1,5 +1,6 @@
 """Datasets of tasks: reading them, and which item comes next."""
 
+from any_agent.data.batches import gives_columns, items_of
 from any_agent.data.load import get_custom_dataset
 from any_agent.data.loader import ItemLoader
 from any_agent.data.positions import Positions
@@ -13,4 +14,6 @@ __all__ = [
     "RowDataset",
     "as_dataset",
     "get_custom_dataset",
+    "gives_columns",
+    "items_of",
 ]

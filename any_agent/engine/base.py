@@ -74,7 +74,8 @@ class RolloutEngine(InferenceEngine, Protocol):
 
 
 async def agenerate(engine: InferenceEngine, request: ModelRequest) -> ModelResponse:
-    """The whole completion of one request."""
+    """The whole completion of one request; InvalidRequest for a prompt that is no token ids."""
+    request.require_ids()
     ids: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
@@ -90,5 +91,6 @@ async def agenerate(engine: InferenceEngine, request: ModelRequest) -> ModelResp
                 versions,
                 chunk.stop_reason,
                 chunk.matched_stop,
+                request.tokenizer,
             )
     raise AssertionError("an engine's last chunk must have a stop reason")

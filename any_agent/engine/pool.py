@@ -13,6 +13,7 @@ from typing import Literal, Self
 
 from any_agent.engine.base import Capabilities, InferenceEngine, agenerate
 from any_agent.engine.sglang import SGLangEngine
+from any_agent.engine.shape import ModelShape
 from any_agent.errors import ConfigError, EngineUnavailable
 from any_agent.types import GenerationChunk, ModelRequest, ModelResponse
 
@@ -40,8 +41,9 @@ class EnginePool:
 
     ``engines`` are URLs of SGLang's native contract, or engines of this process, which the pool
     then starts and ends if they are context managers. ``decode`` turns token ids into text: stop
-    strings across a weight update need it. The rest is :class:`SGLangEngine`'s. Enter it on the
-    event loop that calls it, and leave it there.
+    strings across a weight update need it. ``write`` makes of each request the one that is sent,
+    with a prompt as token ids; without it a request with a prompt is refused. The rest is
+    :class:`SGLangEngine`'s. Enter it on the event loop that calls it, and leave it there.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class EnginePool:
         engines: Sequence[str | InferenceEngine],
         *,
         decode: Callable[[Sequence[int]], str] | None = None,
+        write: Callable[[ModelRequest], ModelRequest] | None = None,
+        shape: ModelShape | None = None,
         update_mode: Literal["resume", "in_place"] = "resume",
         update_wait: float = 120.0,
         request_timeout: float = 600.0,
@@ -59,12 +63,16 @@ class EnginePool:
             raise ConfigError("engines that are reached by URL need decode=tokenizer.decode")
         self._given = tuple(engines)
         self._decode = decode
+        self._write = write
+        self._shape = shape
         self._update_mode = update_mode
         self._update_wait = update_wait
         self._request_timeout = request_timeout
         self._members: list[_Member] = []
         self._homes: OrderedDict[str, _Member] = OrderedDict()
         self._numbers = itertools.count()
+        # Of their own: a call takes a number, too, so of two engines each would be every second's.
+        self._turns = itertools.count()
         self._stack = AsyncExitStack()
 
     # -- its life ------------------------------------------------------------------------------
@@ -99,9 +107,10 @@ class EnginePool:
                 update_mode=self._update_mode,
                 update_wait=self._update_wait,
                 request_timeout=self._request_timeout,
+                shape=self._shape,
             )
             stack.push_async_callback(engine.close)
-            await engine.info()
+            await engine.require_model()
             return engine
         if isinstance(given, AbstractAsyncContextManager):
             await stack.enter_async_context(given)
@@ -152,12 +161,13 @@ class EnginePool:
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """The whole completion of a request; errors as in :meth:`generate`."""
-        return await agenerate(self, request)
+        return await agenerate(self, self._written(request))
 
     async def generate(
         self, request: ModelRequest, *, stream: bool = True
     ) -> AsyncGenerator[GenerationChunk]:
         """Sample a completion at one of the engines; see :class:`InferenceEngine`."""
+        request = self._written(request)
         member = self._choose(request.rid)
         # An engine refuses two requests of one id at a time; the pool's users need not know.
         own = replace(request, rid=f"{request.rid}.{next(self._numbers)}")
@@ -169,12 +179,18 @@ class EnginePool:
         finally:
             member.calls -= 1
 
+    def _written(self, request: ModelRequest) -> ModelRequest:
+        if self._write is not None:
+            request = self._write(request)
+        request.require_ids()
+        return request
+
     def _choose(self, rid: str) -> _Member:
         members = self._entered()
         home = self._homes.get(rid)
         if home is None or (home.away and not all(member.away for member in members)):
             # `min` takes the first of equals: turned, so that they come in turns.
-            turn = next(self._numbers) % len(members)
+            turn = next(self._turns) % len(members)
             home = min(
                 members[turn:] + members[:turn], key=lambda member: (member.away, member.calls)
             )

@@ -220,6 +220,7 @@ class SGLangEngine:
         waits for it, and what cuts it all the same ends it as EngineUnavailable. Penalties count
         the new output only; such a call is never trained on.
         """
+        request.require_ids()
         self._shape.require_known(request)
         done = array("i")
         attempt = fruitless = 0

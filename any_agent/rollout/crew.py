@@ -11,10 +11,10 @@ from typing import Any
 
 from any_agent import stats_tracker
 from any_agent.config import RolloutConfig
-from any_agent.errors import TrainingError
+from any_agent.errors import RolloutError, TrainingError
 from any_agent.rollout.board import Board
 from any_agent.rollout.episodes import Episodes, Outcome
-from any_agent.rollout.failures import Failures
+from any_agent.rollout.failures import Failures, said
 from any_agent.rollout.jobs import Job, Stream
 from any_agent.rollout.ledger import Ledger
 from any_agent.types import Row, SampledSession
@@ -214,6 +214,7 @@ class Crew:
             job.results[k] = outcome.result
         else:
             job.lost[outcome.reason] += 1
+            job.error = job.error or outcome.error
         job.left -= 1
         if job.left == 0:
             if self._dump is not None and job.results:
@@ -249,9 +250,12 @@ class Crew:
             if not job.is_eval:
                 self.rejected[reason] += len(job.results)
                 self.ledger.settle(len(job.results))
+            job.lost[reason] += len(job.results)
             job.results.clear()
             job.tensors = None
         stream = job.stream
+        if stream is not None and not stream.sessions:
+            self._count_fruitless(stream, job)
         if stream is not None and reason is not None and stream.on_rejected is not None:
             # First: who sees that all is over must know of this one, too.
             stream.on_rejected(job.position, reason)
@@ -264,6 +268,14 @@ class Crew:
                     stream.ready.append(job)
             self._board.news.notify_all()
 
+    def _count_fruitless(self, stream: Stream, job: Job) -> None:
+        """Whoever waits for a batch of tensors would wait for ever where none is accepted."""
+        stream.fruitless = 0 if job.results else stream.fruitless + 1
+        most = self._config.max_dull_groups
+        if stream.fruitless >= most:
+            error = nothing_left([job], f"the last {most} items came to nothing; of the last one")
+            self._board.fail(error)
+
     def _judged(self, job: Job) -> str | None:
         """Why the results that there are must not be trained on; makes one batch of them."""
         number = self._unusable.begin()
@@ -274,6 +286,7 @@ class Crew:
             self._board.fail(error)
             return "unusable"
         except Exception as error:
+            job.error = job.error or error
             self._fail_if(self._unusable.failed(number, error, f"task {job.task_id}"))
             return "unusable"
         self._unusable.succeeded()
@@ -292,6 +305,15 @@ class Crew:
     def _fail_if(self, end: BaseException | None) -> None:
         if end is not None:
             self._board.fail(end)
+
+
+def nothing_left(jobs: Sequence[Job], what: str) -> RolloutError:
+    """The error of a batch without a result: why, and what the first failure said."""
+    lost: Counter[str] = sum((job.lost for job in jobs), Counter())
+    why = ", ".join(f"{count} {reason}" for reason, count in lost.most_common())
+    errors = [job.error for job in jobs if job.error is not None]
+    first = f"; the first failure: {said(errors[0])}" if errors else ""
+    return RolloutError(f"{what}, no session is left to train on: {why}{first}")
 
 
 def _rows(result: Any) -> list[Row]:

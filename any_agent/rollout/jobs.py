@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from any_agent.data import gives_columns, items_of
 from any_agent.types import SampledSession
 from any_agent.workflow import RolloutWorkflow
 from any_agent.workflow.base import TensorDict
@@ -42,6 +43,8 @@ class Stream:
     under_way: int = 0
     """Jobs."""
     ready: list[Job] = field(default_factory=list)
+    fruitless: int = 0
+    """Items in a row that came to nothing."""
 
     def whole(self) -> bool:
         """Whether a batch is ready."""
@@ -110,6 +113,8 @@ class Job:
     """Of the runs that have one, by their number in the group."""
     lost: Counter[str] = field(default_factory=Counter)
     """Why the others have none."""
+    error: BaseException | None = None
+    """What the first one that failed failed with."""
     tensors: TensorDict | None = None
     """All results as one, where that was asked for."""
     dropped: bool = False
@@ -125,20 +130,18 @@ class Job:
 
 
 def epochs(loader: Any) -> Iterator[Item]:
-    """A loader's items over and over, numbered; it gives items or lists of them.
+    """A loader's items over and over, numbered; it gives items, lists of them, or columns as
+    torch's DataLoader does.
 
-    Raises ValueError for a loader that gives nothing, TypeError for items that are no mappings.
+    Raises ValueError for a loader that gives nothing, TypeError for items that are no mappings,
+    DatasetError for columns that cannot be turned back into items.
     """
     position = 0
     while True:
         before = position
         for given in loader:
-            for item in given if isinstance(given, list | tuple) else (given,):
-                if not isinstance(item, Mapping):
-                    raise TypeError(
-                        f"the dataloader gave a {type(item).__name__}: it must give dictionaries, "
-                        "or lists of them (a DataLoader of torch: collate_fn=lambda items: items)"
-                    )
+            single = isinstance(given, Mapping) and not gives_columns(loader)
+            for item in [given] if single else items_of(given):
                 yield position, dict(item)
                 position += 1
         if position == before:

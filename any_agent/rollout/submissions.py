@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count, islice
 from typing import Any
 
+from any_agent.data import items_of
 from any_agent.errors import TooManyRequests
 from any_agent.loop_thread import LoopThread
 from any_agent.rollout.board import Board
-from any_agent.rollout.crew import Crew
+from any_agent.rollout.crew import Crew, nothing_left
 from any_agent.rollout.jobs import Accept, Job
 from any_agent.rollout.making import Workshop
 from any_agent.workflow.base import TensorDict
@@ -157,20 +158,23 @@ class Submissions:
 
     def rollout_batch(
         self,
-        data: Sequence[dict[str, Any]],
+        data: Sequence[Mapping[str, Any]] | Mapping[str, Any],
         workflow: WorkflowLike,
         workflow_kwargs: Mapping[str, Any] | None = None,
         group_size: int = 1,
     ) -> list[TensorDict]:
         """Run the workflow on all items and wait for all; what was not rejected, in their order.
 
-        Nothing runs ahead: under fixed weights, for collecting data and for debugging.
+        Nothing runs ahead: under fixed weights, for collecting data and for debugging. ``data`` is
+        a list of items, or a batch of a torch DataLoader. Raises RolloutError, which says why, if
+        nothing is left; ValueError without items, TypeError and DatasetError for what gives none.
         """
+        items = items_of(data)
+        if not items:
+            raise ValueError("rollout_batch was given no items: is the dataset empty?")
         numbers = [
-            self.submit(item, workflow, workflow_kwargs, group_size=group_size) for item in data
+            self.submit(item, workflow, workflow_kwargs, group_size=group_size) for item in items
         ]
-        if not numbers:
-            return []
         left = set(numbers)
 
         def ready() -> list[int] | None:
@@ -182,8 +186,11 @@ class Submissions:
 
         with self._board.news:
             count = list(self._board.jobs).index(numbers[-1]) + 1
-        got = self._await(ready, None, count)
-        return [result for _, result in got or () if result is not None]
+        got = self._await(ready, None, count) or []
+        results = [result for _, result in got if result is not None]
+        if not results:
+            raise nothing_left([job for job, _ in got], f"of {len(got)} items")
+        return results
 
     # ------------------------------------------------------------------------------------------
 

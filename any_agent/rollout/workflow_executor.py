@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from types import TracebackType
@@ -156,6 +157,11 @@ class WorkflowExecutor(Submissions):
         return self._version if self._engine is None else self._engine.version
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of its thread, on which the engine is open."""
+        return self._thread.loop
+
+    @property
     def capacity(self) -> Capacity:
         """How many train sessions run, and how many wait to be trained on."""
         return self._crew.ledger.now()
@@ -173,12 +179,14 @@ class WorkflowExecutor(Submissions):
     ) -> list[TensorDict]:
         """The next batch, while episodes of the following ones go on; one dictionary per item.
 
-        ``dataloader`` is iterated over and over. A batch has as many items as its ``batch_size``
+        ``dataloader`` is iterated over and over: it gives items, lists of them, or, as a DataLoader
+        of torch does by itself, columns. A batch has as many items as its ``batch_size``
         says, else so many that their sessions are ``rollout.batch_size``. Asking for the next
         batch says that the weights were updated with the one before. The loader and the workflow
         of the first call are gone on with: others raise ConfigError, ``workflow_kwargs`` and
         ``should_accept_fn`` of later calls are not looked at. Raises TimeoutError, TrainingError,
-        and what the loader raises.
+        RolloutError after ``rollout.max_dull_groups`` items in a row that came to nothing, and what
+        the loader raises.
         """
         if self._source is None and self._stream is None:
             self._begin_loader(dataloader, workflow, workflow_kwargs, should_accept_fn, group_size)

@@ -14,7 +14,9 @@ rewards           [B]        float32
 temperatures      [B]        float32  what the outputs were sampled at, where not as the run says
 ================  =========  =======  =========================================================
 
-Everything is unshifted: entry t speaks of token t. Training needs all but the last one; without
+Whole numbers of another width become int32, masks of 0 and 1 the mask's type, float64 and whole
+numbers float32, where every value fits; what does not is refused. Everything is unshifted: entry t
+speaks of token t. Training needs all but the last one; without
 ``loss_mask`` and what follows it, a batch can be collected, but not trained on. Other tensors
 whose first dimension is B are handed on.
 """
@@ -43,6 +45,7 @@ PER_TOKEN: Mapping[str, Any] = {
 """Fields of the shape [B, T]."""
 PER_ROW: Mapping[str, Any] = {"rewards": np.float32, "temperatures": np.float32}
 """Fields of the shape [B]."""
+MASKS = ("attention_mask", "loss_mask")
 REQUIRED = ("input_ids", "attention_mask")
 TRAINED_ON = (*REQUIRED, "loss_mask", "logprobs", "versions", "rewards")
 PADDING: Mapping[str, int] = {"versions": -1}
@@ -50,7 +53,7 @@ PADDING: Mapping[str, int] = {"versions": -1}
 
 
 def checked_arrays(result: Mapping[str, Any]) -> Arrays:
-    """They as numpy arrays.
+    """They as numpy arrays of the documented types.
 
     Raises InvalidTrajectory, which names the field, what it is and what it must be.
     """
@@ -67,9 +70,9 @@ def checked_arrays(result: Mapping[str, Any]) -> Arrays:
         )
     for name, values in arrays.items():
         if name in PER_TOKEN:
-            _check(name, values, PER_TOKEN[name], shape)
+            arrays[name] = _checked(name, values, PER_TOKEN[name], shape)
         elif name in PER_ROW:
-            _check(name, values, PER_ROW[name], shape[:1])
+            arrays[name] = _checked(name, values, PER_ROW[name], shape[:1])
         elif values.shape[:1] != shape[:1]:
             raise wrong(
                 name,
@@ -94,12 +97,28 @@ def _array(name: object, value: Any) -> npt.NDArray[Any]:
         raise wrong(name, f"is {value.dtype}, which numpy cannot read: {error}") from None
 
 
-def _check(name: str, values: npt.NDArray[Any], dtype: Any, shape: tuple[int, ...]) -> None:
+def _checked(
+    name: str, values: npt.NDArray[Any], dtype: Any, shape: tuple[int, ...]
+) -> npt.NDArray[Any]:
     if values.shape != shape:
         raise wrong(name, f"has the shape {list(values.shape)}: it must be {list(shape)}")
-    if values.dtype != dtype:
-        wanted = "bool" if dtype is np.bool_ else np.dtype(dtype).name
+    if values.dtype == dtype:
+        return values
+    kind, wanted = values.dtype.kind, np.dtype(dtype).name
+    if name in MASKS:
+        if kind not in "biuf":
+            raise wrong(name, f"is {values.dtype.name}: it must be {wanted}, of 0 and 1")
+        if (bad := (values != 0) & (values != 1)).any():
+            raise wrong(name, f"has {_first(values, bad)}: it must be 0 or 1")
+    elif kind not in ("iu" if dtype is np.int32 else "iuf") or values.dtype == np.float16:
+        # Half the digits of what was sampled are gone from a float16 already.
         raise wrong(name, f"is {values.dtype.name}: it must be {wanted}; write .to(torch.{wanted})")
+    elif dtype is np.int32:
+        known = np.iinfo(np.int32)
+        if (bad := (values < known.min) | (values > known.max)).any():
+            raise wrong(name, f"has {_first(values, bad)}, which is no int32: are these {name}?")
+    with np.errstate(over="ignore"):  # what becomes infinite is found by its value
+        return values.astype(dtype)
 
 
 def _check_values(arrays: Arrays) -> None:

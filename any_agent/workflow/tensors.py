@@ -75,15 +75,17 @@ def tensors_of(result: EpisodeResult, *, discount: float = 1.0) -> TensorDict:
 
 
 def checked_tensors(result: Mapping[str, Any]) -> TensorDict:
-    """The fields of an episode's tensors; what came as numpy arrays becomes tensors of torch.
+    """The fields of an episode's tensors, of the documented types; those that are come as they are.
 
     Raises InvalidTrajectory, which names the field, what it is and what it must be.
     """
     import torch
 
-    checked_arrays(result)
+    arrays = checked_arrays(result)
     return {
-        name: value if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
+        name: value
+        if isinstance(value, torch.Tensor) and str(value.dtype) == f"torch.{arrays[name].dtype}"
+        else torch.from_numpy(np.array(arrays[name]))
         for name, value in result.items()
     }
 

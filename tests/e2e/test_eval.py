@@ -7,10 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from any_agent.chat import load_chat_format
-from any_agent.config import load_config
+from any_agent.config import Config, load_config
 from any_agent.demo.model import save_tiny_model
-from any_agent.inference import LocalModel
+from any_agent.inference import RemoteSGLangEngine
 from any_agent.launcher.trial import trial_dir
 from tests.e2e.serving import run_cli
 from trainer.checkpoint import save_checkpoint
@@ -74,7 +73,8 @@ def messages(question: str) -> list[dict[str, str]]:
 
 def answers(model: Path) -> list[object]:
     """What a model's likeliest tokens say."""
-    with LocalModel(model, load_chat_format(str(model), enable_thinking=False)) as local:
+    config = Config.model_validate({"model": {"enable_thinking": False}})
+    with RemoteSGLangEngine(config).initialize(model=model) as local:
         return [
             local.chat(messages(question), temperature=0.0, max_new_tokens=12)["content"]
             for question in QUESTIONS

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from any_agent.engine import Capabilities, EnginePool
-from any_agent.errors import ConfigError, EngineUnavailable
-from any_agent.types import ModelResponse
+from any_agent.engine import Capabilities, EnginePool, SGLangEngine, agenerate
+from any_agent.errors import ConfigError, EngineUnavailable, InvalidRequest
+from any_agent.types import ModelRequest, ModelResponse
 from tests.engine.sglang_lab import FORMULA, request, until
 from tests.fakes.scripted_engine import ScriptedEngine
 
@@ -227,3 +228,25 @@ async def test_all_engines_are_paused_and_resumed(pool: EnginePool, engines: Eng
     await pool.resume(2)
     assert pool.version == 2
     assert (await call(pool, "r")).output_ids == FORMULA[:10]
+
+
+async def test_a_prompt_in_words_is_refused_by_name(client: SGLangEngine) -> None:
+    """Nobody here knows the model's chat template."""
+    ask = ModelRequest(prompt=[{"role": "user", "content": "hi"}])
+    async with EnginePool([client]) as pool:
+        for engine in (pool, client):
+            with pytest.raises(InvalidRequest, match=r"input_ids=tokenizer\.apply_chat_template"):
+                await agenerate(engine, ask)
+            with pytest.raises(InvalidRequest, match="RemoteSGLangEngine"):
+                await anext(engine.generate(ask, stream=True))
+
+
+async def test_who_writes_prompts_makes_token_ids_of_them(
+    scripted: ScriptedEngine, client: SGLangEngine
+) -> None:
+    def write(asked: ModelRequest) -> ModelRequest:
+        return replace(asked, prompt=None, input_ids=[7, 8]) if asked.prompt else asked
+
+    async with EnginePool([client], write=write) as pool:
+        response = await pool.agenerate(ModelRequest(prompt="hi", max_tokens=2))
+    assert response.input_tokens == scripted.requests[-1]["input_ids"] == [7, 8]

@@ -141,7 +141,8 @@ def test_all_of_a_batch_in_its_order() -> None:
         assert [numbers(r)[0] for r in results] == [n for n in range(20) if n != 5]
         assert all(len(numbers(r)) == 2 for r in results)
         assert workflow.most == 4
-        assert e.rollout_batch([], workflow) == []
+        with pytest.raises(ValueError, match="was given no items: is the dataset empty"):
+            e.rollout_batch([], workflow)
         assert len(e.rollout_batch(items(3), workflow)) == 3
 
 
@@ -215,7 +216,8 @@ def test_a_group_that_fits_into_no_batch() -> None:
     ("loader", "error", "said"),
     [
         ([], ValueError, "the dataloader gave nothing"),
-        (["text"], TypeError, "gave a str: it must give dictionaries"),
+        (["text"], TypeError, "a batch is a list of dictionaries, .* not str 'text'"),
+        ([["text"]], TypeError, "item 0 of the batch is str 'text': items are dictionaries"),
         (iter(items(2)), ValueError, "is it empty, or an iterator at its end"),
     ],
 )

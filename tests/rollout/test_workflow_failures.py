@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from any_agent.errors import EngineUnavailable, InvalidRequest, ServiceUnavailable, TrainingError
+from any_agent.errors import (
+    EngineUnavailable,
+    InvalidRequest,
+    RolloutError,
+    ServiceUnavailable,
+    TrainingError,
+)
 from any_agent.rollout.failures import Failures, is_passing
 from tests.rollout.workflow_lab import Doing, executor, items, numbers
 from tests.workflow.tensors_lab import tensors
@@ -94,8 +100,11 @@ def test_batches_that_cannot_become_one() -> None:
     """Each is right by itself; the group is not."""
     more: Iterator[dict[str, Any]] = iter([{}, {"mine": torch.ones(1)}] * 50)
     workflow = Doing(lambda data: tensors([1, 2, data["n"]]) | next(more))
-    with executor() as e:
-        assert e.rollout_batch(items(3), workflow, group_size=2) == []
+    with (
+        executor() as e,
+        pytest.raises(RolloutError, match=r"6 unusable; the first .*: .*mine"),
+    ):
+        e.rollout_batch(items(3), workflow, group_size=2)
     assert e.rejected == {"unusable": 6}
 
 
@@ -103,7 +112,12 @@ def test_where_it_failed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     def broken(data: dict[str, Any]) -> None:
         raise KeyError("answer")
 
-    with executor(max_failures=1000) as e, caplog.at_level(logging.WARNING):
+    said = r"of 30 items, no session is left .*: 30 failed; the first failure: KeyError: 'answer'"
+    with (
+        executor(max_failures=1000) as e,
+        caplog.at_level(logging.WARNING),
+        pytest.raises(RolloutError, match=said),
+    ):
         e.rollout_batch(items(30), Doing(broken))
     told = [record for record in caplog.records if record.exc_info]
     assert len(told) == 1
@@ -155,9 +169,23 @@ def test_a_success_now_and_then_is_enough() -> None:
 
 
 def test_what_a_workflow_rejects_has_not_failed() -> None:
-    with executor(max_failures=2) as e:
-        assert e.rollout_batch(items(20), Doing(lambda _: "reject")) == []
+    rejects = Doing(lambda _: "reject")
+    with executor(max_failures=2) as e, pytest.raises(RolloutError, match=r": 20 returned_none$"):
+        e.rollout_batch(items(20), rejects)
     assert e.rejected == {"returned_none": 20}
+
+
+def test_a_batch_that_nothing_comes_into_ends() -> None:
+    """One that is kept now and then is waited for."""
+    now_and_then = Doing(lambda data: None if data["n"] == 2 else "reject")
+    with executor(max_dull_groups=3, batch_size=2) as e:
+        assert len(e.prepare_batch(items(3), now_and_then, timeout=60)) == 2
+    said = "the last 3 items came to nothing; .* is left to train on: 1 not_accepted$"
+    with (
+        executor(max_dull_groups=3) as e,
+        pytest.raises(RolloutError, match=said),
+    ):
+        e.prepare_batch(items(2), Doing(), should_accept_fn=lambda _: False, timeout=60)
 
 
 def test_evaluations_that_fail_end_nothing() -> None:

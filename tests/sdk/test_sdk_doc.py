@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
-from any_agent.rundir import RunDir
+from tests.inference.trials import save_trial
 from tests.sdk.conftest import Served
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sdk.md"
 _NAMED = re.compile(r"^<!-- test: ([a-z-]+) -->\n```python\n(.*?)^```$", re.M | re.S)
 BLOCKS: dict[str, str] = dict(_NAMED.findall(PAGE.read_text(encoding="utf-8")))
-RUN = ("session", "ambient", "runner", "inference")
+RUN = ("session", "ambient", "runner", "inference", "inference-blocking")
 
 
 def test_every_block_has_a_test() -> None:
@@ -41,7 +40,9 @@ async def test_its_sessions(
         assert "2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["inference", "inference-blocking"])
 async def test_the_model_that_came_of_it(
+    name: str,
     tiny_model_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -49,10 +50,10 @@ async def test_the_model_that_came_of_it(
 ) -> None:
     """A trial's folder with a checkpoint, as training leaves it."""
     monkeypatch.chdir(tmp_path)
-    trial = RunDir.of(Path("runs"), "me", "sums", "first")
-    trial.create()
-    shutil.copytree(tiny_model_dir, trial.checkpoints / "step-00000001")
-    (trial.checkpoints / "latest").write_text("step-00000001\n")
-    (trial.path / "config.yaml").write_text("model: {path: unused}\n")
-    await run("inference")
+    trial = save_trial(Path("runs"), {(1, 1): tiny_model_dir}, base=tiny_model_dir)
+    assert trial.path == tmp_path / "runs/me/exp/one"
+    (tmp_path / "runs/me/exp/one").rename(tmp_path / "runs/me/first")
+    (tmp_path / "runs/me/exp").rename(tmp_path / "runs/me/sums")
+    (tmp_path / "runs/me/first").rename(tmp_path / "runs/me/sums/first")
+    await run(name)
     assert capsys.readouterr().out.endswith("\n")

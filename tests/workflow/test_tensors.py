@@ -47,6 +47,27 @@ def test_the_documented_fields_pass_as_they_are() -> None:
     assert all(checked[name] is given[name] for name in given)
 
 
+def test_other_widths_become_the_documented_ones() -> None:
+    """As Python's own numbers make them: int64, float64, masks of any kind."""
+    right = tensors([1, 2, 3, 4], [1, 2, 3])
+    wide = {
+        "input_ids": right["input_ids"].long(),
+        "attention_mask": right["attention_mask"].float(),
+        "loss_mask": right["loss_mask"].bool(),
+        "logprobs": right["logprobs"].double(),
+        "versions": right["versions"].long(),
+        "rewards": right["rewards"].long(),
+    }
+    checked = checked_tensors(wide)
+    assert {n: v.dtype for n, v in checked.items()} == {n: v.dtype for n, v in right.items()}
+    assert all(checked[name].equal(right[name]) for name in right)
+    for (row, _), (same, _) in zip(rows_of(wide), rows_of(right), strict=True):
+        assert all(np.array_equal(row[name], same[name]) for name in same)
+        assert {n: v.dtype for n, v in row.items()} == {n: v.dtype for n, v in same.items()}
+    together = concat_padded_tensors([wide, right])
+    assert checked_tensors(together)["input_ids"].dtype == torch.int32
+
+
 def test_numpy_arrays_become_tensors() -> None:
     given = {name: value.numpy() for name, value in tensors([1, 2, 3]).items()}
     checked = checked_tensors(given)
@@ -65,19 +86,29 @@ def test_what_training_alone_needs_may_be_missing_until_then() -> None:
 WRONG: list[tuple[str, Any, str]] = [
     ("input_ids", None, "input_ids is missing; there are attention_mask"),
     ("attention_mask", None, "attention_mask is missing"),
-    ("input_ids", torch.tensor([[1, 2, 3]]), r"is int64: it must be int32; write .to\(torch.int32"),
+    ("input_ids", torch.tensor([[1.0, 2, 3]]), r"is float32: .* int32; write .to\(torch.int32"),
+    ("input_ids", torch.tensor([[1, 2, 1 << 31]]), "2147483648 in row 0, position 2, which is no"),
     ("input_ids", torch.tensor([1, 2, 3], dtype=torch.int32), r"unsqueeze\(0\)"),
     ("input_ids", torch.zeros((1, 0), dtype=torch.int32), r"\[1, 0\]: .* neither of them 0"),
     ("input_ids", torch.tensor([[1, -2, 3]], dtype=torch.int32), "-2 in row 0, position 1"),
     ("input_ids", [[1, 2, 3]], "input_ids is a list of 1: it must be a tensor"),
-    ("attention_mask", torch.ones(1, 3), "attention_mask is float32: it must be bool"),
+    ("attention_mask", torch.tensor([[1, 1, 0.5]]), "has 0.5 in row 0, position 2: .* 0 or 1"),
+    (
+        "attention_mask",
+        torch.tensor([[1, 1, torch.nan]]),
+        "has nan in row 0, position 2: .* 0 or 1",
+    ),
+    ("loss_mask", torch.tensor([[0, 0, -1]]), "has -1 in row 0, position 2: it must be 0 or 1"),
     ("attention_mask", torch.tensor([[0, 1, 1]]).bool(), "row without any token|gap or padding"),
     ("attention_mask", torch.tensor([[1, 0, 1]]).bool(), "gap or .* in row 0, position 2"),
     ("loss_mask", torch.tensor([[0, 0, 2]], dtype=torch.int32), "has 2 in row 0, position 2"),
     ("loss_mask", torch.tensor([[1, 0, 1]], dtype=torch.int32), "first token, which nothing"),
     ("loss_mask", torch.zeros((1, 4), dtype=torch.int32), r"shape \[1, 4\]: it must be \[1, 3\]"),
     ("loss_mask", torch.zeros(3, dtype=torch.int32), r"shape \[3\]: it must be \[1, 3\]"),
-    ("logprobs", torch.zeros((1, 3), dtype=torch.float64), "is float64: it must be float32"),
+    ("logprobs", torch.zeros((1, 3), dtype=torch.float16), "is float16: it must be float32"),
+    ("logprobs", torch.zeros((1, 3), dtype=torch.bool), "is bool: it must be float32"),
+    ("logprobs", torch.tensor([[0, 0, -1e300]], dtype=torch.float64), "has -inf .* must be finite"),
+    ("versions", torch.tensor([[-1, -1, 1 << 40]]), "1099511627776 .* no int32: are these vers"),
     ("logprobs", torch.zeros((1, 3), dtype=torch.bfloat16), "logprobs is torch.bfloat16"),
     ("logprobs", torch.tensor([[0, 0, torch.nan]]), "has nan in row 0, position 2"),
     ("logprobs", torch.tensor([[0, 0, -torch.inf]]), "has -inf .* must be finite"),

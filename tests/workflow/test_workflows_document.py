@@ -87,6 +87,8 @@ ERRORS = re.findall(r"^InvalidTrajectory: (.*)$", TEXT, re.M)
 long_row = list(range(1, 21))
 nan_at_17 = tensors(long_row)["logprobs"]
 nan_at_17[0, 17] = torch.nan
+two_at_4 = tensors(long_row)["loss_mask"]
+two_at_4[0, 4] = 2
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,8 @@ nan_at_17[0, 17] = torch.nan
         zip(
             ERRORS,
             [
-                tensors(long_row, input_ids=torch.tensor([long_row])),
+                tensors(long_row, input_ids=torch.tensor([long_row]).float()),
+                tensors(long_row, loss_mask=two_at_4),
                 tensors(long_row, logprobs=nan_at_17),
                 tensors(long_row, rewards=torch.tensor([[1.0]])),
             ],

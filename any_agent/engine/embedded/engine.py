@@ -179,6 +179,7 @@ class EmbeddedEngine:
         ``bend`` is the request's, from :meth:`bend`; nobody bends a request that comes without.
         Raises InvalidRequest (nothing reached the model) or EngineUnavailable (queue full, dead).
         """
+        request.require_ids()
         ids = (
             request.input_ids if isinstance(request.input_ids, list) else request.input_ids.tolist()
         )

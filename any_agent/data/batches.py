@@ -1,0 +1,90 @@
+"""Items of a batch, as data loaders give them: lists of items, or columns put together by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from any_agent.errors import DatasetError
+
+_EXACT = ("torch.int64", "torch.float64", "torch.bool")
+"""What torch makes of Python's own numbers."""
+_FIX = "give the DataLoader collate_fn=lambda items: items"
+
+
+def items_of(batch: Any) -> list[dict[str, Any]]:
+    """The items of a batch: mappings one by one, or the columns that torch's default collate makes
+    of them.
+
+    Columns are turned back into numbers, strings, lists and mappings; fields that were tensors or
+    arrays of one dimension or more stay tensors. Raises DatasetError naming the field that cannot
+    be turned back, TypeError for what is no batch.
+    """
+    if isinstance(batch, Mapping):
+        return _of_columns(batch)
+    if isinstance(batch, str | bytes) or not isinstance(batch, Iterable):
+        raise TypeError(f"a batch is a list of dictionaries, or their columns: not {_kind(batch)}")
+    items = list(batch)
+    for k, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise TypeError(
+                f"item {k} of the batch is {_kind(item)}: items are dictionaries (a DataLoader of "
+                "torch: collate_fn=lambda items: items)"
+            )
+    # As they are: rows of our datasets say where they stand.
+    return [item if isinstance(item, dict) else dict(item) for item in items]
+
+
+def gives_columns(loader: Any) -> bool:
+    """Whether mappings of a loader are batches: one of torch puts items together."""
+    return getattr(loader, "batch_sampler", None) is not None and hasattr(loader, "collate_fn")
+
+
+def _of_columns(columns: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    lengths = {str(name): _length(value, str(name)) for name, value in columns.items()}
+    known = {length for length in lengths.values() if length is not None}
+    if len(known) != 1:
+        told = ", ".join(f"{name}: {length}" for name, length in lengths.items()) or "no field"
+        raise DatasetError(f"the batch's columns do not say how many items it has ({told}): {_FIX}")
+    (count,) = known
+    return [{name: _item(value, k) for name, value in columns.items()} for k in range(count)]
+
+
+def _length(value: Any, where: str) -> int | None:
+    """How many items a column is of; None for one of empty lists or mappings."""
+    if hasattr(value, "detach"):
+        if not value.dim():
+            raise DatasetError(f"{where} is one number for all items: {_FIX}")
+        if value.dim() == 1 and str(value.dtype) not in _EXACT:
+            # Such as whole numbers and fractions, which were made one type.
+            raise DatasetError(
+                f"{where} is {value.dtype}: the items' own numbers cannot be told from it; {_FIX}"
+            )
+        return int(value.shape[0])
+    if isinstance(value, Mapping):
+        parts = {f"{where}.{name}": part for name, part in value.items()}
+    elif isinstance(value, list | tuple):
+        if value and all(isinstance(one, str | bytes) for one in value):
+            return len(value)
+        parts = {f"{where}[{k}]": part for k, part in enumerate(value)}
+    else:
+        raise DatasetError(f"{where} is {_kind(value)}, which is no column: {_FIX}")
+    lengths = {_length(part, name) for name, part in parts.items()} - {None}
+    if len(lengths) > 1:
+        raise DatasetError(f"{where} has columns of {sorted(map(str, lengths))} items: {_FIX}")
+    return lengths.pop() if lengths else None
+
+
+def _item(value: Any, k: int) -> Any:
+    """The k-th item's part of a column."""
+    if hasattr(value, "detach"):
+        return value[k].item() if value.dim() == 1 else value[k]
+    if isinstance(value, Mapping):
+        return {name: _item(part, k) for name, part in value.items()}
+    if value and isinstance(value[0], str | bytes):
+        return value[k]
+    return [_item(part, k) for part in value]
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.60}"

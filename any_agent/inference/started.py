@@ -1,0 +1,131 @@
+"""An engine of one's own: embedded, or an SGLang that is started and ended with its user."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from any_agent.config import LOOPBACK, Config
+from any_agent.engine import InferenceEngine
+from any_agent.errors import ConfigError, StartupError
+from any_agent.inference.kept import Kept
+from any_agent.launcher.devices import sees_gpu
+from any_agent.launcher.engines import (
+    engine_command,
+    engine_ready,
+    require_engines,
+    start_timeout,
+)
+from any_agent.launcher.process import Process
+from any_agent.launcher.trial import Weights
+from any_agent.loop_thread import LoopThread
+from any_agent.ports import reserve, url_of
+
+log = logging.getLogger(__name__)
+
+_NAME = "inference-engine"
+_GRACE = 10.0
+"""Seconds that it has for its end."""
+_LOOKS = 0.2
+"""Seconds between two looks at whether it is ready."""
+
+
+def chosen(kept: Kept, kind: str | None, python: str | None, device: str | None) -> Kept:
+    """The same with what the caller says of the engine over the trial's settings."""
+    if kind not in (None, "embedded", "sglang"):
+        raise ValueError(f"kind is {kind!r}: use embedded or sglang")
+    if python is not None and kind == "embedded":
+        raise ValueError("python is the interpreter of an SGLang: leave kind out")
+    changes = {"kind": "sglang" if python else kind, "python": python, "device": device}
+    engine = kept.config.engine.model_copy(
+        update={name: value for name, value in changes.items() if value is not None}
+        # Other engines' addresses are no matter of what is started here.
+        | {"urls": ()}
+    )
+    return Kept(kept.config.model_copy(update={"engine": engine}), kept.weights)
+
+
+def own_engine(kept: Kept, asked: str | None, stack: ExitStack) -> str | InferenceEngine:
+    """The URL of an SGLang that was started, or the embedded engine."""
+    if _can_start(kept.config, asked=asked is not None):
+        return stack.enter_context(_started(kept.config, kept.weights))
+    from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
+
+    engine, weights = kept.config.engine, kept.weights
+    options = EngineOptions(
+        device=engine.device,
+        dtype=kept.config.model.dtype,
+        context_length=engine.context_length,
+        weight_version=str(weights.version),
+    )
+    return EmbeddedEngine.load(str(weights.path), options)
+
+
+def _can_start(config: Config, *, asked: bool) -> bool:
+    """Whether SGLang is to be started; ConfigError where it was asked for and cannot be.
+
+    A trial's settings may be of another machine: without a GPU, or without its SGLang, the embedded
+    engine serves the same weights.
+    """
+    if config.engine.kind != "sglang":
+        return False
+    try:
+        if not asked and config.engine.device != "cpu" and not sees_gpu():
+            raise ConfigError("there is no GPU on this machine")
+        require_engines(config)
+    except ConfigError as error:
+        if asked:
+            raise
+        log.warning("the trial's SGLang cannot serve here, the embedded engine does: %s", error)
+        return False
+    return True
+
+
+@contextmanager
+def _started(config: Config, weights: Weights) -> Iterator[str]:
+    """Its URL, once it has loaded these weights; StartupError with the end of its log."""
+    host = LOOPBACK[0]
+    # Children end with the thread that started them: this one lives as long as it is needed.
+    keeper = LoopThread(_NAME)
+    with (
+        tempfile.TemporaryDirectory(prefix="any-agent-engine-") as folder,
+        reserve(host, 0) as held,
+    ):
+        port = int(held.getsockname()[1])
+        command = engine_command(config, str(weights.path), weights.version, host, port, _NAME)
+        process = Process(
+            _NAME,
+            command.arguments,
+            Path(folder) / "engine.log",
+            python=command.python,
+            variables=command.variables,
+            orphaned=command.orphaned,
+        )
+        keeper.start()
+        try:
+            keeper.call(_start(process))
+            url = url_of(host, port)
+            _until_ready(process, config, url)
+            yield url
+        finally:
+            process.stop(grace=_GRACE)
+            keeper.stop()
+
+
+async def _start(process: Process) -> None:
+    process.start()
+
+
+def _until_ready(process: Process, config: Config, url: str) -> None:
+    ready, patience = engine_ready(config, url), start_timeout(config)
+    deadline = time.monotonic() + patience
+    while not ready():
+        code = process.poll()
+        if code is not None or time.monotonic() > deadline:
+            did = f"ended with {code}" if code is not None else f"took more than {patience:g} s"
+            raise StartupError(f"SGLang {did} before it was ready:\n{process.last_lines()}")
+        time.sleep(_LOOKS)

@@ -1,0 +1,114 @@
+"""A model's words: how its prompts are written, and its tokens read as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from any_agent.chat import ChatFormat, chat_format_for, load_hf_tokenizer
+from any_agent.config import ModelConfig
+from any_agent.errors import AnyAgentError, ConfigError
+from any_agent.types import GenerationChunk, GenerationHyperparameters, Message, ModelRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk(GenerationChunk):
+    """Freshly sampled tokens, and the text that became certain by them."""
+
+    text: str = ""
+
+
+class Words:
+    """A tokenizer, and the chat format on it; ``missing`` is why one of them is not there."""
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        chat: ChatFormat | None = None,
+        missing: AnyAgentError | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._chat = chat
+        self._missing = missing or ConfigError("the engine is not open: call initialize() first")
+        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
+
+    @property
+    def chat(self) -> ChatFormat:
+        """ConfigError for a model without a chat template that can be used."""
+        if self._chat is None:
+            raise self._missing
+        return self._chat
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens spelled out."""
+        return str(
+            self.tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def reader(self, stop: tuple[str, ...]) -> Callable[[list[int], bool], str]:
+        """Of one output: gives the text that became certain by more tokens; True at the end.
+
+        Special tokens give none, and the text ends before a stop string.
+        """
+        parser = self.chat.text_parser(stop)
+
+        def read(ids: list[int], ended: bool) -> str:
+            deltas = parser.feed([i for i in ids if i not in self._special])
+            if ended:
+                deltas += parser.finish(matched_stop=None)[0]
+            return "".join(delta.content or "" for delta in deltas)
+
+        return read
+
+
+def words_of(tokenizer: Any, path: Path | None, model: ModelConfig) -> Words:
+    """Of a tokenizer, else of the model in ``path``. ConfigError where there is no tokenizer."""
+    given = tokenizer if tokenizer is not None else path and str(path)
+    if given is None:
+        raise ConfigError("the engine does not say where its model lies: give tokenizer=")
+    try:
+        chat = chat_format_for(
+            given,
+            renderer=model.renderer,
+            enable_thinking=model.enable_thinking,
+            thinking_retention=model.thinking_retention,
+        )
+        return Words(chat.tokenizer, chat)
+    except ConfigError as error:
+        # Without a chat template token ids can be asked all the same.
+        if isinstance(given, str | Path):
+            try:
+                given = load_hf_tokenizer(str(given))
+            except ConfigError:
+                raise ConfigError(f"{error.message}; give tokenizer=") from None
+        return Words(given, None, error)
+
+
+def asked_for(
+    request: ModelRequest | None,
+    prompt: list[Message] | str | None,
+    messages: list[Message] | None,
+    input_ids: Any,
+    sampling: dict[str, Any],
+) -> ModelRequest:
+    """The request that these arguments make; ValueError unless exactly one says what is asked."""
+    given = [value is not None for value in (request, prompt, messages, input_ids)]
+    if sum(given) != 1:
+        raise ValueError("give one of a request, prompt=, messages= and input_ids=")
+    if request is not None:
+        if sampling:
+            raise ValueError(f"{', '.join(sampling)}: give it in the request's gconfig")
+        return request
+    if "max_tokens" in sampling:
+        if "max_new_tokens" in sampling:
+            raise ValueError("max_tokens and max_new_tokens are the same: give one of them")
+        sampling = sampling | {"max_new_tokens": sampling["max_tokens"]}
+        del sampling["max_tokens"]
+    gconfig = GenerationHyperparameters().new(**sampling)
+    if input_ids is not None:
+        return ModelRequest(input_ids=input_ids, gconfig=gconfig)
+    return ModelRequest(prompt=messages if prompt is None else prompt, gconfig=gconfig)

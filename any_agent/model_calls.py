@@ -1,0 +1,327 @@
+"""One call of an inference engine: what it is asked, and what it answers."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from any_agent.errors import ConfigError, InvalidRequest
+
+IdArray: TypeAlias = npt.NDArray[np.int32]
+"""Token ids or weight versions, int32, shape [length]."""
+Message: TypeAlias = dict[str, Any]
+"""One chat message in OpenAI's form: role, content, tool_calls, tool_call_id, reasoning_content."""
+
+StopReason: TypeAlias = Literal["stop", "length", "abort"]
+
+
+def token_ids(given: Any) -> list[int] | IdArray:
+    """A prompt's ids as a list of ints, [length]; int32 arrays stay packed.
+
+    Takes lists, arrays and tensors of [length] or [1, length], and mappings with ``input_ids``, as
+    tokenizers return them. Raises InvalidRequest for anything else.
+    """
+    if isinstance(given, Mapping):
+        if "input_ids" not in given:
+            raise _no_ids(f"a {type(given).__name__} without input_ids")
+        given = given["input_ids"]
+    if hasattr(given, "detach"):
+        given = given.detach().cpu().numpy()
+    if isinstance(given, list | tuple):
+        # Nearly all are these; `type` because True is an int, `set` because most hold one type.
+        kinds = set(map(type, given))
+        if kinds <= {int}:
+            return given if isinstance(given, list) else list(given)
+        if len(given) == 1 and not kinds & {str, bytes}:
+            only = given[0]
+            if isinstance(only, list | tuple | np.ndarray) or hasattr(only, "detach"):
+                return token_ids(only)
+        if all(isinstance(i, np.integer) for i in given):
+            return [int(i) for i in given]
+        odd = next(i for i in given if type(i) is not int)
+        raise _no_ids(f"a {type(given).__name__} with {odd!r:.60} ({type(odd).__name__})")
+    if not isinstance(given, np.ndarray):
+        raise _no_ids(f"{type(given).__name__} {given!r:.60}")
+    ids = given[0] if given.ndim == 2 and len(given) == 1 else given
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise _no_ids(f"{given.dtype.name} of the shape {list(given.shape)}")
+    return ids if ids.dtype == np.int32 else [int(i) for i in ids.tolist()]
+
+
+def _no_ids(what: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"input_ids is {what}: it must be one prompt's token ids, whole numbers, as a list, an "
+        "array or a tensor of the shape [length] or [1, length]",
+        param="input_ids",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationHyperparameters:
+    """How one completion is sampled.
+
+    ``temperature`` 0 means greedy. ``top_k`` -1 means off. Stop strings end the output at the
+    token that completes one; ``stop_token_ids`` at the token itself (kept in the output).
+    With ``seed``, a signed 64-bit integer, the draw of a token depends on nothing but its
+    distribution, the seed and its position in prompt + output. What comes after it bends the
+    distribution itself, and is neutral by default.
+    """
+
+    max_new_tokens: int = 16_384
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest one's probability are never drawn."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits."""
+    grammar: str | None = None
+    """What the output's text must be, as JSON: ``{"json_schema": {...}}``,
+    ``{"json_object": true}`` or ``{"regex": "..."}``."""
+
+    def new(self, **changes: Any) -> Self:
+        """A copy with some fields changed; lists become tuples.
+
+        ``n_samples`` may be given as 1, which is all that a request samples. Raises ValueError for
+        another one, and TypeError for what is no field.
+        """
+        samples = changes.pop("n_samples", 1)
+        if samples != 1:
+            raise ValueError(
+                f"n_samples is {samples!r}: a request samples one completion. Run the workflow "
+                "more often for one item (sessions.group_size), or send several requests"
+            )
+        for name, value in changes.items():
+            if isinstance(value, list):
+                changes[name] = tuple(value)
+        try:
+            return replace(self, **changes)
+        except TypeError:
+            known = {field.name for field in fields(self)}
+            unknown = ", ".join(sorted(changes.keys() - known))
+            raise TypeError(
+                f"{unknown}: no such field; there are {', '.join(sorted(known))}"
+            ) from None
+
+    def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> Self:
+        """A copy that stops also at the tokenizer's padding and end tokens, where it has them."""
+        more = [tokenizer.pad_token_id, tokenizer.eos_token_id]
+        ids = dict.fromkeys([*self.stop_token_ids, *(int(i) for i in more if i is not None)])
+        return replace(self, stop_token_ids=tuple(ids))
+
+    def to_openai_args_dict(
+        self,
+        exclude_args: Sequence[str] = (),
+        api_format: Literal["completions", "responses", "openai-agents"] = "completions",
+    ) -> dict[str, Any]:
+        """What OpenAI's client takes of this, as keyword arguments of its calls.
+
+        ``completions``: of ``chat.completions.create``; ``responses``: of ``responses.create``;
+        ``openai-agents``: of the Agents SDK's ``ModelSettings``. ``exclude_args`` are left out, by
+        their names here or there. What these APIs have no name for (``top_k`` and what follows
+        it, ``stop_token_ids``, ``ignore_eos``) is not in it.
+        """
+        limit = {
+            "completions": "max_completion_tokens",
+            "responses": "max_output_tokens",
+            "openai-agents": "max_tokens",
+        }[api_format]
+        out: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            limit: self.max_new_tokens,
+        }
+        if api_format != "responses":
+            out["frequency_penalty"] = self.frequency_penalty
+            out["presence_penalty"] = self.presence_penalty
+        if api_format == "completions" and self.stop:
+            out["stop"] = list(self.stop)
+        gone = {limit if name == "max_new_tokens" else name for name in exclude_args}
+        return {name: value for name, value in out.items() if name not in gone}
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class ModelRequest:
+    """One request to an inference engine: token ids, or a prompt in words; token ids come out.
+
+    ``input_ids`` may be a list, an array or a tensor, of the shape [length] or [1, length], or what
+    a tokenizer returns (a mapping with ``input_ids``); it is kept as a list of ints, packed int32
+    as it is. A ``prompt`` is a chat, or a text that is asked as one message of the user: engines
+    that know the model's chat format (:class:`~any_agent.RemoteSGLangEngine`) write it as ids.
+    ``temperature`` and ``max_tokens`` are those of ``gconfig`` under OpenAI's names.
+
+    Raises InvalidRequest for ids that are none; ValueError for ``input_ids`` and a ``prompt``, and
+    for a ``gconfig`` that says otherwise than ``temperature`` or ``max_tokens``.
+    """
+
+    rid: str
+    """Requests with the same one, one after the other, are a conversation: they go to the same
+    engine of several, which has its beginning in its cache."""
+    input_ids: list[int] | IdArray
+    gconfig: GenerationHyperparameters
+    cache_salt: str | None
+    top_logprobs: int
+    """How many of the likeliest tokens to tell of at each position."""
+    tokenizer: Any = field(repr=False, compare=False)
+    """The workflow's, where it has one: a response's text is its. Engines that check stop strings
+    have their own."""
+    prompt: list[Message] | str | None
+    model: str
+    """What the caller calls it; an engine has one model."""
+
+    def __init__(
+        self,
+        rid: str | None = None,
+        input_ids: Any = (),
+        gconfig: GenerationHyperparameters | None = None,
+        cache_salt: str | None = None,
+        top_logprobs: int = 0,
+        tokenizer: Any = None,
+        prompt: list[Message] | str | None = None,
+        model: str = "default",
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        ids = token_ids(input_ids)
+        if prompt is not None and len(ids):
+            raise ValueError("a request has input_ids or a prompt: leave one of them out")
+        named = {"temperature": temperature, "max_new_tokens": max_tokens}
+        asked = {name: value for name, value in named.items() if value is not None}
+        for name, value in asked.items():
+            if gconfig is not None and getattr(gconfig, name) != value:
+                called = "max_tokens" if name == "max_new_tokens" else name
+                raise ValueError(
+                    f"{called} is {value!r}, and gconfig.{name} is {getattr(gconfig, name)!r}: "
+                    "give one of them"
+                )
+        values = {
+            "rid": new_request_id() if rid is None else rid,
+            "input_ids": ids,
+            "gconfig": gconfig or GenerationHyperparameters(**asked),  # type: ignore[arg-type]
+            "cache_salt": cache_salt,
+            "top_logprobs": top_logprobs,
+            "tokenizer": tokenizer,
+            "prompt": prompt,
+            "model": model,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def temperature(self) -> float:
+        return self.gconfig.temperature
+
+    @property
+    def max_tokens(self) -> int:
+        return self.gconfig.max_new_tokens
+
+    def require_ids(self) -> None:
+        """InvalidRequest for a prompt that nobody has written as token ids."""
+        if self.prompt is not None:
+            raise InvalidRequest(
+                "this engine takes token ids, and the request has a prompt: give "
+                "input_ids=tokenizer.apply_chat_template(messages, add_generation_prompt=True), or "
+                "ask an any_agent.RemoteSGLangEngine, which knows the model's chat template",
+                param="prompt",
+            )
+
+
+LLMRequest = ModelRequest
+"""The same under AReaL-lite's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationChunk:
+    """Some freshly sampled tokens of one request, in order; only the last chunk has a stop reason.
+
+    ``logprobs[k]`` is log-softmax(logits / T) of ``output_ids[k]`` under the weights of
+    ``versions[k]``; no renormalisation by top_p or top_k.
+    """
+
+    output_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    stop_reason: StopReason | None = None
+    matched_stop: str | int | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """Per token the likeliest ids and their log-probabilities, best first; None if not asked."""
+
+    def __post_init__(self) -> None:
+        n = len(self.output_ids)
+        if not n == len(self.logprobs) == len(self.versions):
+            raise ValueError("a chunk needs one logprob and one version per token")
+        if self.top_logprobs is not None and len(self.top_logprobs) != n:
+            raise ValueError("a chunk needs the likeliest tokens of each of its tokens, or none")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResponse:
+    """A whole completion: the concatenation of its chunks."""
+
+    input_ids: list[int]
+    output_ids: list[int]
+    output_logprobs: list[float]
+    output_versions: list[int]
+    stop_reason: StopReason
+    matched_stop: str | int | None = None
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+    """What :attr:`text` is decoded with: the request's, or the engine's."""
+
+    @property
+    def text(self) -> str:
+        """The output without special tokens, and without the stop string that ended it.
+
+        ConfigError where no tokenizer is known.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(
+                "this response has token ids and no tokenizer: give the request's tokenizer=, or "
+                "decode output_tokens"
+            )
+        ids, stop = self.output_ids, self.matched_stop
+        if isinstance(stop, int) and ids[-1:] == [stop]:
+            ids = ids[:-1]
+        text = str(
+            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+        return text[: text.rfind(stop)] if isinstance(stop, str) and stop in text else text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.output_ids
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self.output_logprobs
+
+    @property
+    def input_tokens(self) -> list[int]:
+        return self.input_ids
+
+    @property
+    def output_tokens(self) -> list[int]:
+        return self.output_ids
+
+    @property
+    def input_len(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_ids)

@@ -1,0 +1,78 @@
+"""Batches of torch's DataLoader, as items again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from any_agent.data import gives_columns, items_of
+from any_agent.errors import DatasetError
+
+ITEMS: list[dict[str, Any]] = [
+    {
+        "messages": [
+            {"role": "system", "content": "Add."},
+            {"role": "user", "content": f"What is {k} + 1?"},
+        ],
+        "answer": str(k + 1),
+        "n": 2**53 + k,
+        "share": 0.1 * k,
+        "hard": k % 2 == 0,
+        "tags": ["a", str(k)],
+        "none": [],
+        "point": {"x": k, "y": [k, k]},
+    }
+    for k in range(5)
+]
+
+
+def loader(items: Any = ITEMS, **options: Any) -> DataLoader[Any]:
+    return DataLoader(items, batch_size=2, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"collate_fn": lambda items: items}], ids=["own", "list"])
+def test_items_come_back_exactly(options: dict[str, Any]) -> None:
+    batches = [items_of(batch) for batch in loader(**options)]
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    back = [item for batch in batches for item in batch]
+    assert back == ITEMS
+    assert [{n: type(v) for n, v in item.items()} for item in back] == [
+        {n: type(v) for n, v in item.items()} for item in ITEMS
+    ]
+
+
+def test_tensors_stay_tensors() -> None:
+    (batch,) = loader([{"image": torch.arange(3) + k} for k in range(2)])
+    assert [item["image"].tolist() for item in items_of(batch)] == [[0, 1, 2], [1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ({"a": {"b": torch.tensor([1.0])}}, r"a\.b is torch.float32: the items' own numbers"),
+        ({"a": torch.tensor(1)}, "a is one number for all items: give .* collate_fn=lambda"),
+        ({"a": torch.tensor([1, 2]), "b": ["x"]}, r"how many items it has \(a: 2, b: 1\)"),
+        ({"a": [("x", "y"), ("z",)]}, "a has columns of .* items"),
+        ({"a": None, "b": ["x"]}, "a is NoneType None, which is no column"),
+        ({"a": []}, r"how many items it has \(a: None\)"),
+        ({}, "no field"),
+    ],
+)
+def test_what_cannot_be_turned_back_is_named(batch: Any, says: str) -> None:
+    with pytest.raises(DatasetError, match=says):
+        items_of(batch)
+
+
+@pytest.mark.parametrize("batch", [None, 3, "text", b"text"])
+def test_what_is_no_batch(batch: Any) -> None:
+    with pytest.raises(TypeError, match="a batch is a list of dictionaries"):
+        items_of(batch)
+
+
+def test_whose_mappings_are_columns() -> None:
+    assert gives_columns(loader())
+    assert not gives_columns(DataLoader(ITEMS, batch_size=None))  # type: ignore[arg-type]
+    assert not gives_columns(ITEMS)
