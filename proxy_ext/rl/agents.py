@@ -8,7 +8,6 @@ from fastapi import APIRouter, Body, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.errors import InvalidRequest
 from any_agent.protocol import (
     Abort,
     Finalize,
@@ -36,7 +35,6 @@ Start = Annotated[StartSession, Body(default_factory=StartSession)]
 End = Annotated[Finalize, Body(default_factory=Finalize)]
 Stop = Annotated[Abort, Body(default_factory=Abort)]
 Refuse = Annotated[Veto, Body(default_factory=Veto)]
-SessionQuery = Annotated[str | None, Query(alias="session_id")]
 
 
 @router.post("/start_session", response_model=SessionStarted)
@@ -53,22 +51,15 @@ async def start_session_by_query(
     request: Request, service: Anyone, caller: Who, query: Annotated[StartByQuery, Query()]
 ) -> SessionStarted:
     """As POST, for people who type URLs; a key has no place in one."""
-    if query.api_key is not None:
-        raise InvalidRequest("send api_key in the body of a POST, not in a URL", param="api_key")
     return await while_present(request, service.opening.open(query, caller))
 
 
 @router.post("/set_reward", response_model=RewardSet)
 async def set_reward(
-    body: SetReward,
-    request: Request,
-    service: Anyone,
-    caller: Who,
-    receipt: Once,
-    query: SessionQuery = None,
+    body: SetReward, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
     """Reward a completion (by default the last one), or the whole session; also once more."""
-    session = await service.auth.session(request, _one(body.session_id, query))
+    session = await service.auth.session(request, body.session_id)
     by, keep = caller.name, receipt.keep
     if body.reward is None:
         final = parts_of(body.final_reward, body.name)
@@ -80,15 +71,10 @@ async def set_reward(
 
 @router.post("/finalize", response_model=SessionInfo)
 async def finalize(
-    body: End,
-    request: Request,
-    service: Anyone,
-    caller: Who,
-    receipt: Once,
-    query: SessionQuery = None,
+    body: End, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
     """End a session; its trajectory is handed to training, at once or when its reward is there."""
-    session = await service.auth.session(request, _one(body.session_id, query))
+    session = await service.auth.session(request, body.session_id)
     final, by, keep = parts_of(body.final_reward), caller.name, receipt.keep
     if body.await_reward:
         until = body.deadline
@@ -153,9 +139,3 @@ async def run_info(request: Request, service: Anyone) -> RunInfo:
     """What is trained here, and which checkpoint to load."""
     await service.auth.session_or_none(request)
     return service.run.info
-
-
-def _one(in_body: str | None, in_query: str | None) -> str | None:
-    if in_body and in_query and in_body != in_query:
-        raise InvalidRequest("session_id differs between body and query", code="session_mismatch")
-    return in_body or in_query
