@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Query
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,6 +17,7 @@ from any_agent.protocol import (
     RunInfo,
     SessionContent,
     SessionDetails,
+    SessionFinalized,
     SessionInfo,
     SessionStarted,
     SetReward,
@@ -23,7 +25,7 @@ from any_agent.protocol import (
     StartSession,
     Veto,
 )
-from proxy_ext.rl.common import Anyone, Once, Who
+from proxy_ext.rl.common import Anyone, Once, Who, shaped
 from proxy_ext.rl.strict import StrictRoute
 from proxy_ext.sessions.content import content_of
 from proxy_ext.sessions.rewards import parts_of
@@ -69,19 +71,26 @@ async def set_reward(
     return receipt.response(await service.rewards.give(session, parts, wanted, by=by, keep=keep))
 
 
-@router.post("/finalize", response_model=SessionInfo)
+@router.post("/finalize", response_model=SessionFinalized)
 async def finalize(
     body: End, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
-    """End a session; its trajectory is handed to training, at once or when its reward is there."""
+    """End a session; its trajectory is handed to training, at once or when its reward is there.
+
+    Once more, with the same final reward or none, it is answered as it is now.
+    """
     session = await service.auth.session(request, body.session_id)
-    final, by, keep = parts_of(body.final_reward), caller.name, receipt.keep
+    final, by, keep = parts_of(body.final_reward), caller.name, shaped(receipt.keep, _finalized)
     if body.await_reward:
         until = body.deadline
         ending = service.endings.await_reward(session, until, final, by=by, keep=keep)
     else:
         ending = service.endings.finalize(session, final, by=by, keep=keep)
-    return receipt.response(await ending)
+    return receipt.response(_finalized(await ending))
+
+
+def _finalized(info: BaseModel) -> SessionFinalized:
+    return SessionFinalized(**info.model_dump())
 
 
 @router.get("/sessions/{session_id}")

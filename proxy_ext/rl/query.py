@@ -92,7 +92,9 @@ def _unknown(name: str, known: Collection[str]) -> InvalidRequest:
     near = difflib.get_close_matches(shown, known, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]}?" if near else ""
     if not near:
-        hint = f"; this route takes {', '.join(sorted(known))}" if known else "; this route has none"
+        hint = (
+            f"; this route takes {', '.join(sorted(known))}" if known else "; this route has none"
+        )
     return InvalidRequest(f"unknown query parameter {shown}{hint}", param=shown)
 
 
