@@ -269,15 +269,15 @@ async def export_trajectories(body: ArealExport, request: Request, service: Anyo
 async def _export(service: Service, session: Session, body: ArealExport) -> Response:
     row = session.row
     if row.state is SessionState.ABORTED and row.reason == _EMPTY:
-        return exported([], body.discount, body.style)
+        return await exported([], body.discount, body.style)
     again = row.state is SessionState.TRAINED and row.owner == EXPORT_OWNER
     if (again or row.state is SessionState.EVALUATED) and row.content == "stored":
         # Its first answer may have been lost.
         await service.sessions.load(session)
-        return exported([trajectory(session)], body.discount, body.style)
+        return await exported([trajectory(session)], body.discount, body.style)
     trajectories = await service.leases.lease_sessions([session.id], EXPORT_OWNER)
     try:
-        response = exported(trajectories, body.discount, body.style)
+        response = await exported(trajectories, body.discount, body.style)
     except AnyAgentError:
         await service.leases.give_back([session.id], EXPORT_OWNER)
         raise
