@@ -1,4 +1,4 @@
-"""Trajectories as AReaL's clients take them: tensors in base64, little-endian, and what was said."""
+"""Trajectories as AReaL's clients take them: tensors in base64, and what was said."""
 
 from __future__ import annotations
 
