@@ -113,6 +113,12 @@ _IDEMPOTENCY_KEY = {
     "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
 }
 
+_QUERIES = (
+    "Every field of a body of `/rl` routes, `/grant_capacity` and `/export_trajectories` may stand "
+    "in the query instead, by its name; objects are JSON there. Where body and query differ, and "
+    "where a parameter is unknown, the answer is 400. `api_key` has no place in a URL."
+)
+
 
 def describe(app: FastAPI) -> None:
     """Have the app describe itself in full."""
@@ -132,6 +138,7 @@ def _complete(schema: dict[str, Any], *, once: set[str]) -> None:
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     schemas |= SCHEMAS
+    schema["info"]["description"] = _QUERIES
     schema["components"]["securitySchemes"] = _KEYS
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
