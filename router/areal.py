@@ -22,6 +22,7 @@ from any_agent.errors import (
     Conflict,
     RunFinished,
     ServiceUnavailable,
+    TooManyRequests,
     from_response,
 )
 from any_agent.keys import SESSION_KEY_PREFIX
@@ -175,7 +176,7 @@ class ArealRoutes:
         refusal: Answer | None = None
         for rank in order:
             answer = await self._ask(request, rank, content)
-            if answer is not None and not (_without_slot(answer) or not_begun(answer)):
+            if answer is not None and not (_without_place(answer) or not_begun(answer)):
                 return answer
             refusal = answer or refusal
         if refusal is None:
@@ -206,7 +207,7 @@ class ArealRoutes:
     ) -> Answer | None:
         for rank in order:
             answer = await self._ask(request, rank, content, _GRANT_ONLY)
-            if answer is not None and not (_without_slot(answer) or not_begun(answer)):
+            if answer is not None and not (_without_place(answer) or not_begun(answer)):
                 return answer
         return None
 
@@ -240,9 +241,15 @@ class ArealRoutes:
 
 def _without_slot(answer: Answer) -> bool:
     """Whether a rank opened none for want of a slot; without a training, for want of a grant."""
-    if answer.status == HTTPStatus.TOO_MANY_REQUESTS:
-        return True
-    return isinstance(from_response(answer.status, answer.body, None), RunFinished)
+    error = from_response(answer.status, answer.body, None)
+    return isinstance(error, RunFinished) or (
+        isinstance(error, TooManyRequests) and error.code == TooManyRequests.default_code
+    )
+
+
+def _without_place(answer: Answer) -> bool:
+    """Whether it is so, or the rank takes no more of this caller's sessions."""
+    return answer.status == HTTPStatus.TOO_MANY_REQUESTS or _without_slot(answer)
 
 
 def _too_many_grants() -> ServiceUnavailable:

@@ -181,6 +181,19 @@ async def test_a_dead_ranks_grants_are_passed_over(pair: Lab) -> None:
     assert await opened(pair, {"task_id": task_of(0)}, **{"Idempotency-Key": "k"}) == 429
 
 
+async def test_a_quota_moves_no_grant(pair: Lab) -> None:
+    async def enough(received: Received) -> None:
+        await received.answer({"error": {"code": "quota_exceeded", "message": ""}}, status=429)
+
+    pair.ranks[0].handler = enough
+    there = Slots(pair.ranks[1], grants=1)
+    body = {"task_id": task_of(0)}
+    assert await opened(pair, body, **{"Idempotency-Key": "k"}) == 429
+    assert len(pair.ranks[0].received) == 1
+    assert await opened(pair, body) == on(1, granted=True), "another rank's share"
+    assert there.grants == 0
+
+
 async def test_a_slot_that_cannot_arrive_goes_back(pair: Lab) -> None:
     there = Slots(pair.ranks[1], grants=1)
     home = Slots(pair.ranks[0])
