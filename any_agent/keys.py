@@ -145,11 +145,16 @@ _BEARER = re.compile(r"^bearer(\s+|$)", re.IGNORECASE)
 
 def bearer_of(authorization: Iterable[str], x_api_key: Iterable[str]) -> str:
     """The key in these headers' values, "" without one; SessionMismatch for two that differ."""
-    found = [_BEARER.sub("", value).strip() for value in authorization]
-    keys = {key for key in (*found, *x_api_key) if key}
+    keys = bearers_of(authorization, x_api_key)
     if len(keys) > 1:
         raise SessionMismatch("the request carries two different keys")
     return keys.pop() if keys else ""
+
+
+def bearers_of(authorization: Iterable[str], x_api_key: Iterable[str]) -> set[str]:
+    """The keys in these headers' values, without empty ones."""
+    found = [_BEARER.sub("", value).strip() for value in authorization]
+    return {key for key in (*found, *x_api_key) if key}
 
 
 class SecretHash:

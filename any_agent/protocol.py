@@ -34,6 +34,10 @@ UNREACHABLE_HEADER = "x-any-agent-unreachable"
 EPOCH_HEADER = "x-any-agent-epoch"
 """The number of the trainer's start. A rank that has heard of a later start refuses earlier ones;
 requests without it are people's."""
+GRANT_ONLY_HEADER = "x-any-agent-grant-only"
+"""With it an AReaL's open takes a slot of `/grant_capacity` or none: a router asks the ranks so,
+one after the other. No part of the body, so that the request stays the same for its
+Idempotency-Key."""
 API_HEADER = "x-any-agent-api"
 """In every answer of a `/rl` route: the version of these bodies."""
 API_VERSION = "1"
@@ -182,6 +186,7 @@ class SetReward(_Body):
 
 
 class RewardSet(BaseModel):
+    status: Literal["success"] = "success"
     session_id: str
     interaction_id: str | None
     """None: it is the session's final reward."""
@@ -260,6 +265,12 @@ class SessionInfo(BaseModel):
     """Seconds until it expires if nothing happens, while it is open."""
     awaits_in: float | None
     """Seconds until it stops waiting for its reward, while it does."""
+
+
+class SessionFinalized(SessionInfo):
+    """The session as it is now; the same again for who finalizes it once more."""
+
+    status: Literal["success"] = "success"
 
 
 class RewardEntry(BaseModel):
@@ -439,6 +450,18 @@ class Capacity(BaseModel):
     what was refused a moment ago and will be asked for again."""
     unfilled: list[Unfilled] = Field(default_factory=list)
     """The groups that others' sessions wait for: some of them, those first that close first."""
+    grants: int = 0
+    """Slots of `/grant_capacity` that no session was opened on yet. They are beside the others:
+    none of the trainer's is held for them."""
+
+
+class MoveGrant(_Body):
+    """How a router brings a granted slot to the rank where a session has to be opened."""
+
+    change: Literal[-1, 1]
+    """-1 takes one away from this rank, 1 adds one."""
+    of: Literal["run", "others"]
+    """Whose: those of the run's own trainer, or everybody else's."""
 
 
 class Lease(_Body):

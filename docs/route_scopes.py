@@ -21,7 +21,9 @@ opening sessions, and everything about its own |
 | session | `sk-v1.<rank>.<lane>.<hmac>` | `start_session` | one session |
 
 A key is sent as `Authorization: Bearer <key>` or `x-api-key: <key>`; a session's key also as the
-first part of the path, `/<key>/v1/...`.
+first part of the path, `/<key>/v1/...`. Behind such a prefix other keys in the headers mean nothing
+("DUMMY", `sk-proj-...`), since SDKs want some key; but the valid key of another session is 400
+`session_mismatch`.
 
 Without any admin key, a service on a loopback address is open: whoever reaches it is the operator,
 a session may be named by its id, and web pages are refused. The first admin key ends that, also

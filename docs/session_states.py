@@ -39,6 +39,11 @@ TAIL = """## Rewards
   gets what was last acknowledged. From then on they are fixed, also if the lease runs out: a step
   may have taken the session that was killed before it could say so, and a resume makes that step
   again as it was. (An export that is given back fixes nothing.)
+- `finalize` once more changes nothing. With the same final reward, or none, it is answered with the
+  session as it is then (200); with another one it is refused (409 `already_finalized`), and the
+  final reward that stands stays: the first one, or what `set_reward` has made of it since. So a
+  client that did not hear the first answer asks again, and no reward is lost in silence. A session
+  that was aborted, or has expired, stays 410.
 - No session becomes worth 0 in silence. `finalize` without any reward is refused (422 `no_reward`,
   `sessions.require_reward`); with `{"await_reward": true, "deadline": seconds}` it waits, and at
   the deadline a session without a reward goes by `sessions.late_reward`: `reject` (the reason says
@@ -49,6 +54,29 @@ TAIL = """## Rewards
   whose agent has opened the next with it meanwhile; so do its tenant's key and an admin's.
 - A session that awaits its reward makes no calls, so it is not among the running ones; its tokens
   grow old meanwhile, so it counts as buffered wherever staleness is bounded.
+
+## Requests in a URL
+
+Every field of a body may stand in the query instead, by its name: `POST
+/rl/v1/finalize?session_id=...&final_reward=1.0` is the same request as one with that body, also for
+its `Idempotency-Key` and for the rank that a router sends it to. Rewards by name, `metadata` and
+lists of objects are JSON there; a list of texts is given by naming it several times. Body and query
+may say the same; where they differ, the request is refused (400, `param` names the field), and so
+are an unknown parameter, NaN and Infinity. `api_key` has no place in a URL. Model calls are not so
+strict ([calls.md](calls.md)).
+
+## Granted slots
+
+`POST /grant_capacity` grants one slot beside the trainer's; `POST /rl/start_session` takes it, on
+whichever rank it is, before any open may take one of the trainer's, or a place in a group. An open
+with an `Idempotency-Key`, or with the `api_key` of an earlier session, belongs to one rank, which
+alone keeps its answer; there the router brings the slot (`POST /rl/v1/grants`), one at a time. A
+rank that is away is passed over, but for the one that such an open belongs to, which is waited for.
+A slot is lost if the router, or the rank that gives it away, dies at that moment. A grant that
+nobody uses holds nothing up; `GET /rl/v1/capacity` shows how many there are (`grants`).
+
+`task_id` may be left out. The session is in no group then, also on one of the trainer's slots, and
+its id is `task-<rank>-<n>`.
 
 ## Time
 

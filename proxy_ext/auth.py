@@ -54,7 +54,7 @@ class Auth:
         prefix: str | None = request.scope.get(PREFIX_SCOPE_KEY)
         if prefix is None:
             return self.access.caller(bearer_of(request))
-        # Behind a prefix other bearers ("DUMMY") mean nothing.
+        # Behind a prefix other bearers ("DUMMY") mean nothing, but for another session's key.
         if prefix.startswith(SESSION_KEY_PREFIX):
             return self.access.caller(prefix)
         if not self.open_mode:
@@ -84,6 +84,7 @@ class Auth:
         own = None
         if caller.scope is Scope.SESSION:
             own = await self._own(request)
+            self._require_no_other(request, own)
             # Only now is it known whose request it is.
             self._quotas.request(own.row.tenant)
         found = [await self._named(request, caller, name, own) for name in names]
@@ -102,6 +103,18 @@ class Auth:
         if name.startswith(SESSION_KEY_PREFIX):
             return await self._by_key(name)
         return await self._sessions.by_id(name)
+
+    def _require_no_other(self, request: Request, own: Session) -> None:
+        """SessionMismatch where a prefix names one session and a genuine key another one.
+
+        What is no key of ours, agents send because their SDK wants some key.
+        """
+        if PREFIX_SCOPE_KEY not in request.scope:
+            return
+        for key in bearers_of(request):
+            lane = self.access.signer.verify(key)
+            if lane is not None and lane.id != own.row.lane:
+                raise SessionMismatch(_DIFFERENT)
 
     async def _named(
         self, request: Request, caller: Caller, name: str, own: Session | None
@@ -151,6 +164,12 @@ def is_callers(session: Session, caller: Caller) -> bool:
 
 _NOT_VALID = "this session key is not valid here"
 _DIFFERENT = "the request names two different sessions (path, key, header or body)"
+
+
+def bearers_of(request: Request) -> set[str]:
+    """Every key that a request's headers hold."""
+    headers = request.headers
+    return keys.bearers_of(headers.getlist("authorization"), headers.getlist("x-api-key"))
 
 
 def bearer_of(request: Request) -> str:

@@ -81,6 +81,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "POST /rl/v1/ack": ("trainer", "404 409 410 507"),
     "POST /rl/v1/export_trajectories": ("trainer", "404 409 410 422 507"),
     "POST /grant_capacity": ("as AReaL has it", "507"),
+    "POST /rl/v1/grants": ("trainer", "409 507"),
     "POST /rl/start_session": ("as AReaL has it", "409 422 429 507"),
     "POST /rl/set_reward": ("as AReaL has it", "404 410 507"),
     "POST /rl/end_session": ("as AReaL has it", "404 409 410 507"),
@@ -112,6 +113,12 @@ _IDEMPOTENCY_KEY = {
     "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
 }
 
+_QUERIES = (
+    "Every field of a body of `/rl` routes, `/grant_capacity` and `/export_trajectories` may stand "
+    "in the query instead, by its name; objects are JSON there. Where body and query differ, and "
+    "where a parameter is unknown, the answer is 400. `api_key` has no place in a URL."
+)
+
 
 def describe(app: FastAPI) -> None:
     """Have the app describe itself in full."""
@@ -131,6 +138,7 @@ def _complete(schema: dict[str, Any], *, once: set[str]) -> None:
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     schemas |= SCHEMAS
+    schema["info"]["description"] = _QUERIES
     schema["components"]["securitySchemes"] = _KEYS
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():

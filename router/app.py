@@ -37,7 +37,7 @@ from any_agent.registry import Entry, Registry
 from any_agent.rundir import RunDir
 from router.affinity import Affinity, key_in
 from router.areal import ArealRoutes
-from router.body import Body, json_object
+from router.body import Body, Fields
 from router.conversations import Conversations
 from router.fanout import FanOut, Handler
 from router.forward import Forwarder
@@ -96,7 +96,7 @@ class Router:
             ("POST", START): opens.open,
             **FanOut(ranks, forwarder, replies).routes,
             **Leasing(affinity, ranks, forwarder, replies).routes,
-            **ArealRoutes(affinity, ranks, forwarder, replies).routes,
+            **ArealRoutes(affinity, ranks, forwarder, replies, access).routes,
             ("GET", "/metrics"): MetricsRoute(self, upstream, access, audit).show,
             **{(m, "/healthz"): self._healthz for m in ("GET", "HEAD")},
             **{(m, "/readyz"): self._readyz for m in ("GET", "HEAD")},
@@ -163,7 +163,7 @@ class Router:
             path = unquote(path)
         rank, named = self._affinity.place(path, query, request.headers)
         own = self._own.get((request.method, path))
-        if own is None and not named and request.method == "POST" and path.startswith("/rl/v1/"):
+        if own is None and not named and request.method == "POST" and path.startswith("/rl/"):
             own = self._by_body
         scope = self._scope(path, request.headers)
         if scope is Scope.NONE:
@@ -188,10 +188,10 @@ class Router:
 
     async def _by_body(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
         """To the rank of the `session_id` in the body."""
-        content = await body.whole(MAX_BYTES)
-        name = (json_object(content) or {}).get("session_id")
-        rank = self._affinity.rank_of(name) if isinstance(name, str) else None
-        return await self.forwarder.pass_on(request, rank, body, content=content)
+        said = Fields(request, await body.whole(MAX_BYTES))
+        name = said.text("session_id")
+        rank = self._affinity.rank_of(name) if name is not None else None
+        return await self.forwarder.pass_on(request, rank, body, content=said.content)
 
     def _check(self, request: web.BaseRequest) -> None:
         if sum(map(len, chain.from_iterable(request.raw_headers))) > _MAX_HEADER_BYTES:

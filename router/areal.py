@@ -1,30 +1,49 @@
 """The routes that AReaL's users know, over all ranks.
 
 A session opened here belongs to its task's home, as any does; one that is opened on a slot of
-`/grant_capacity` has no group, so any rank that was granted one will do.
+`/grant_capacity` has no group, so any rank that was granted one will do. No slot of the trainer's
+is taken while one is granted anywhere.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import Counter
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from types import MappingProxyType
 
 from aiohttp import web
 
-from any_agent.errors import AnyAgentError, Conflict, RunFinished, from_response
+from any_agent.access import Access
+from any_agent.errors import (
+    AnyAgentError,
+    Conflict,
+    RunFinished,
+    ServiceUnavailable,
+    TooManyRequests,
+    from_response,
+)
 from any_agent.keys import SESSION_KEY_PREFIX
+from any_agent.protocol import GRANT_ONLY_HEADER
 from router.affinity import Affinity, home_of
-from router.body import Body, dumped, json_object
+from router.body import Body, Fields
 from router.fanout import Handler
 from router.forward import Forwarder
+from router.grants import Grants
 from router.health import Ranks
-from router.opens import MAX_BYTES
+from router.opens import MAX_BYTES, not_begun
 from router.repeats import IDEMPOTENCY_KEY
 from router.reply import Replies
 from router.upstream import Answer
 
 AREAL_START = "/rl/start_session"
+_GRANT_ONLY = MappingProxyType({GRANT_ONLY_HEADER: "1"})
+_TRIES = 64
+"""Of an open, when each time a slot was granted meanwhile and another open took it."""
+_PATIENCE = 10.0
+"""Seconds with a rank that is asked while others wait to be; longer than any does it at once."""
 
 
 class ArealRoutes:
@@ -34,12 +53,22 @@ class ArealRoutes:
     """
 
     def __init__(
-        self, affinity: Affinity, ranks: Ranks, forwarder: Forwarder, replies: Replies
+        self,
+        affinity: Affinity,
+        ranks: Ranks,
+        forwarder: Forwarder,
+        replies: Replies,
+        access: Access,
     ) -> None:
         self._affinity = affinity
         self._ranks = ranks
         self._forwarder = forwarder
         self._replies = replies
+        self._grants = Grants(ranks, forwarder, access)
+        self._granted = 0
+        """How often slots were granted through here so far, or may have been."""
+        self._waiting: Counter[int] = Counter()
+        """Opens that only this rank can serve, and that may wait there."""
         self._turn = 0
         self.routes: dict[tuple[str, str], Handler] = {
             ("POST", "/grant_capacity"): self.grant,
@@ -50,88 +79,159 @@ class ArealRoutes:
 
     async def grant(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
         """One slot at one rank: the home of the task that it is for, if it says so, else the one
-        that the idempotency key names, else the ranks in turn."""
-        content = await body.whole(MAX_BYTES)
-        task = _text(json_object(content) or {}, "task_id")
-        key = task or request.headers.get(IDEMPOTENCY_KEY)
+        that the idempotency key names, else where an open waits, else the ranks in turn."""
+        said = Fields(request, await body.whole(MAX_BYTES))
+        key = said.text("task_id") or request.headers.get(IDEMPOTENCY_KEY)
         if key is not None:
             rank = home_of(key, self._ranks.count)
         else:
             live = await self._ranks.reach_any(time.monotonic() + self._ranks.wait)
             self._turn += 1
             rank = live[self._turn % len(live)]
-        return await self._forwarder.pass_on(request, rank, body, content=content)
-
-    async def open(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
-        """At the rank of the key, else at the task's home, else where a slot was granted."""
-        content = await body.whole(MAX_BYTES)
-        fields = json_object(content) or {}
-        task, key = _text(fields, "task_id"), _text(fields, "api_key")
-        if task is None:
-            # Any rank says what is wrong with it.
-            return await self._forwarder.pass_on(request, None, body, content=content)
-        home = home_of(task, self._ranks.count)
-        lane = home if key is None else self._rank_of_key(key, home)
-        if lane != home:
-            answer = await self._at_lane(request, fields, lane, home)
-        elif key is not None or IDEMPOTENCY_KEY in request.headers:
-            # The answer is kept at one rank, so no other one may be tried.
-            return await self._forwarder.pass_on(request, home, body, content=content)
-        else:
-            answer = await self._anywhere(request, fields, content, home)
+            rank = max(live, key=lambda each: (self._waiting[each], each == rank))
+        deadline = time.monotonic() + self._ranks.wait
+        try:
+            answer = await self._forwarder.ask(
+                request, rank, content=said.content or None, deadline=deadline
+            )
+        finally:
+            # Before whoever asked for it hears of it.
+            self._granted += 1
         return await self._replies.whole(request, answer.status, answer.headers, answer.body)
 
-    def _rank_of_key(self, key: str, home: int) -> int:
-        """The rank of an earlier session's key; the home for what is none, which says so."""
-        rank = self._affinity.rank_of(key) if key.startswith(SESSION_KEY_PREFIX) else None
-        return home if rank is None else rank
+    async def open(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
+        """On a granted slot, whichever rank has it; else where the trainer's slots are taken.
 
-    async def _at_lane(
-        self, request: web.BaseRequest, fields: dict[str, Any], lane: int, home: int
+        An open with the key of an earlier session, or with an Idempotency-Key, is one rank's, so
+        that it never opens twice: a granted slot is brought there. Any other one goes to the slot.
+        """
+        said = Fields(request, await body.whole(MAX_BYTES))
+        if said.body is None:
+            # Any rank says what is wrong with it.
+            return await self._forwarder.pass_on(request, None, body, content=said.content)
+        task, key = said.text("task_id"), said.text("api_key")
+        home = home_of(task, self._ranks.count) if task is not None else None
+        lane = self._rank_of_key(key) if key is not None else None
+        once = request.headers.get(IDEMPOTENCY_KEY)
+        if lane is not None:
+            answer = await self._at(request, said.content, lane, home)
+        elif once is not None:
+            bound = home if home is not None else home_of(f"key {once}", self._ranks.count)
+            answer = await self._at(request, said.content, bound, home)
+        else:
+            answer = await self._anywhere(request, said.content, home)
+        return await self._replies.whole(request, answer.status, answer.headers, answer.body)
+
+    def _rank_of_key(self, key: str) -> int | None:
+        """The rank of an earlier session's key; None for what is none, as any rank says."""
+        return self._affinity.rank_of(key) if key.startswith(SESSION_KEY_PREFIX) else None
+
+    async def _at(
+        self, request: web.BaseRequest, content: bytes, rank: int, home: int | None
     ) -> Answer:
-        """The next session of a key whose rank is not the task's home, so without a group."""
+        """At this rank and at no other one."""
         deadline = time.monotonic() + self._ranks.wait
-        answer = await self._granted(request, fields, lane, deadline)
-        if answer.status == HTTPStatus.TOO_MANY_REQUESTS:
+        for _ in range(_TRIES):
+            before = (self._granted, self._grants.moved)
+            answer = await self._forwarder.ask(
+                request, rank, content=content or None, deadline=deadline, more=_GRANT_ONLY
+            )
+            if not _without_slot(answer):
+                return answer
+            # Shielded: a slot that is on its way arrives, also if the client leaves.
+            moving = asyncio.ensure_future(self._grants.bring(request, rank))
+            brought = await asyncio.shield(moving)
+            if not brought and before == (self._granted, self._grants.moved):
+                break
+        else:
+            raise _too_many_grants()
+        if home not in (None, rank):
             raise Conflict(
-                f"the key belongs to rank {lane}, where no slot is granted, and sessions of this "
-                f"task live on rank {home}; open without api_key",
+                f"the key belongs to rank {rank}, no slot is granted, and sessions of this task "
+                f"live on rank {home}; open without api_key",
                 code="lane_on_other_rank",
             )
-        return answer
+        self._waiting[rank] += 1
+        try:
+            return await self._forwarder.ask(
+                request, rank, content=content or None, deadline=deadline
+            )
+        finally:
+            self._waiting[rank] -= 1
 
-    async def _anywhere(
-        self, request: web.BaseRequest, fields: dict[str, Any], content: bytes, home: int
-    ) -> Answer:
+    async def _anywhere(self, request: web.BaseRequest, content: bytes, home: int | None) -> Answer:
         deadline = time.monotonic() + self._ranks.wait
-        refusal = await self._forwarder.ask(request, home, content=content, deadline=deadline)
-        if not _without_slot(refusal):
-            return refusal
-        for rank in self._ranks.live:
-            if rank == home:
-                continue
-            try:
-                answer = await self._granted(request, fields, rank, 0.0)
-            except AnyAgentError:
-                # It went away; whether it opened one, nobody knows, and nobody has its key.
-                continue
-            if answer.status < HTTPStatus.BAD_REQUEST:
+        live = await self._ranks.reach_any(deadline)
+        self._turn += 1
+        order = [live[(self._turn + k) % len(live)] for k in range(len(live))]
+        # At home first: its engine has the beginning of the task's prompt.
+        order.sort(key=lambda rank: rank != home)
+        answer = await self._on_grant(request, content, order)
+        if answer is not None:
+            return answer
+        if home is not None:
+            return await self._forwarder.ask(
+                request, home, content=content or None, deadline=deadline
+            )
+        refusal: Answer | None = None
+        for rank in order:
+            answer = await self._ask(request, rank, content)
+            if answer is not None and not (_without_place(answer) or not_begun(answer)):
                 return answer
+            refusal = answer or refusal
+        if refusal is None:
+            raise ServiceUnavailable("no rank of the service is up; try again", retry_after=2)
         return refusal
 
-    async def _granted(
-        self, request: web.BaseRequest, fields: dict[str, Any], rank: int, deadline: float
-    ) -> Answer:
-        """A rank's answer to an open that takes nothing but a granted slot."""
-        content = dumped(fields | {"grant_only": True})
-        return await self._forwarder.ask(request, rank, content=content, deadline=deadline)
+    async def _on_grant(
+        self, request: web.BaseRequest, content: bytes, order: list[int]
+    ) -> Answer | None:
+        """The answer of the first rank that has a granted slot; None where none has one.
+
+        None is said only after all were asked while no slot moved and none was granted: whoever
+        asks for a slot that was granted to it finds one, since others take no more than theirs.
+        """
+        answer = await self._first(request, content, order)
+        for _ in range(_TRIES):
+            if answer is not None:
+                return answer
+            async with self._grants.at_rest:
+                before = self._granted
+                answer = await self._first(request, content, order)
+                if answer is None and self._granted == before:
+                    return None
+        raise _too_many_grants()
+
+    async def _first(
+        self, request: web.BaseRequest, content: bytes, order: list[int]
+    ) -> Answer | None:
+        for rank in order:
+            answer = await self._ask(request, rank, content, _GRANT_ONLY)
+            if answer is not None and not (_without_place(answer) or not_begun(answer)):
+                return answer
+        return None
+
+    async def _ask(
+        self,
+        request: web.BaseRequest,
+        rank: int,
+        content: bytes,
+        more: Mapping[str, str] = MappingProxyType({}),
+    ) -> Answer | None:
+        """A rank's answer; None if it went away. Whether it opened one then, nobody knows, and
+        nobody has its key."""
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                return await self._forwarder.ask(request, rank, content=content or None, more=more)
+        except (AnyAgentError, TimeoutError):
+            return None
 
     async def export(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
         """From the session's rank."""
-        content = await body.whole(MAX_BYTES)
-        name = _text(json_object(content) or {}, "session_id")
+        said = Fields(request, await body.whole(MAX_BYTES))
+        name = said.text("session_id")
         rank = self._affinity.rank_of(name) if name is not None else None
-        return await self._forwarder.pass_on(request, rank, body, content=content)
+        return await self._forwarder.pass_on(request, rank, body, content=said.content)
 
     async def health(self, request: web.BaseRequest, _: Body) -> web.StreamResponse:
         """The process lives; how many ranks serve."""
@@ -141,12 +241,16 @@ class ArealRoutes:
 
 def _without_slot(answer: Answer) -> bool:
     """Whether a rank opened none for want of a slot; without a training, for want of a grant."""
-    if answer.status == HTTPStatus.TOO_MANY_REQUESTS:
-        return True
-    return isinstance(from_response(answer.status, answer.body, None), RunFinished)
+    error = from_response(answer.status, answer.body, None)
+    return isinstance(error, RunFinished) or (
+        isinstance(error, TooManyRequests) and error.code == TooManyRequests.default_code
+    )
 
 
-def _text(fields: dict[str, Any], name: str) -> str | None:
-    """A field that is a non-empty text."""
-    value = fields.get(name)
-    return value if isinstance(value, str) and value else None
+def _without_place(answer: Answer) -> bool:
+    """Whether it is so, or the rank takes no more of this caller's sessions."""
+    return answer.status == HTTPStatus.TOO_MANY_REQUESTS or _without_slot(answer)
+
+
+def _too_many_grants() -> ServiceUnavailable:
+    return ServiceUnavailable("slots are granted faster than ranks are asked", retry_after=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import parse_qsl, urlencode
 
 import orjson
 from aiohttp import hdrs, web
@@ -14,6 +15,9 @@ from any_agent.errors import AnyAgentError, InvalidRequest, PayloadTooLarge
 
 WHOLE = 65_536
 """Bodies of up to so many bytes are read whole; longer ones, and of unknown length, stream."""
+
+_MOST_FIELDS = 2048
+"""Of a query, as the ranks have it."""
 
 
 class Body:
@@ -93,6 +97,80 @@ class Body:
     def _too_large(self, limit: int) -> PayloadTooLarge:
         where = " (server.max_body_bytes)" if limit == self._limit else ""
         return PayloadTooLarge(f"the body exceeds {limit} bytes{where}")
+
+
+class Fields:
+    """What a `/rl` request says, in its body or its query, which mean the same.
+
+    What is in both, and differs, a rank refuses. InvalidRequest for a query with too many fields.
+    """
+
+    def __init__(self, request: web.BaseRequest, content: bytes) -> None:
+        self.content = content
+        self.body = json_object(content)
+        """None for what is no object."""
+        self._path, _, query = request.raw_path.partition("?")
+        try:
+            self._query = parse_qsl(query, keep_blank_values=True, max_num_fields=_MOST_FIELDS)
+        except ValueError:
+            raise InvalidRequest(f"the query has more than {_MOST_FIELDS} fields") from None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field's value in the body, else its text in the query."""
+        if self.body is None:
+            return default
+        value = self.body.get(name)
+        if value is None:
+            value = next(iter(self._texts(name)), None)
+        return default if value is None else value
+
+    def text(self, name: str) -> str | None:
+        """A field that is a non-empty text."""
+        value = self.get(name)
+        return value if isinstance(value, str) and value else None
+
+    def items(self, name: str) -> Any:
+        """A field that is a list, which a query writes as JSON or as one field for each item."""
+        if self.body is None or self.body.get(name) is not None:
+            return self.body and self.body[name]
+        texts = self._texts(name)
+        if len(texts) == 1 and texts[0].lstrip().startswith("["):
+            return json_value(texts[0])
+        return texts or None
+
+    def asking(self, **changes: Any) -> tuple[bytes, str]:
+        """The body and the target of the same request with other values of some fields.
+
+        InvalidRequest where body and query differ in one of them: no rank would see it.
+        """
+        for name in changes:
+            given = (self.body or {}).get(name)
+            if given is not None and any(not _means(text, given) for text in self._texts(name)):
+                message = f"{name} differs between body and query; say it once"
+                raise InvalidRequest(message, param=name)
+        rest = [(key, text) for key, text in self._query if key not in changes]
+        target = f"{self._path}?{urlencode(rest)}" if rest else self._path
+        return dumped({**(self.body or {}), **changes}), target
+
+    def _texts(self, name: str) -> list[str]:
+        return [text for key, text in self._query if key == name]
+
+
+def _means(text: str, value: Any) -> bool:
+    """Whether a text in a query stands for a value of a body."""
+    if isinstance(value, str):
+        return text == value
+    if isinstance(value, list):
+        return text in value or json_value(text) == value
+    return bool(seconds(text) == value)
+
+
+def json_value(text: str) -> Any:
+    """What a text is as JSON; None for what is none."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
 
 
 def json_object(content: bytes) -> dict[str, Any] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from urllib.parse import unquote
 
 from aiohttp import hdrs, web
@@ -94,8 +96,9 @@ class Forwarder:
         content: bytes | None = None,
         target: str | None = None,
         deadline: float = 0.0,
+        more: Mapping[str, str] = MappingProxyType({}),
     ) -> Answer:
-        """A rank's whole answer to this request with another body or target.
+        """A rank's whole answer to this request with another body or target, or ``more`` headers.
 
         Until the deadline a rank that is away is waited for. Errors as for `pass_on`.
         """
@@ -105,14 +108,32 @@ class Forwarder:
         headers.popall(hdrs.CONTENT_LENGTH, None)
         # What is asked anew concerns no one session, and other ranks would not know it.
         headers.popall(SESSION_HEADER, None)
+        headers.update(more)
         if content is not None:
             headers[hdrs.CONTENT_LENGTH] = str(len(content))
+        return await self._exchange(
+            rank, request.method, target or request.raw_path, headers, content, deadline
+        )
+
+    async def tell(self, rank: int, target: str, content: bytes, key: str) -> Answer:
+        """A rank's answer to a POST of the router's own. Errors as for `pass_on`."""
+        headers = CIMultiDict({hdrs.AUTHORIZATION: f"Bearer {key}"})
+        headers[hdrs.CONTENT_LENGTH] = str(len(content))
+        return await self._exchange(rank, "POST", target, headers, content, 0.0)
+
+    async def _exchange(
+        self,
+        rank: int,
+        method: str,
+        target: str,
+        headers: CIMultiDict[str],
+        content: bytes | None,
+        deadline: float,
+    ) -> Answer:
         while True:
             origin = self._ranks.url(rank) or await self._ranks.reach(rank, deadline)
             try:
-                return await self._upstream.exchange(
-                    rank, request.method, origin, target or request.raw_path, headers, content
-                )
+                return await self._upstream.exchange(rank, method, origin, target, headers, content)
             except NeverSent:
                 self.retried += 1
                 self._ranks.failed(rank)

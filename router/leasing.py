@@ -12,7 +12,7 @@ from aiohttp import web
 from any_agent.errors import InvalidRequest, ReplyLost, ServiceUnavailable
 from router import merge
 from router.affinity import Affinity
-from router.body import Body, dumped, json_object, seconds
+from router.body import Body, Fields, seconds
 from router.fanout import Handler
 from router.forward import Forwarder
 from router.health import Ranks
@@ -49,16 +49,14 @@ class Leasing:
 
     async def ack(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
         """The acks of all ranks, counted together."""
-        content = await body.whole(MAX_BYTES)
-        data = json_object(content) or {}
-        trained = merge.split(data.get("trained", []), self._rank_of)
-        rejected = merge.split(data.get("rejected", []), self._rank_of_rejection)
+        said = Fields(request, await body.whole(MAX_BYTES))
+        trained = merge.split(said.items("trained") or [], self._rank_of)
+        rejected = merge.split(said.items("rejected") or [], self._rank_of_rejection)
         if trained is None or rejected is None or not (trained or rejected):
-            return await self._forwarder.pass_on(request, None, body, content=content)
-        ranks = sorted({*trained, *rejected})
+            return await self._forwarder.pass_on(request, None, body, content=said.content)
         parts = {
-            rank: data | {"trained": trained.get(rank, []), "rejected": rejected.get(rank, [])}
-            for rank in ranks
+            rank: said.asking(trained=trained.get(rank, []), rejected=rejected.get(rank, []))
+            for rank in sorted({*trained, *rejected})
         }
         answers = await self._each(request, parts)
         refusal = next((answer for answer in answers if answer.status != 200), None)
@@ -69,14 +67,13 @@ class Leasing:
 
     async def export(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
         """The trajectories of all ranks, in the order asked for."""
-        content = await body.whole(MAX_BYTES)
-        data = json_object(content) or {}
-        ids = data.get("session_ids")
+        asked = Fields(request, await body.whole(MAX_BYTES))
+        ids = asked.items("session_ids")
         by_rank = merge.split(ids, self._rank_of)
         if not by_rank or len(by_rank) == 1:
             rank = next(iter(by_rank)) if by_rank else None
-            return await self._forwarder.pass_on(request, rank, body, content=content)
-        parts = {rank: data | {"session_ids": part} for rank, part in sorted(by_rank.items())}
+            return await self._forwarder.pass_on(request, rank, body, content=asked.content)
+        parts = {rank: asked.asking(session_ids=part) for rank, part in sorted(by_rank.items())}
         answers = await self._each(request, parts)
         refusal = next((answer for answer in answers if answer.status != 200), None)
         if refusal is not None:
@@ -88,13 +85,12 @@ class Leasing:
 
     async def lease(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
         """Sessions by name from their rank, or whatever is ready at any of them."""
-        content = await body.whole(MAX_BYTES)
-        data = json_object(content)
-        wait = seconds((data or {}).get("wait", 30.0))
-        if data is None or wait is None:
-            return await self._forwarder.pass_on(request, None, body, content=content)
-        if data.get("session_ids") is not None:
-            by_rank = merge.split(data["session_ids"], self._rank_of) or {}
+        said = Fields(request, await body.whole(MAX_BYTES))
+        wait = seconds(said.get("wait", 30.0))
+        if said.body is None or wait is None:
+            return await self._forwarder.pass_on(request, None, body, content=said.content)
+        if (ids := said.items("session_ids")) is not None:
+            by_rank = merge.split(ids, self._rank_of) or {}
             if len(by_rank) > 1:
                 raise InvalidRequest(
                     f"these sessions live on the ranks {', '.join(map(str, sorted(by_rank)))}; "
@@ -102,11 +98,11 @@ class Leasing:
                     param="session_ids",
                 )
             rank = next(iter(by_rank), None)
-            return await self._forwarder.pass_on(request, rank, body, content=content)
-        answer = await self._poll(request, data, min(wait, _LONGEST))
+            return await self._forwarder.pass_on(request, rank, body, content=said.content)
+        answer = await self._poll(request, said, min(wait, _LONGEST))
         return await self._as_is(request, answer)
 
-    async def _poll(self, request: web.BaseRequest, data: dict[str, Any], wait: float) -> Answer:
+    async def _poll(self, request: web.BaseRequest, said: Fields, wait: float) -> Answer:
         """The first answer that is more than "nothing yet".
 
         One rank is asked at a time: of two polls at once the slower one would have to be abandoned,
@@ -120,7 +116,7 @@ class Leasing:
             self._turn += 1
             quiet: Answer | None = None
             for k in range(len(live)):
-                answer = await self._ready(request, data, live[(self._turn + k) % len(live)], 0.0)
+                answer = await self._ready(request, said, live[(self._turn + k) % len(live)], 0.0)
                 if answer is not None and answer.status != 204:
                     return answer
                 quiet = quiet or answer
@@ -130,17 +126,17 @@ class Leasing:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return quiet
-            answer = await self._ready(request, data, quiet.rank, min(_SLICE, remaining))
+            answer = await self._ready(request, said, quiet.rank, min(_SLICE, remaining))
             if answer is not None and answer.status != 204:
                 return answer
 
     async def _ready(
-        self, request: web.BaseRequest, data: dict[str, Any], rank: int, wait: float
+        self, request: web.BaseRequest, said: Fields, rank: int, wait: float
     ) -> Answer | None:
         """What is ready at a rank; None if it is away."""
-        content = dumped(data | {"wait": round(wait, 3)})
+        content, target = said.asking(wait=round(wait, 3))
         try:
-            return await self._forwarder.ask(request, rank, content=content)
+            return await self._forwarder.ask(request, rank, content=content, target=target)
         except ServiceUnavailable:
             return None
         except ReplyLost:
@@ -149,15 +145,17 @@ class Leasing:
             return None
 
     async def _each(
-        self, request: web.BaseRequest, parts: dict[int, dict[str, Any]]
+        self, request: web.BaseRequest, parts: dict[int, tuple[bytes, str]]
     ) -> list[Answer]:
-        """Every rank's answer to its part."""
+        """Every rank's answer to its part: a body and a target."""
         deadline = time.monotonic() + self._ranks.wait
         asked = [
             asyncio.ensure_future(
-                self._forwarder.ask(request, rank, content=dumped(part), deadline=deadline)
+                self._forwarder.ask(
+                    request, rank, content=content, target=target, deadline=deadline
+                )
             )
-            for rank, part in parts.items()
+            for rank, (content, target) in parts.items()
         ]
         try:
             return await asyncio.gather(*asked)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import Any
-from urllib.parse import parse_qsl, urlencode
 
 from aiohttp import web
 
 from any_agent.errors import Draining, ServiceUnavailable, StoreBusy, from_response
 from router.affinity import Affinity, home_of
-from router.body import Body, dumped, json_object, seconds
+from router.body import Body, Fields, seconds
 from router.forward import Forwarder
 from router.health import Ranks
 from router.repeats import IDEMPOTENCY_KEY
@@ -25,32 +23,6 @@ from router.upstream import Answer
 START = "/rl/v1/start_session"
 MAX_BYTES = 1 << 20
 """Of the bodies of `/rl` routes that are read here."""
-
-
-class _Open:
-    """One `start_session`, whose `wait` can be written anew."""
-
-    def __init__(self, request: web.BaseRequest, content: bytes) -> None:
-        self.content = content
-        self.path, _, query = request.raw_path.partition("?")
-        self._in_query = request.method == "GET"
-        self.fields: dict[str, Any] | None
-        if self._in_query:
-            self.fields = dict(parse_qsl(query, keep_blank_values=True))
-        else:
-            self.fields = json_object(content)
-
-    def text(self, name: str) -> str | None:
-        """A field that is a non-empty text."""
-        value = (self.fields or {}).get(name)
-        return value if isinstance(value, str) and value else None
-
-    def waiting(self, wait: float) -> tuple[bytes, str | None]:
-        """The body and the target of the same open with another `wait`."""
-        fields = {**(self.fields or {}), "wait": wait}
-        if self._in_query:
-            return self.content, f"{self.path}?{urlencode(fields)}"
-        return dumped(fields), None
 
 
 class Opens:
@@ -69,8 +41,8 @@ class Opens:
 
     async def open(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
         """Answer as the rank does that opened it, or as the last one that could not."""
-        one = _Open(request, await body.whole(MAX_BYTES))
-        if one.fields is None:
+        one = Fields(request, await body.whole(MAX_BYTES))
+        if one.body is None:
             return await self._forwarder.pass_on(request, None, body, content=one.content)
         train = one.text("mode") != "eval"
         home = self._affinity.home(
@@ -86,15 +58,15 @@ class Opens:
         answer = await self._anywhere(request, one, "train" if train else "eval")
         return await self._replies.whole(request, answer.status, answer.headers, answer.body)
 
-    async def _anywhere(self, request: web.BaseRequest, one: _Open, mode: str) -> Answer:
+    async def _anywhere(self, request: web.BaseRequest, one: Fields, mode: str) -> Answer:
         """Each rank in turn; if none has a slot, one of them for as long as the caller waits."""
-        wait = seconds((one.fields or {}).get("wait"))
+        wait = seconds(one.get("wait"))
         if wait is None:
             # Not a number: any rank says so.
             wait = 0.0
         deadline = time.monotonic() + wait
         give_up = time.monotonic() + self._ranks.wait
-        first, first_target = (one.content, None) if not wait else one.waiting(0)
+        first, first_target = (one.content, None) if not wait else _waiting(request, one, 0)
         self._turns[mode] += 1
         turn = self._turns[mode]
         while True:
@@ -108,7 +80,7 @@ class Opens:
                     continue
                 if answer.status == 429:
                     full.append(rank)
-                elif not _not_begun(answer):
+                elif not not_begun(answer):
                     return answer
                 if answer.status == 429 or refusal is None:
                     # A slot can be waited for.
@@ -124,9 +96,9 @@ class Opens:
                 return answer
 
     async def _queue(
-        self, request: web.BaseRequest, one: _Open, rank: int, wait: float
+        self, request: web.BaseRequest, one: Fields, rank: int, wait: float
     ) -> Answer | None:
-        content, target = one.waiting(round(wait, 3))
+        content, target = _waiting(request, one, round(wait, 3))
         self._queued[rank] += 1
         try:
             return await self._ask(request, rank, content, target)
@@ -152,7 +124,15 @@ class Opens:
             return None
 
 
-def _not_begun(answer: Answer) -> bool:
+def _waiting(request: web.BaseRequest, one: Fields, wait: float) -> tuple[bytes, str]:
+    """The body and the target of the same open with another `wait`."""
+    content, target = one.asking(wait=wait)
+    if request.method == "GET":
+        return one.content, f"{target}{'&' if '?' in target else '?'}wait={wait}"
+    return content, target
+
+
+def not_begun(answer: Answer) -> bool:
     """Whether a rank did not begin: after its other failures a session may be there.
 
     A write may reach the disk and fail to say so, and one open is to open one session.

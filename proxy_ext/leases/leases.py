@@ -100,6 +100,7 @@ class Leases:
             limit=admission.limit,
             queue=admission.queue,
             unfilled=self._sessions.groups.unfilled_first(_SHOWN_GROUPS),
+            grants=self._sessions.grants.left + self._sessions.run_grants.left,
         )
 
     async def lease(self, body: Lease, *, epoch: int | None = None) -> list[Trajectory]:

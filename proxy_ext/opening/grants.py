@@ -12,6 +12,7 @@ import asyncio
 
 from pydantic import BaseModel
 
+from any_agent.errors import Conflict
 from proxy_ext.journal import Journal, PutMeta
 from proxy_ext.keep import Keep
 
@@ -41,12 +42,21 @@ class Grants:
     def left(self) -> int:
         return self.granted - self.spent
 
-    async def add(self, keep: Keep) -> Granted:
-        """Grant one more."""
+    async def add(self, keep: Keep, change: int = 1) -> Granted:
+        """Grant one more; with -1 one less, Conflict (`no_grant`) if none is left."""
         async with self._lock:
-            answer = Granted(capacity=self.left + 1)
-            await self._journal.commit(PutMeta(self._granted, self.granted + 1), *keep(answer))
-            self.granted += 1
+            if self.left + change < 0:
+                raise Conflict("no granted slot is left here", code="no_grant")
+            # At once: what is taken away, no open may take meanwhile.
+            self.granted += min(change, 0)
+            answer = Granted(capacity=self.left + max(change, 0))
+            granted = self.granted + max(change, 0)
+            try:
+                await self._journal.commit(PutMeta(self._granted, granted), *keep(answer))
+            except BaseException:
+                self.granted -= min(change, 0)
+                raise
+            self.granted = granted
         return answer
 
     async def withdraw(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Query
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.errors import InvalidRequest
 from any_agent.protocol import (
     Abort,
     Finalize,
@@ -17,6 +17,7 @@ from any_agent.protocol import (
     RunInfo,
     SessionContent,
     SessionDetails,
+    SessionFinalized,
     SessionInfo,
     SessionStarted,
     SetReward,
@@ -24,7 +25,7 @@ from any_agent.protocol import (
     StartSession,
     Veto,
 )
-from proxy_ext.rl.common import Anyone, Once, Who
+from proxy_ext.rl.common import Anyone, Once, Who, shaped
 from proxy_ext.rl.strict import StrictRoute
 from proxy_ext.sessions.content import content_of
 from proxy_ext.sessions.rewards import parts_of
@@ -36,7 +37,6 @@ Start = Annotated[StartSession, Body(default_factory=StartSession)]
 End = Annotated[Finalize, Body(default_factory=Finalize)]
 Stop = Annotated[Abort, Body(default_factory=Abort)]
 Refuse = Annotated[Veto, Body(default_factory=Veto)]
-SessionQuery = Annotated[str | None, Query(alias="session_id")]
 
 
 @router.post("/start_session", response_model=SessionStarted)
@@ -53,22 +53,15 @@ async def start_session_by_query(
     request: Request, service: Anyone, caller: Who, query: Annotated[StartByQuery, Query()]
 ) -> SessionStarted:
     """As POST, for people who type URLs; a key has no place in one."""
-    if query.api_key is not None:
-        raise InvalidRequest("send api_key in the body of a POST, not in a URL", param="api_key")
     return await while_present(request, service.opening.open(query, caller))
 
 
 @router.post("/set_reward", response_model=RewardSet)
 async def set_reward(
-    body: SetReward,
-    request: Request,
-    service: Anyone,
-    caller: Who,
-    receipt: Once,
-    query: SessionQuery = None,
+    body: SetReward, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
     """Reward a completion (by default the last one), or the whole session; also once more."""
-    session = await service.auth.session(request, _one(body.session_id, query))
+    session = await service.auth.session(request, body.session_id)
     by, keep = caller.name, receipt.keep
     if body.reward is None:
         final = parts_of(body.final_reward, body.name)
@@ -78,24 +71,26 @@ async def set_reward(
     return receipt.response(await service.rewards.give(session, parts, wanted, by=by, keep=keep))
 
 
-@router.post("/finalize", response_model=SessionInfo)
+@router.post("/finalize", response_model=SessionFinalized)
 async def finalize(
-    body: End,
-    request: Request,
-    service: Anyone,
-    caller: Who,
-    receipt: Once,
-    query: SessionQuery = None,
+    body: End, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
-    """End a session; its trajectory is handed to training, at once or when its reward is there."""
-    session = await service.auth.session(request, _one(body.session_id, query))
-    final, by, keep = parts_of(body.final_reward), caller.name, receipt.keep
+    """End a session; its trajectory is handed to training, at once or when its reward is there.
+
+    Once more, with the same final reward or none, it is answered as it is now.
+    """
+    session = await service.auth.session(request, body.session_id)
+    final, by, keep = parts_of(body.final_reward), caller.name, shaped(receipt.keep, _finalized)
     if body.await_reward:
         until = body.deadline
         ending = service.endings.await_reward(session, until, final, by=by, keep=keep)
     else:
         ending = service.endings.finalize(session, final, by=by, keep=keep)
-    return receipt.response(await ending)
+    return receipt.response(_finalized(await ending))
+
+
+def _finalized(info: BaseModel) -> SessionFinalized:
+    return SessionFinalized(**info.model_dump())
 
 
 @router.get("/sessions/{session_id}")
@@ -153,9 +148,3 @@ async def run_info(request: Request, service: Anyone) -> RunInfo:
     """What is trained here, and which checkpoint to load."""
     await service.auth.session_or_none(request)
     return service.run.info
-
-
-def _one(in_body: str | None, in_query: str | None) -> str | None:
-    if in_body and in_query and in_body != in_query:
-        raise InvalidRequest("session_id differs between body and query", code="session_mismatch")
-    return in_body or in_query

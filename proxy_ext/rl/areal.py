@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body
@@ -18,7 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from any_agent.errors import AnyAgentError, RunFinished, TooManyRequests
-from any_agent.protocol import Ack, SessionInfo, SessionStarted, StartSession
+from any_agent.protocol import (
+    GRANT_ONLY_HEADER,
+    Ack,
+    MoveGrant,
+    SessionInfo,
+    SessionStarted,
+    StartSession,
+)
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.auth import SESSIONS_SCOPE_KEY, Caller, Scope
 from proxy_ext.draining import draining
@@ -27,7 +33,7 @@ from proxy_ext.leases.leases import trajectory
 from proxy_ext.opening.grants import Granted
 from proxy_ext.opening.opening import Numbered
 from proxy_ext.rl.areal_export import ArealTrajectories, exported
-from proxy_ext.rl.common import Anyone, Once, Who
+from proxy_ext.rl.common import Anyone, Once, Who, shaped
 from proxy_ext.rl.strict import StrictRoute
 from proxy_ext.service import Service
 from proxy_ext.sessions.owners import EXPORT_OWNER
@@ -60,7 +66,8 @@ class ArealGrant(_ArealBody):
 
 
 class ArealStart(_ArealBody):
-    task_id: Task
+    task_id: Task | None = None
+    """None: it is in no group, and its id begins with `task`."""
     api_key: str | None = None
     """An earlier session's key: that session is ended, and the next one opens under the key."""
     grant_only: bool = False
@@ -73,6 +80,7 @@ class ArealStarted(BaseModel):
 
 
 class ArealReward(_ArealBody):
+    session_id: str | None = None
     reward: float = Field(ge=-1e6, le=1e6)
     interaction_id: str | None = None
     """None: the last one."""
@@ -83,7 +91,7 @@ class Done(BaseModel):
 
 
 class ArealEnd(_ArealBody):
-    """Nothing."""
+    session_id: str | None = None
 
 
 class ArealEnded(Done):
@@ -104,6 +112,7 @@ class ArealHealth(BaseModel):
 
 
 End = Annotated[ArealEnd, Body(default_factory=ArealEnd)]
+Start = Annotated[ArealStart, Body(default_factory=ArealStart)]
 Grant = Annotated[ArealGrant, Body(default_factory=ArealGrant)]
 
 
@@ -122,26 +131,43 @@ async def grant_capacity(_: Grant, service: Anyone, caller: Who, receipt: Once) 
     return receipt.response(await service.sessions.grants_of(caller).add(receipt.keep))
 
 
+@router.post("/rl/v1/grants", response_model=Granted)
+async def move_grant(body: MoveGrant, service: Anyone, receipt: Once) -> Response:
+    """Take a granted slot away from this rank, or add one: routers bring them where they are used.
+
+    Conflict (`no_grant`) where there is none to take away.
+    """
+    sessions = service.sessions
+    grants = sessions.run_grants if body.of == "run" else sessions.grants
+    return receipt.response(await grants.add(receipt.keep, body.change))
+
+
 @router.post("/rl/start_session", response_model=ArealStarted)
 async def start_session(
-    body: ArealStart, request: Request, service: Anyone, caller: Who, receipt: Once
+    body: Start, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
     """Open a session on a granted slot, else on one that the trainer admits, in its task's group.
 
     With the key of an earlier session: end that one first.
     """
-    keep = _shaped(receipt.keep, _started)
-    started = await while_present(request, _start(service, body, caller, keep))
-    return receipt.response(_started(started))
+    keep = shaped(receipt.keep, _started)
+    only = body.grant_only or GRANT_ONLY_HEADER in request.headers
+    opening = _start(service, body, caller, keep, grant_only=only)
+    return receipt.response(_started(await while_present(request, opening)))
 
 
-async def _start(service: Service, body: ArealStart, caller: Caller, keep: Keep) -> SessionStarted:
+async def _start(
+    service: Service, body: ArealStart, caller: Caller, keep: Keep, *, grant_only: bool
+) -> SessionStarted:
+    if grant_only and not service.sessions.grants_of(caller).left:
+        # Before anything is ended for it.
+        raise TooManyRequests("no slot is granted here", retry_after=2)
     ended = False
     if body.api_key is not None:
         # Shielded: a client that leaves now must not leave the journal ahead of the memory.
         ended = await asyncio.shield(_end_earlier(service, body.api_key, caller))
     deadline = time.monotonic() + (_REFRESH_WAIT if ended else 0.0)
-    numbered = Numbered(body.task_id, body.grant_only)
+    numbered = Numbered(body.task_id or "task", grant_only)
     while True:
         began = time.monotonic()
         wait = min(_SLICE, max(0.0, deadline - began))
@@ -153,7 +179,7 @@ async def _start(service: Service, body: ArealStart, caller: Caller, keep: Keep)
         except (TooManyRequests, RunFinished) as error:
             # Without a training there are slots only where somebody grants them.
             hopeless = isinstance(error, RunFinished) and not service.sessions.grants.granted
-            if hopeless or not wait or body.grant_only:
+            if hopeless or not wait or grant_only:
                 raise
         # What is refused at once, as for a quota, has not waited.
         await asyncio.sleep(began + wait - time.monotonic())
@@ -181,8 +207,8 @@ async def set_reward(
     body: ArealReward, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
     """Reward an interaction, by default the last one."""
-    session = await service.auth.session(request)
-    keep = _shaped(receipt.keep, lambda _: Done())
+    session = await service.auth.session(request, body.session_id)
+    keep = shaped(receipt.keep, lambda _: Done())
     parts = parts_of(body.reward)
     await service.rewards.give(session, parts, body.interaction_id, by=caller.name, keep=keep)
     return receipt.response(Done())
@@ -190,10 +216,10 @@ async def set_reward(
 
 @router.post("/rl/end_session", response_model=ArealEnded)
 async def end_session(
-    _: End, request: Request, service: Anyone, caller: Who, receipt: Once
+    body: End, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
     """End a session; its trajectory is handed to training. A second time it says the same."""
-    session = await service.auth.session(request)
+    session = await service.auth.session(request, body.session_id)
     over = await _over(service, session)
     if over is None:
         over = await _end(service, session, caller, receipt.keep)
@@ -214,12 +240,12 @@ async def _over(service: Service, session: Session) -> ArealEnded | None:
 
 async def _end(service: Service, session: Session, caller: Caller, keep: Keep) -> ArealEnded:
     """Finalize it; one without a model call is aborted, as there is nothing to train on."""
-    shaped = _shaped(keep, _ended)
+    kept = shaped(keep, _ended)
     await service.sessions.load(session)
     if session.state is SessionState.OPEN and not len(session.tree) and not session.calls:
-        info = await service.endings.abort(session, _EMPTY, keep=shaped)
+        info = await service.endings.abort(session, _EMPTY, keep=kept)
     else:
-        info = await service.endings.finalize(session, by=caller.name, keep=shaped)
+        info = await service.endings.finalize(session, by=caller.name, keep=kept)
     return _ended(info)
 
 
@@ -243,15 +269,15 @@ async def export_trajectories(body: ArealExport, request: Request, service: Anyo
 async def _export(service: Service, session: Session, body: ArealExport) -> Response:
     row = session.row
     if row.state is SessionState.ABORTED and row.reason == _EMPTY:
-        return exported([], body.discount, body.style)
+        return await exported([], body.discount, body.style)
     again = row.state is SessionState.TRAINED and row.owner == EXPORT_OWNER
     if (again or row.state is SessionState.EVALUATED) and row.content == "stored":
         # Its first answer may have been lost.
         await service.sessions.load(session)
-        return exported([trajectory(session)], body.discount, body.style)
+        return await exported([trajectory(session)], body.discount, body.style)
     trajectories = await service.leases.lease_sessions([session.id], EXPORT_OWNER)
     try:
-        response = exported(trajectories, body.discount, body.style)
+        response = await exported(trajectories, body.discount, body.style)
     except AnyAgentError:
         await service.leases.give_back([session.id], EXPORT_OWNER)
         raise
@@ -275,8 +301,3 @@ async def _until_ended(service: Service, session: Session) -> None:
         pass
     if session.state in going_on and service.calls.draining:
         raise draining()
-
-
-def _shaped(keep: Keep, shape: Callable[[BaseModel], BaseModel]) -> Keep:
-    """Keeps an answer in AReaL's shape. Nothing stays nothing, which those who commit look at."""
-    return keep if keep is keep_nothing else lambda answer: keep(shape(answer))

@@ -1,18 +1,22 @@
-"""Trajectories as AReaL's clients take them: tensors in base64, little-endian."""
+"""Trajectories as AReaL's clients take them: tensors in base64, and what was said."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from any_agent.record import InteractionTree, export_rows, propagate_rewards
-from any_agent.types import Trajectory
-from proxy_ext.wire.http import JSONResponse
+from any_agent.record import InteractionTree, InteractionWithTokenLogpReward, propagate_rewards
+from any_agent.record.texts import lacks_texts
+from any_agent.types import Interaction, Trajectory
+
+_CUT_OFF = "abort"
 
 
 class ArealTensor(BaseModel):
@@ -25,29 +29,89 @@ class ArealTensor(BaseModel):
     """`torch.int32`, `torch.float32` or `torch.bool`."""
 
 
+class ArealModelResponse(BaseModel):
+    """What the engine was given and gave: one log-probability and one version per output token."""
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    output_versions: list[int]
+    stop_reason: Literal["stop", "length", "abort"]
+
+
 class ArealInteraction(BaseModel):
     tensor_dict: dict[str, ArealTensor]
     """`input_ids`, `loss_mask`, `logprobs`, `versions`, `attention_mask`, `rewards`."""
     reward: float
     """With what later turns gave back to it."""
     interaction_id: str
+    parent_id: str | None
+    """The interaction that it goes on from."""
+    messages: list[dict[str, Any]]
+    """The request's; none where the run keeps no texts (`sessions.store_content`)."""
+    output_message_list: list[dict[str, Any]] | None
+    """The answer, as a list of one message; null without texts."""
+    completion: dict[str, Any] | None
+    """The answer as OpenAI's ChatCompletion, whichever API it was asked by; null without texts."""
+    model_response: ArealModelResponse
 
 
 class ArealTrajectories(BaseModel):
     interactions: dict[str, ArealInteraction]
 
 
-def exported(trajectories: list[Trajectory], discount: float, style: str) -> Response:
+async def exported(trajectories: list[Trajectory], discount: float, style: str) -> Response:
     """The answer; Unprocessable where a path is not token-exact and ``style`` is concat."""
     interactions: dict[str, Any] = {}
     for t in trajectories:
         rewards = propagate_rewards(t.interactions, discount=discount, final_reward=t.final_reward)
         tree = InteractionTree.from_interactions(t.interactions)
-        for id, row in export_rows(tree, rewards, style).items():
-            tensors = {name: _tensor(values) for name, values in row.items()}
-            reward = float(row["rewards"])
-            interactions[id] = {"tensor_dict": tensors, "reward": reward, "interaction_id": id}
-    return JSONResponse({"interactions": interactions})
+        found = InteractionWithTokenLogpReward.of_tree(tree, rewards, style)
+        interactions |= {id: _exported(one, tree) for id, one in found.items()}
+    # Each interaction has its whole prompt: long sessions take a while.
+    content = await asyncio.to_thread(orjson.dumps, {"interactions": interactions})
+    return Response(content, media_type="application/json")
+
+
+def _exported(one: InteractionWithTokenLogpReward, tree: InteractionTree) -> dict[str, Any]:
+    node, response = tree[one.interaction_id], one.model_response
+    assert response is not None
+    told = not any(map(lacks_texts, tree.path(node.id)))
+    return {
+        "tensor_dict": {name: _tensor(values) for name, values in one.row.items()},
+        "reward": float(one.row["rewards"]),
+        "interaction_id": node.id,
+        "parent_id": node.parent_id,
+        "messages": one.messages if told else [],
+        "output_message_list": one.output_message_list if told else None,
+        "completion": _completion(node, len(response.input_tokens)) if told else None,
+        "model_response": {
+            "input_tokens": response.input_tokens,
+            "output_tokens": response.output_tokens,
+            "output_logprobs": response.output_logprobs,
+            "output_versions": response.output_versions,
+            "stop_reason": response.stop_reason,
+        },
+    }
+
+
+def _completion(node: Interaction, prompt_tokens: int) -> dict[str, Any]:
+    """An interaction as OpenAI's answer to a chat request, which knows no aborted ones."""
+    reason = "length" if node.finish_reason == _CUT_OFF else node.finish_reason
+    message = {"content": None, "refusal": None, **node.output_message, "role": "assistant"}
+    output = len(node.output_ids)
+    return {
+        "id": node.id,
+        "object": "chat.completion",
+        "created": int(node.created_at),
+        "model": node.model,
+        "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": output,
+            "total_tokens": prompt_tokens + output,
+        },
+    }
 
 
 def _tensor(values: npt.NDArray[Any]) -> dict[str, Any]:

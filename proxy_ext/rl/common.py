@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated
 
 from fastapi import Depends
+from pydantic import BaseModel
 from starlette.requests import Request
 
 from proxy_ext.auth import Caller
 from proxy_ext.idempotency import Receipt
+from proxy_ext.keep import Keep, keep_nothing
 from proxy_ext.service import Service
 
 
@@ -39,3 +41,8 @@ async def receipt_of(request: Request, service: Anyone, caller: Who) -> AsyncIte
 # For the time of the route's function: equal requests that wait go on as soon as it has returned.
 Once = Annotated[Receipt, Depends(receipt_of, scope="function")]
 """Every POST and DELETE of `/rl` takes one; `proxy_ext.idempotency` says what for."""
+
+
+def shaped(keep: Keep, shape: Callable[[BaseModel], BaseModel]) -> Keep:
+    """Keeps an answer in another shape. Nothing stays nothing, which those who commit look at."""
+    return keep if keep is keep_nothing else lambda answer: keep(shape(answer))

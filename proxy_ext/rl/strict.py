@@ -1,7 +1,7 @@
-"""Bodies of the `/rl` routes are read as those of model calls are: strictly, and not too deep.
+"""Requests of the `/rl` routes are read as model calls are: strictly, and not too deep.
 
 The standard library's reader, FastAPI's choice, takes NaN, Infinity, 1e400 and lone surrogates, and
-says of deep nesting that it is no JSON.
+says of deep nesting that it is no JSON. A query is read as a part of the body (`query.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from any_agent.errors import InvalidRequest
+from proxy_ext.rl.query import QueryFields, merged
 from proxy_ext.wire.http import read_json
 
 
@@ -23,6 +24,13 @@ class _StrictRequest(Request):
         await read_json(self)
         # Which makes integers of more than 64 bits floats: no store and no wire of ours holds them.
         return json.loads(await self.body(), parse_int=_integer)
+
+    async def take_in(self, said: dict[str, Any]) -> None:
+        """Make what the query says a part of the body, for whoever reads either after this."""
+        body = merged(await self.json() if await self.body() else {}, said)
+        self._body = json.dumps(body).encode()
+        # The scope itself, so that a request is known by what it asks for, wherever that stood.
+        self.scope["query_string"] = b""
 
 
 def _integer(digits: str) -> int:
@@ -36,12 +44,21 @@ def _integer(digits: str) -> int:
 
 
 class StrictRoute(APIRoute):
-    """A route whose body is JSON as the standard has it; InvalidRequest for anything else."""
+    """A route whose body is JSON as the standard has it, whose query says what its body may.
+
+    InvalidRequest for anything else.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        fields = QueryFields(self.dependant)
 
         async def strict(request: Request) -> Response:
-            return await handle(_StrictRequest(request.scope, request.receive))
+            request = _StrictRequest(request.scope, request.receive)
+            if query := request.scope["query_string"].decode("latin-1"):
+                said = await fields.said(query, request.path_params)
+                if fields.in_body:
+                    await request.take_in(said)
+            return await handle(request)
 
         return strict

@@ -24,7 +24,7 @@ from proxy_ext.journal import (
     Statement,
 )
 from proxy_ext.keep import Keep, keep_nothing
-from proxy_ext.sessions.lifecycle import Event, refusal, target
+from proxy_ext.sessions.lifecycle import Event, already_finalized, refusal, target
 from proxy_ext.sessions.live import Sessions, ended, set_state
 from proxy_ext.sessions.owners import NO_PLACE
 from proxy_ext.sessions.rewards import NOTHING, Parts, Rewards
@@ -71,11 +71,14 @@ class Endings:
     ) -> SessionInfo:
         """End a session: calls under way are aborted, then nothing can be added but rewards.
 
-        SessionClosed if it is over, Unprocessable without anything to train on, or without a
-        reward.
+        One that is finalized already, or was since, is answered as it is: Conflict
+        (`already_finalized`) if another final reward is given then. SessionClosed if it ended
+        otherwise, Unprocessable without anything to train on, or without a reward.
         """
         async with session.lock:
             state = target(session.row, Event.FINALIZE)
+            if state is session.state:
+                return await self._again(session, final, keep)
             row, rewards = await self._final(session, final, by)
             self._require_calls(session)
             self._require_reward(session, row)
@@ -94,7 +97,8 @@ class Endings:
     ) -> SessionInfo:
         """End a session's calls; its rewards may come for so many seconds more.
 
-        As :meth:`finalize`, but for the reward. InvalidRequest for a deadline that is too far away.
+        As :meth:`finalize`, but for the reward; also of one that awaits it already, whose deadline
+        stays. InvalidRequest for a deadline that is too far away.
         """
         longest = self._config.reward_deadline
         if seconds is not None and seconds > longest:
@@ -104,6 +108,8 @@ class Endings:
             )
         async with session.lock:
             state = target(session.row, Event.AWAIT)
+            if state is session.state:
+                return await self._again(session, final, keep)
             row, rewards = await self._final(session, final, by)
             self._require_calls(session)
             until = session.row_time(time.monotonic() + (seconds or longest))
@@ -202,6 +208,16 @@ class Endings:
             return answer
 
     # ------------------------------------------------------------------------------------------
+
+    async def _again(self, session: Session, final: Parts, keep: Keep) -> SessionInfo:
+        """What is answered to whoever ends it once more; Conflict for another final reward."""
+        if not await self._rewards.stands(session, final):
+            raise already_finalized(session.row)
+        await self._sessions.load(session)
+        answer = session.info()
+        if kept := keep(answer):
+            await self._sessions.journal.commit(*kept)
+        return answer
 
     async def _final(
         self, session: Session, final: Parts, by: str

@@ -116,7 +116,8 @@ EVENTS = {
         _OWNERS,
         "POST /rl/v1/finalize",
         "aborts calls under way and ends the session; refused with 422 `no_reward` or "
-        "`no_interactions` if nothing could be learned from it",
+        "`no_interactions` if nothing could be learned from it; once more it is answered as the "
+        "session is then",
     ),
     Event.DEADLINE: Rule(
         _SERVICE,
@@ -195,6 +196,9 @@ EVENTS = {
 """Everything that can happen, by whom."""
 
 ENDED = (TRAINED, REJECTED, EVALUATED, EXPIRED, ABORTED)
+FINALIZED_ONCE = (FINALIZED, LEASED, TRAINED, REJECTED, EVALUATED)
+"""What a session can be that was finalized."""
+_SAME = "with the same final reward or none; nothing changes. Else 409 `already_finalized`"
 _TRAIN, _EVAL = SessionMode.TRAIN, SessionMode.EVAL
 _NOT_NEEDED = "no checkpoint that is kept needs it"
 _NOT_HAD = "no trainer has had it"
@@ -219,6 +223,8 @@ TRANSITIONS = (
     Transition(AWAITING, Event.DEADLINE, EVALUATED, _EVAL),
     Transition(AWAITING, Event.ABORT, ABORTED),
     Transition(AWAITING, Event.DELETE, ABORTED),
+    *(Transition(over, Event.AWAIT, over, when=_SAME) for over in (AWAITING, *FINALIZED_ONCE)),
+    *(Transition(over, Event.FINALIZE, over, when=_SAME) for over in FINALIZED_ONCE),
     Transition(FINALIZED, Event.REWARD, FINALIZED, when=_NOT_HAD),
     Transition(FINALIZED, Event.VETO, REJECTED, when=_NOT_HAD),
     Transition(FINALIZED, Event.DELETE, REJECTED, when=_NOT_HAD),
@@ -306,6 +312,19 @@ def refusal(row: SessionRow, event: Event, *, closing: bool = False) -> AnyAgent
     return kind(message, code=code, details=details)
 
 
+def already_finalized(row: SessionRow) -> Conflict:
+    """Of a session that is finalized once more, with another final reward than it has."""
+    now = "none" if row.final_reward is None else f"{row.final_reward:g}"
+    revisable = allowed(row, Event.REWARD)
+    advice = "set_reward revises it" if revisable else "it takes no more rewards"
+    message = (
+        f"session {row.id} is {_in_words(row)} and its final reward is {now}, not what this says: "
+        f"nothing was changed; {advice}"
+    )
+    details = {"state": str(row.state), "reason": row.reason}
+    return Conflict(message, code="already_finalized", details=details)
+
+
 def refused_with(state: SessionState, event: Event) -> tuple[str, str]:
     """The error's code, and what to do."""
     return _EXCEPTIONS.get((event, state)) or (EVENTS[event].code, _advice(event))
@@ -333,11 +352,8 @@ _TAKEN = "whoever leased it has it already, so it cannot be taken out"
 _EXCEPTIONS = {
     (Event.CALL, AWAITING): ("session_closed", _NO_CALLS),
     (Event.HEARTBEAT, AWAITING): ("session_closed", _NO_CALLS),
-    (Event.AWAIT, AWAITING): ("already_awaiting", _NO_CALLS),
     (Event.CALL, FINALIZED): ("session_closed", _REVISE),
     (Event.HEARTBEAT, FINALIZED): ("session_closed", _REVISE),
-    (Event.AWAIT, FINALIZED): ("session_closed", _REVISE),
-    (Event.FINALIZE, FINALIZED): ("session_closed", _REVISE),
     (Event.ABORT, FINALIZED): ("session_closed", _VETO),
     (Event.VETO, OPEN): ("not_finalized", "abort it instead"),
     (Event.VETO, AWAITING): ("not_finalized", "abort it instead"),

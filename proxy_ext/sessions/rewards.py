@@ -109,6 +109,17 @@ class Rewards:
         """
         return await self._set(session, None, session.row.final_reward, parts, by)
 
+    async def stands(self, session: Session, parts: Parts) -> bool:
+        """Whether the final reward says these parts already; under the session's lock."""
+        before = session.row.final_reward
+        if before is None or not parts:
+            return not parts
+        known, _ = await self._sessions.journal.reward_parts(session.id, None)
+        if not known:
+            # One from before histories were kept, or whose history is not here any more.
+            return self._combined(parts) == before
+        return all(known.get(name) == value for name, value in parts.items())
+
     def count(self, statements: Iterable[SetReward]) -> None:
         """They are written."""
         for statement in statements:

@@ -16,6 +16,7 @@ EXPORT = "export"
 MIN_GROUP = 2
 BUFFERED = ("awaiting_reward", "finalized", "leased")
 TAKEN = ("trained", "rejected")
+FINALIZED_ONCE = ("finalized", "leased", "evaluated", *TAKEN)
 Verdict = tuple[int, str]
 
 
@@ -162,6 +163,9 @@ class Model:
         return OK
 
     def finalize(self, session: Session, rewards: dict[str, float]) -> Verdict:
+        if session.state in FINALIZED_ONCE:
+            same = rewards.items() <= session.final.items()
+            return OK if same else (409, "already_finalized")
         if not session.working:
             return CLOSED
         if session.train:
@@ -175,8 +179,8 @@ class Model:
         return OK
 
     def await_reward(self, session: Session) -> Verdict:
-        if session.state == "awaiting_reward":
-            return 409, "already_awaiting"
+        if session.state in ("awaiting_reward", *FINALIZED_ONCE):
+            return OK
         if session.state != "open":
             return CLOSED
         if not session.calls:

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import jsonschema  # type: ignore[import-untyped]
 import numpy as np
 import pytest
+from openai.types.chat import ChatCompletion
+from pydantic import TypeAdapter
 
+from any_agent.chat import ChatFormat
 from any_agent.errors import StoreUnavailable
 from any_agent.keystore import TenantLimits, create_key
 from any_agent.launcher.trial import trial_dir
 from any_agent.types import SessionState
 from proxy_ext.opening.opening import Opening
 from proxy_ext.rl import areal
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.areal_client import ArealClient
 from tests.proxy_ext.conftest import Start
-from tests.proxy_ext.proxy_lab import Proxy, noticed_hang_up, until
+from tests.proxy_ext.messages_lab import CALL, CHAT_TOOLS
+from tests.proxy_ext.proxy_lab import HELLO, Proxy, noticed_hang_up, our_app, until
 from tests.proxy_ext.test_proxy_faults import SlowJournal
 
 ADMIN = "operator-secret"
+COMPONENTS = our_app().openapi()["components"]
 
 
 @pytest.fixture
@@ -51,6 +60,7 @@ async def test_an_episode(proxy: Proxy, client: ArealClient) -> None:
     second = await episode.chat("What is 12 * 15 + 3?", said, "Sure?")
     assert await episode.set_reward(0.5, first["id"]) == {"message": "success"}
     assert await episode.set_last_reward(1.0) == {"message": "success"}
+    assert (await proxy.capacity())["grants"] == 0
     assert await episode.end() == {"message": "success", "interaction_count": 2}
     rows = await client.export("task-0-0", discount=0.9)
     assert list(rows) == [first["id"], second["id"]]
@@ -110,6 +120,23 @@ async def test_an_id_is_no_key(client: ArealClient) -> None:
     with pytest.raises(httpx.HTTPStatusError) as error:
         await episode.set_last_reward(1.0)
     refused(error, 401, "invalid_api_key")
+
+
+async def test_no_task_is_needed(proxy: Proxy, client: ArealClient) -> None:
+    """The first session of all is called as the documents call it."""
+    await client.grant_capacity()
+    opened = (await proxy.http.post("/rl/start_session")).json()
+    assert opened["session_id"] == "task-0-0"
+    # On the trainer's slots it is no member of a group, either.
+    await proxy.admit(2)
+    for number in (1, 2):
+        assert (await proxy.http.post("/rl/start_session", json={})).json()[
+            "session_id"
+        ] == f"task-0-{number}"
+    rows = [session.row for session in proxy.service.sessions.live.values()]
+    assert [(row.task_id, row.group_id) for row in rows] == [(None, None)] * 3
+    refused = await proxy.http.post("/rl/start_session")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "no_capacity")
 
 
 async def test_sessions_of_one_task_are_numbered(
@@ -368,7 +395,6 @@ async def test_an_export_of_nothing(client: ArealClient, name: str) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, "task_id"),
         ({"task_id": "a/b"}, "task_id"),
         ({"task_id": "17:3"}, "task_id"),
         ({"task_id": "t" * 49}, "task_id"),
@@ -416,3 +442,100 @@ async def test_idempotency_keys(proxy: Proxy, client: ArealClient) -> None:
         assert first == second
         assert b'"success"' in first
     assert len(proxy.service.sessions.live) == 1
+
+
+# -- what an export says ---------------------------------------------------------------------------
+
+
+async def interactions(proxy: Proxy, client: ArealClient, session_id: str) -> list[dict[str, Any]]:
+    body = {"session_id": session_id, "discount": 0.5}
+    out = await client.post("export_trajectories", body, ADMIN)
+    for id, one in out["interactions"].items():
+        assert one["interaction_id"] == id
+        shape = {"$ref": "#/components/schemas/ArealInteraction", "components": COMPONENTS}
+        jsonschema.validate(one, shape)
+        if one["completion"] is not None:
+            assert one["completion"]["id"] == id
+            # Strictly: the SDK itself takes anything.
+            text = json.dumps(one["completion"])
+            TypeAdapter(ChatCompletion).validate_json(text, strict=True)
+    recorded = {i.id: i for i in await proxy.recorded(session_id)}
+    assert list(out["interactions"]) == list(recorded)
+    for id, one in out["interactions"].items():
+        prompt, node = one["model_response"], recorded[id]
+        row = base64.b64decode(one["tensor_dict"]["input_ids"]["data"])
+        ids = np.frombuffer(row, "<i4").tolist()
+        assert prompt["input_tokens"] + prompt["output_tokens"] == ids
+        assert prompt["output_tokens"] == node.output_ids.tolist()
+        assert prompt["output_logprobs"] == node.output_logprobs.tolist()
+        assert prompt["output_versions"] == node.output_versions.tolist()
+        assert one["parent_id"] == node.parent_id
+    return list(out["interactions"].values())
+
+
+async def test_an_export_says_what_was_said(proxy: Proxy, client: ArealClient) -> None:
+    await client.grant_capacity()
+    episode = await client.start("task")
+    first = await episode.chat("hello")
+    said = first["choices"][0]["message"]["content"]
+    second = await episode.chat("hello", said, "again")
+    await episode.set_last_reward(1.0)
+    await episode.end()
+    root, child = await interactions(proxy, client, episode.session_id)
+    assert (root["parent_id"], child["parent_id"]) == (None, first["id"])
+    assert [m["content"] for m in child["messages"]] == ["hello", said, "again"]
+    assert root["output_message_list"] == [{"role": "assistant", "content": said}]
+    for one, answer in ((root, first), (child, second)):
+        completion = one["completion"]
+        for name in ("id", "object", "created", "choices", "usage"):
+            assert completion[name] == answer[name], name
+        reason = one["completion"]["choices"][0]["finish_reason"]
+        assert one["model_response"]["stop_reason"] == reason
+
+
+@pytest.mark.parametrize("path", ["responses", "messages", "completions"])
+async def test_an_export_of_another_apis_call(proxy: Proxy, client: ArealClient, path: str) -> None:
+    await client.grant_capacity()
+    episode = await client.start("task")
+    asked = {"responses": {"input": "x", "max_output_tokens": 16}, "completions": {"prompt": "x"}}
+    body = asked.get(path) or {"messages": HELLO, "max_tokens": 16}
+    response = await proxy.post(f"/v1/{path}", {"model": "m", **body}, episode.api_key)
+    assert response.status_code == 200, response.text
+    await episode.set_last_reward(1.0)
+    await episode.end()
+    (one,) = await interactions(proxy, client, episode.session_id)
+    assert one["completion"]["choices"][0]["message"] == {
+        "refusal": None,
+        **one["output_message_list"][0],
+        "role": "assistant",
+    }
+
+
+async def test_an_export_of_a_tool_call(
+    proxy: Proxy, client: ArealClient, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    await client.grant_capacity()
+    episode = await client.start("task")
+    engine.say([*chat.tokenizer.encode(CALL), chat.stop_token_ids[0]])
+    body = {"messages": HELLO, "tools": CHAT_TOOLS, "max_tokens": 200}
+    answer = (await proxy.post("/v1/chat/completions", body, episode.api_key)).json()
+    await episode.set_last_reward(1.0)
+    await episode.end()
+    (one,) = await interactions(proxy, client, episode.session_id)
+    assert one["completion"]["choices"] == answer["choices"]
+    assert one["completion"]["choices"][0]["finish_reason"] == "tool_calls"
+    assert one["model_response"]["stop_reason"] == "stop"
+
+
+async def test_an_export_without_texts(start: Start) -> None:
+    proxy = await start(f"server.admin_key={ADMIN}", "sessions.store_content=false")
+    async with ArealClient(proxy.url, ADMIN) as client:
+        await client.grant_capacity()
+        episode = await client.start("task")
+        first = await episode.chat("hello")
+        await episode.chat("hello", first["choices"][0]["message"]["content"], "again")
+        await episode.set_last_reward(1.0)
+        await episode.end()
+        for one in await interactions(proxy, client, episode.session_id):
+            assert one["messages"] == []
+            assert one["output_message_list"] is one["completion"] is None

@@ -48,7 +48,7 @@ async def test_the_same_again_is_answered_as_before(proxy: Proxy) -> None:
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [(START, {"task_id": "u"}), (f"{START}?x=1", {"task_id": "t"}), (START, b'{"task_id": "t"')],
+    [(START, {"task_id": "u"}), (f"{START}?ttl=9", {"task_id": "t"}), (START, b'{"task_id": "t"')],
     ids=["body", "query", "no json"],
 )
 async def test_the_key_of_another_request_is_refused(proxy: Proxy, path: str, body: Any) -> None:
@@ -129,10 +129,13 @@ async def test_only_what_was_done_is_kept(proxy: Proxy) -> None:
     assert done.status_code == 200
     again = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key, **keyed("k"))
     assert again.content == done.content
-    # Without the key, or with a new one, it is over.
-    for headers in ({}, keyed("k2")):
+    # Without the key, or with a new one, it is told as it is now, and so is that kept.
+    veto = await proxy.post(f"/rl/v1/sessions/{session['session_id']}/veto", {}, key)
+    assert veto.status_code == 200
+    for headers in ({}, keyed("k2"), keyed("k2")):
         late = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key, **headers)
-        assert late.status_code == 410
+        assert (late.status_code, late.json()["state"]) == (200, "rejected")
+    assert late.headers["idempotent-replayed"] == "true"
 
 
 async def test_no_key_is_stored(proxy: Proxy) -> None:

@@ -15,6 +15,7 @@ from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
 from proxy_ext.scopes import AGENTS, RULES, STARTERS, TRAINERS
 from proxy_ext.sessions.lifecycle import (
     EVENTS,
+    FINALIZED_ONCE,
     STATES,
     TRANSITIONS,
     Event,
@@ -254,13 +255,75 @@ async def test_fifty_finalizes_at_once_are_one(proxy: Proxy, start: Start) -> No
         *(proxy.post("/rl/v1/finalize", body, session["api_key"]) for body in bodies)
     )
     (won,) = [answer for answer in answers if answer.status_code == 200]
-    assert {a.status_code for a in answers if a is not won} == {410}
+    lost = {(a.status_code, a.json()["error"]["code"]) for a in answers if a is not won}
+    assert lost == {(409, "already_finalized")}
     assert proxy.service.sessions.counts.now["train", SessionState.FINALIZED] == 1
     info = (await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
     assert info["final_reward"] == won.json()["final_reward"]
     assert info["rewards_given"] == 1
     (trajectory,) = await proxy.lease()
     assert trajectory.final_reward == info["final_reward"]
+
+
+async def test_fifty_equal_finalizes_are_one(proxy: Proxy) -> None:
+    """Nobody gave a key: all are told that the reward stands, and it was given once."""
+    session = await make_open(proxy)
+    body = {"final_reward": 0.5}
+    answers = await asyncio.gather(
+        *(proxy.post("/rl/v1/finalize", body, session["api_key"]) for _ in range(50))
+    )
+    assert {a.status_code for a in answers} == {200}
+    assert {a.json()["final_reward"] for a in answers} == {0.5}
+    assert proxy.service.rewards.given["final"] == 1
+    assert proxy.service.sessions.counts.now["train", SessionState.FINALIZED] == 1
+
+
+@pytest.mark.parametrize("state", FINALIZED_ONCE)
+async def test_it_is_finalized_once(state: SessionState, proxy: Proxy, start: Start) -> None:
+    """The first final reward stands, over restarts too; who says another one hears of it."""
+    session = await MAKE[state](proxy)
+    before = await shown(proxy, session)
+    for service in (proxy, await start()):
+        for body in ({}, {"final_reward": 1}, {"final_reward": {"a": 0}}, {"await_reward": True}):
+            response = await service.post("/rl/v1/finalize", body, session["api_key"])
+            answer = response.json()
+            if body == {"final_reward": {"a": 0}}:
+                assert (response.status_code, answer["error"]["code"]) == (409, "already_finalized")
+            else:
+                assert response.status_code == 200, response.text
+                assert answer["status"] == "success"
+                assert answer["state"] == state
+                assert answer["final_reward"] == 1
+        assert await shown(service, session) == before
+
+
+async def shown(proxy: Proxy, session: dict[str, Any]) -> dict[str, Any]:
+    return dict((await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json())
+
+
+async def test_what_was_revised_is_what_stands(proxy: Proxy) -> None:
+    session = await proxy.finished_session(1.0)
+    key = session["api_key"]
+    await ok(proxy.post("/rl/v1/set_reward", {"final_reward": 0.5}, key))
+    stale = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, key)
+    error = stale.json()["error"]
+    assert (stale.status_code, error["code"]) == (409, "already_finalized")
+    assert "final reward is 0.5" in error["message"] and "set_reward revises" in error["message"]
+    await ok(proxy.post("/rl/v1/finalize", {"final_reward": 0.5}, key))
+    (trajectory,) = await proxy.lease()
+    assert trajectory.final_reward == 0.5
+
+
+async def test_awaiting_once_more_moves_no_deadline(proxy: Proxy) -> None:
+    session = await make_open(proxy)
+    key, wait = session["api_key"], {"await_reward": True}
+    await ok(proxy.post("/rl/v1/finalize", {**wait, "deadline": 50, "final_reward": 2}, key))
+    again = await proxy.post("/rl/v1/finalize", {**wait, "deadline": 3000, "final_reward": 2}, key)
+    assert again.json()["awaits_in"] <= 50
+    other = await proxy.post("/rl/v1/finalize", {**wait, "final_reward": 3}, key)
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "already_finalized")
+    await ok(proxy.post("/rl/v1/finalize", {"final_reward": 3}, key))
+    assert (await shown(proxy, session))["final_reward"] == 3
 
 
 async def test_fifty_equal_finalizes_with_a_key_have_one_answer(proxy: Proxy) -> None:

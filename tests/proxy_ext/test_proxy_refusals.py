@@ -244,6 +244,7 @@ async def test_bad_rewards(proxy: Proxy) -> None:
         assert response.status_code == 200, response.text
     response = await proxy.post("/rl/v1/set_reward", {"reward": -2}, key)
     assert response.json() == {
+        "status": "success",
         "session_id": session["session_id"],
         "interaction_id": completion,
         "reward": -2.0,
@@ -262,10 +263,11 @@ async def test_a_finished_session_is_sealed(proxy: Proxy, engine: ScriptedEngine
             await proxy.call(key, stream=True),
             await proxy.post("/rl/v1/set_reward", {"reward": 5}, key),
             await proxy.post("/rl/v1/set_reward", {"final_reward": 5}, key),
-            await proxy.post("/rl/v1/finalize", {"final_reward": 5}, key),
         ):
             error = refusal(response, 410, "session_closed", "start a new session")
             assert error["state"] == ("leased" if mode == "train" else "evaluated")
+        other = await proxy.post("/rl/v1/finalize", {"final_reward": 5}, key)
+        refusal(other, 409, "already_finalized", "final reward is 1")
         aborted = await proxy.post(f"/rl/v1/sessions/{session['session_id']}/abort", {}, key)
         advice = "cannot be taken out" if mode == "train" else "nothing to abort"
         refusal(aborted, 410, "session_closed", advice)

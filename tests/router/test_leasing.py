@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 import pytest
@@ -272,3 +274,37 @@ async def test_the_client_speaks_to_a_router_as_to_a_rank(pair: Lab) -> None:
         for rank in pair.ranks:
             rank.handler = ack
         assert await client.ack(owner="me", trained=[A, B], rejected=[]) == 2
+
+
+# -- queries -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["each", "json"])
+async def test_sessions_in_a_query_are_split(pair: Lab, form: str) -> None:
+    for rank in pair.ranks:
+        rank.handler = export
+    names = [("session_ids", id) for id in (A, B, C)]
+    if form == "json":
+        names = [("session_ids", json.dumps([A, B, C]))]
+    query = urlencode([*names, ("discount", "0.5")])
+    response = await pair.post(f"/rl/v1/export_trajectories?{query}", b"")
+    assert list(response.json()["trajectories"]) == [A, B, C]
+    first, second = (rank.received[0] for rank in pair.ranks)
+    assert (first.json, second.json) == ({"session_ids": [A, C]}, {"session_ids": [B]})
+    assert first.target == second.target == "/rl/v1/export_trajectories?discount=0.5"
+
+
+async def test_an_ack_and_a_poll_by_query(pair: Lab) -> None:
+    for rank in pair.ranks:
+        rank.handler = ack
+    answer = await pair.post(f"/rl/v1/ack?owner=me&trained={A}&trained={B}", b"")
+    assert answer.json() == {"acked": 2}
+
+    async def nothing(received: Received) -> None:
+        await received.send(NOTHING)
+
+    for rank in pair.ranks:
+        rank.handler = nothing
+    assert (await pair.post("/rl/v1/lease?owner=me&wait=0", b"")).status_code == 204
+    assert pair.ranks[0].received[-1].json == {"wait": 0.0}
+    assert pair.ranks[0].received[-1].target == "/rl/v1/lease?owner=me"

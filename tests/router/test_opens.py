@@ -328,3 +328,71 @@ async def test_a_rank_without_a_slot_is_heard_before_one_that_is_busy(pair: Lab)
 async def test_malformed_opens_are_a_ranks_business(pair: Lab, body: bytes) -> None:
     await pair.post(START, body)
     assert [r.body for rank in pair.ranks for r in rank.received] == [body]
+
+
+# -- queries -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["group_id", "task_id"])
+async def test_an_open_by_query_goes_home(pair: Lab, field: str) -> None:
+    names = [f"g{k}" for k in range(8)]
+    for name in names:
+        await pair.post(f"{START}?{field}={name}", b"")
+        await pair.post(f"{START}?{field}={name}", {field: name})
+    homes = Counter(home_of(name, 2) for name in names)
+    assert opened(pair) == [2 * homes[0], 2 * homes[1]]
+    assert {r.target for rank in pair.ranks for r in rank.received} == {
+        f"{START}?{field}={name}" for name in names
+    }
+
+
+async def test_an_eval_by_query_needs_no_home(pair: Lab) -> None:
+    for _ in range(4):
+        await pair.post(f"{START}?task_id=t&mode=eval", b"")
+    assert opened(pair) == [2, 2]
+
+
+async def test_a_keys_rank_by_query_is_nobodys(pair: Lab) -> None:
+    """A key has no place in a URL; some rank says so."""
+    response = await pair.post(f"{START}?api_key={pair.key(1)}", b"")
+    assert response.status_code == 200
+    assert sum(opened(pair)) == 1
+
+
+async def test_a_wait_by_query_is_waited_in_slices(pair: Lab) -> None:
+    async def full(received: Received) -> None:
+        if received.json["wait"]:
+            await received.answer({"waited": received.json["wait"]})
+        else:
+            await received.answer(NO_SLOT, status=429)
+
+    for rank in pair.ranks:
+        rank.handler = full
+    answer = (await pair.post(f"{START}?wait=30&ttl=9", {"metadata": {"a": 1}})).json()
+    assert 0 < answer["waited"] <= 30
+    told = [r for rank in pair.ranks for r in rank.received]
+    assert {r.target for r in told} == {f"{START}?ttl=9"}
+    assert {r.json["wait"] for r in told} == {0, answer["waited"]}
+    assert all(r.json["metadata"] == {"a": 1} for r in told)
+
+
+@pytest.mark.parametrize(("wait", "status"), [(30, 400), (30.0, 400), (9.0, 200)])
+async def test_a_wait_that_differs_is_refused(pair: Lab, wait: float, status: int) -> None:
+    response = await pair.post(f"{START}?wait=9", {"wait": wait})
+    assert response.status_code == status
+    if status == 400:
+        assert response.json()["error"]["param"] == "wait"
+        assert opened(pair) == [0, 0]
+
+
+async def test_a_session_in_a_query_names_its_rank(pair: Lab) -> None:
+    for path in ("/rl/v1/set_reward", "/rl/v1/finalize", "/rl/set_reward", "/rl/end_session"):
+        await pair.post(f"{path}?session_id=ses-1-0123456789abcdef", b"")
+        await pair.post(path, {"session_id": "ses-1-0123456789abcdef"})
+    assert opened(pair) == [0, 8]
+
+
+async def test_a_query_is_bounded(pair: Lab) -> None:
+    response = await pair.post(f"{START}?{'a=1&' * 3000}", b"")
+    assert response.status_code == 400
+    assert opened(pair) == [0, 0]

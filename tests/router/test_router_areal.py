@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from any_agent.protocol import GRANT_ONLY_HEADER
 from router.affinity import home_of
-from tests.router.router_lab import FakeRank, Handler, Lab, Received
+from tests.router.conftest import StartLab
+from tests.router.router_lab import FakeRank, Lab, Received
 
 START = "/rl/start_session"
 NO_SLOT = {"error": {"code": "no_capacity"}}
@@ -18,19 +23,44 @@ def task_of(rank: int, ranks: int = 2) -> str:
     return next(f"task-{k}" for k in range(1000) if home_of(f"task-{k}", ranks) == rank)
 
 
-def rank_with(rank: FakeRank, *, slots: bool, grants: bool) -> Handler:
-    async def handler(received: Received) -> None:
-        grant_only = received.json.get("grant_only", False)
-        if grants or (slots and not grant_only):
-            await received.answer({"rank": rank.number, "grant_only": grant_only})
+@dataclass
+class Slots:
+    """What a rank has: it answers opens, and gives or takes granted slots."""
+
+    rank: FakeRank
+    grants: int = 0
+    trainers: int = 0
+
+    def __post_init__(self) -> None:
+        self.rank.handler = self.answer
+
+    async def answer(self, received: Received) -> None:
+        only = bool(received.values(GRANT_ONLY_HEADER))
+        if received.target == "/rl/v1/grants":
+            assert received.json["of"] == "others"
+            assert received.values("authorization")[0].startswith("Bearer sk-trainer.run.")
+            if self.grants + received.json["change"] < 0:
+                await received.answer({"error": {"code": "no_grant"}}, status=409)
+                return
+            self.grants += received.json["change"]
+            await received.answer({"capacity": self.grants})
+        elif self.grants:
+            self.grants -= 1
+            await received.answer({"rank": self.rank.number, "granted": True})
+        elif self.trainers and not only:
+            self.trainers -= 1
+            await received.answer({"rank": self.rank.number, "granted": False})
         else:
             await received.answer(NO_SLOT, status=429, headers={"Retry-After": "2"})
 
-    return handler
+
+async def opened(lab: Lab, body: Any = None, key: str | None = None, **headers: str) -> Any:
+    response = await lab.post(START, body or {}, key, **headers)
+    return response.json() if response.status_code == 200 else response.status_code
 
 
-def told(lab: Lab) -> list[list[dict[str, Any]]]:
-    return [[received.json for received in rank.received] for rank in lab.ranks]
+def on(rank: int, *, granted: bool) -> dict[str, Any]:
+    return {"rank": rank, "granted": granted}
 
 
 async def test_slots_are_granted_to_the_ranks_in_turn(pair: Lab) -> None:
@@ -46,18 +76,30 @@ async def test_a_grant_with_an_idempotency_key_is_one_ranks(pair: Lab) -> None:
 
 
 async def test_a_task_is_opened_at_home(pair: Lab) -> None:
-    for rank in pair.ranks:
-        rank.handler = rank_with(rank, slots=True, grants=True)
-    for home in (0, 1, 0, 1):
-        response = await pair.post(START, {"task_id": task_of(home)})
-        assert response.json() == {"rank": home, "grant_only": False}
+    ranks = [Slots(rank, grants=1, trainers=1) for rank in pair.ranks]
+    for granted in (True, False):
+        for home in (0, 1):
+            assert await opened(pair, {"task_id": task_of(home)}) == on(home, granted=granted)
+    assert [(r.grants, r.trainers) for r in ranks] == [(0, 0), (0, 0)]
 
 
-async def test_without_a_slot_at_home_another_ranks_grant_will_do(pair: Lab) -> None:
-    pair.ranks[0].handler = rank_with(pair.ranks[0], slots=False, grants=False)
-    pair.ranks[1].handler = rank_with(pair.ranks[1], slots=True, grants=True)
-    response = await pair.post(START, {"task_id": task_of(0)})
-    assert response.json() == {"rank": 1, "grant_only": True}
+@pytest.mark.parametrize("how", ["body", "query"])
+async def test_a_granted_slot_is_taken_before_any_of_the_trainers(pair: Lab, how: str) -> None:
+    Slots(pair.ranks[0], trainers=5)
+    Slots(pair.ranks[1], trainers=5, grants=2)
+    for task in (task_of(0), None):
+        body = {"task_id": task} if task and how == "body" else {}
+        query = f"?task_id={task}" if task and how == "query" else ""
+        response = await pair.post(f"{START}{query}", body)
+        assert response.json() == on(1, granted=True)
+    response = await pair.post(f"{START}?task_id={task_of(0)}")
+    assert response.json() == on(0, granted=False)
+
+
+async def test_without_a_task_and_grants_any_ranks_slot_will_do(pair: Lab) -> None:
+    Slots(pair.ranks[0])
+    Slots(pair.ranks[1], trainers=3)
+    assert [await opened(pair) for _ in range(4)] == [on(1, granted=False)] * 3 + [429]
 
 
 async def test_without_a_training_another_ranks_grant_will_do(pair: Lab) -> None:
@@ -65,58 +107,134 @@ async def test_without_a_training_another_ranks_grant_will_do(pair: Lab) -> None
         await received.answer({"error": {"code": "run_finished", "message": ""}}, status=409)
 
     pair.ranks[0].handler = finished
-    pair.ranks[1].handler = rank_with(pair.ranks[1], slots=False, grants=True)
-    response = await pair.post(START, {"task_id": task_of(0)})
-    assert response.json() == {"rank": 1, "grant_only": True}
+    Slots(pair.ranks[1], grants=1)
+    assert await opened(pair, {"task_id": task_of(0)}) == on(1, granted=True)
     pair.ranks[1].handler = finished
     response = await pair.post(START, {"task_id": task_of(0)})
     assert (response.status_code, response.json()["error"]["code"]) == (409, "run_finished")
 
 
 async def test_another_ranks_group_slots_will_not(pair: Lab) -> None:
-    pair.ranks[0].handler = rank_with(pair.ranks[0], slots=False, grants=False)
-    pair.ranks[1].handler = rank_with(pair.ranks[1], slots=True, grants=False)
+    Slots(pair.ranks[0])
+    Slots(pair.ranks[1], trainers=1)
     response = await pair.post(START, {"task_id": task_of(0)})
     assert response.status_code == 429
     assert response.headers["retry-after"] == "2"
 
 
-async def test_with_an_idempotency_key_only_home_is_asked(pair: Lab) -> None:
-    pair.ranks[0].handler = rank_with(pair.ranks[0], slots=False, grants=False)
-    body = {"task_id": task_of(0)}
-    response = await pair.post(START, body, None, **{"Idempotency-Key": "k"})
-    assert response.status_code == 429
-    assert told(pair) == [[body], []]
+@pytest.mark.parametrize("task", [True, False])
+async def test_with_an_idempotency_key_the_grant_comes_home(pair: Lab, task: bool) -> None:
+    """One rank opens, whatever becomes of the others, since it alone keeps the answer."""
+    ranks = [Slots(rank, trainers=1) for rank in pair.ranks]
+    home = 0 if task else home_of("key k", 2)
+    body, key = {"task_id": task_of(0)} if task else {}, {"Idempotency-Key": "k"}
+    ranks[1 - home].grants = 2
+    for left in (1, 0):
+        assert await opened(pair, body, **key) == on(home, granted=True)
+        assert ranks[1 - home].grants == left
+    assert await opened(pair, body, **key) == on(home, granted=False)
+    assert await opened(pair, body, **key) == 429
+    asked = {r.target for r in pair.ranks[1 - home].received}
+    assert asked == {"/rl/v1/grants"}
+    sent = [r for r in pair.ranks[home].received if r.target == START]
+    assert {r.body for r in sent} == {json.dumps(body).encode()}, "the same for its key"
+
+
+async def test_with_an_idempotency_key_home_is_waited_for(start_lab: StartLab) -> None:
+    lab = await start_lab("server.rank_wait=0.1", ranks=2)
+    for rank in lab.ranks:
+        Slots(rank, grants=1)
+    await lab.ranks[0].kill()
+    assert await opened(lab, {"task_id": task_of(0)}, **{"Idempotency-Key": "k"}) == 503
+    assert await opened(lab, {"task_id": task_of(0)}) == on(1, granted=True)
+
+
+async def test_what_a_rank_refuses_is_told_and_no_other_one_is_asked(pair: Lab) -> None:
+    async def bad(received: Received) -> None:
+        await received.answer({"error": {"code": "invalid_request"}}, status=400)
+
+    pair.ranks[0].handler = bad
+    Slots(pair.ranks[1], grants=1)
+    assert await opened(pair, {"task_id": task_of(0), "x": 1}) == 400
+    assert not pair.ranks[1].received
 
 
 async def test_a_key_is_reused_at_its_rank(pair: Lab) -> None:
-    for rank in pair.ranks:
-        rank.handler = rank_with(rank, slots=True, grants=False)
-    task, key = task_of(0), pair.key(0)
-    response = await pair.post(START, {"task_id": task, "api_key": key})
-    assert response.json() == {"rank": 0, "grant_only": False}
+    ranks = [Slots(rank, trainers=1) for rank in pair.ranks]
+    task = task_of(0)
+    assert await opened(pair, {"task_id": task, "api_key": pair.key(0)}) == on(0, granted=False)
     other = await pair.post(START, {"task_id": task, "api_key": pair.key(1)})
     assert other.status_code == 409
     assert other.json()["error"]["code"] == "lane_on_other_rank"
-    pair.ranks[1].handler = rank_with(pair.ranks[1], slots=True, grants=True)
-    granted = await pair.post(START, {"task_id": task, "api_key": pair.key(1)})
-    assert granted.json() == {"rank": 1, "grant_only": True}
+    ranks[0].grants = 1
+    assert await opened(pair, {"task_id": task, "api_key": pair.key(1)}) == on(1, granted=True)
+    assert await opened(pair, {"api_key": pair.key(1)}) == on(1, granted=False)
 
 
 async def test_a_dead_ranks_grants_are_passed_over(pair: Lab) -> None:
-    pair.ranks[0].handler = rank_with(pair.ranks[0], slots=False, grants=False)
-
     async def die(received: Received) -> None:
         received.die()
 
+    Slots(pair.ranks[0])
     pair.ranks[1].handler = die
-    response = await pair.post(START, {"task_id": task_of(0)})
-    assert response.status_code == 429
+    assert await opened(pair, {"task_id": task_of(0)}) == 429
+    assert await opened(pair, {"task_id": task_of(0)}, **{"Idempotency-Key": "k"}) == 429
+
+
+async def test_a_quota_moves_no_grant(pair: Lab) -> None:
+    async def enough(received: Received) -> None:
+        await received.answer({"error": {"code": "quota_exceeded", "message": ""}}, status=429)
+
+    pair.ranks[0].handler = enough
+    there = Slots(pair.ranks[1], grants=1)
+    body = {"task_id": task_of(0)}
+    assert await opened(pair, body, **{"Idempotency-Key": "k"}) == 429
+    assert len(pair.ranks[0].received) == 1
+    assert await opened(pair, body) == on(1, granted=True), "another rank's share"
+    assert there.grants == 0
+
+
+async def test_a_slot_that_cannot_arrive_goes_back(pair: Lab) -> None:
+    there = Slots(pair.ranks[1], grants=1)
+    home = Slots(pair.ranks[0])
+
+    async def takes_none(received: Received) -> None:
+        if received.target == "/rl/v1/grants":
+            await received.answer({"error": {"code": "store_full"}}, status=507)
+        else:
+            await home.answer(received)
+
+    pair.ranks[0].handler = takes_none
+    assert await opened(pair, {"task_id": task_of(0)}, **{"Idempotency-Key": "k"}) == 429
+    assert there.grants == 1
+
+
+async def test_a_grant_goes_where_an_open_waits(pair: Lab) -> None:
+    waits = asyncio.Event()
+    granted = asyncio.Event()
+
+    async def wait(received: Received) -> None:
+        if received.target == "/grant_capacity":
+            granted.set()
+            await received.answer({"capacity": 1})
+        elif received.values(GRANT_ONLY_HEADER) or received.target != START:
+            await received.answer(NO_SLOT, status=429)
+        else:
+            waits.set()
+            await granted.wait()
+            await received.answer(on(1, granted=True))
+
+    Slots(pair.ranks[0])
+    pair.ranks[1].handler = wait
+    waiting = asyncio.create_task(opened(pair, {"api_key": pair.key(1)}))
+    await waits.wait()
+    assert (await pair.post("/grant_capacity")).json() == {"capacity": 1}
+    assert await waiting == on(1, granted=True)
 
 
 async def test_a_session_beside_an_open_does_not_choose_its_rank(pair: Lab) -> None:
     for rank in pair.ranks:
-        rank.handler = rank_with(rank, slots=True, grants=False)
+        Slots(rank, trainers=1)
     beside = {"X-Any-Agent-Session": "ses-1-0123456789abcdef"}
     response = await pair.post(START, {"task_id": task_of(0)}, **beside)
     assert response.json()["rank"] == 0

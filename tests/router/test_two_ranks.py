@@ -20,7 +20,7 @@ import pytest
 from any_agent.chat import ChatFormat
 from any_agent.client import RLClient
 from any_agent.config import Config
-from any_agent.errors import SessionClosed
+from any_agent.errors import Conflict
 from any_agent.keys import rank_of_session
 from any_agent.launcher.trial import trial_dir
 from any_agent.ports import free_port
@@ -224,9 +224,15 @@ async def test_a_rank_starts_again_and_its_sessions_go_on(
 async def test_a_prefix_is_a_base_url(
     pair: Pair, client: RLClient, http: httpx.AsyncClient
 ) -> None:
-    for _ in range(2):
-        session = await opened(http)
+    sessions = [await opened(http) for _ in range(2)]
+    for session, other in zip(sessions, sessions[::-1], strict=True):
         for name in (session.api_key, session.session_id):
+            refused = await http.post(
+                f"/{name}/v1/chat/completions",
+                json=body(),
+                headers={"Authorization": f"Bearer {other.api_key}"},
+            )
+            assert refused.json()["error"]["code"] == "session_mismatch"
             response = await http.post(
                 f"/{name}/v1/chat/completions", json=body(), headers={"Authorization": "DUMMY"}
             )
@@ -460,8 +466,9 @@ async def test_a_body_names_a_session(
         names = {"session_id": session.session_id}
         assert (await http.post("/rl/v1/set_reward", json=names | {"reward": 1})).status_code == 200
         assert (await http.post("/rl/v1/finalize", json=names)).json()["state"] == "finalized"
-        with pytest.raises(SessionClosed):
-            await client.finalize(session.api_key)
+        assert (await client.finalize(session.api_key)).state == "finalized"
+        with pytest.raises(Conflict):
+            await client.finalize(session.api_key, 1.0)
         info = (await http.get(f"/rl/v1/sessions/{session.session_id}")).json()
         assert info["session_id"] == session.session_id
 
