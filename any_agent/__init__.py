@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from any_agent.errors import AnyAgentError
     from any_agent.experiment import GRPOConfig, load_expr_config
     from any_agent.inference import LocalModel, load_engine
-    from any_agent.record import InteractionWithTokenLogpReward
+    from any_agent.record import CompletionWithTokenLogpReward, InteractionWithTokenLogpReward
     from any_agent.reward import AsyncRewardWrapper
     from any_agent.sdk import AgentRunner, AgentSession
     from any_agent.types import (
@@ -44,6 +44,7 @@ _HOMES = {
     "AgentSession": "any_agent.sdk",
     "AnyAgentError": "any_agent.errors",
     "AsyncRewardWrapper": "any_agent.reward",
+    "CompletionWithTokenLogpReward": "any_agent.record",
     "Config": "any_agent.config",
     "EngineOpenAI": "any_agent.direct",
     "GRPOConfig": "any_agent.experiment",
@@ -79,6 +80,7 @@ __all__ = [
     "AgentSession",
     "AnyAgentError",
     "AsyncRewardWrapper",
+    "CompletionWithTokenLogpReward",
     "Config",
     "EngineOpenAI",
     "GRPOConfig",
