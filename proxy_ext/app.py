@@ -24,10 +24,10 @@ from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, ServiceUna
 from any_agent.metrics import CONTENT_TYPE
 from any_agent.types import SessionMode, SessionState
 from proxy_ext import litellm_shim, rl, scopes
-from proxy_ext.front import Front
 from proxy_ext.frozen.frozen import require_prices
 from proxy_ext.frozen.provider import Provider
 from proxy_ext.idempotency import Replayed
+from proxy_ext.in_process import RankApp
 from proxy_ext.litellm_app import LiteLLMApp
 from proxy_ext.metrics import exposition
 from proxy_ext.model_routes import ModelRoutes
@@ -72,7 +72,7 @@ def create_app(
     opened: Callable[[Service], None] = lambda _: None,
     load_litellm: Callable[[], ASGIApp] = litellm_shim.load_app,
     provider: Provider | None = None,
-) -> Front:
+) -> RankApp:
     """The ASGI app of a rank. ``opened`` is given the service when it is there; ``shape`` is that
     of the model which its engine should have.
 
@@ -103,12 +103,16 @@ def create_app(
                 )
             )
             app.state.service = service
+            rank_app.began(service)
             opened(service)
             # Some 700,000 objects of the libraries live as long as the process: a full collection
             # that walks them stops every stream for a third of a second.
             gc.collect()
             gc.freeze()
-            yield
+            try:
+                yield
+            finally:
+                rank_app.ended()
 
     app = FastAPI(
         title="any-agent",
@@ -122,7 +126,7 @@ def create_app(
     _add_error_handlers(app)
     scopes.check_routes(app.routes)
     describe(app)
-    return Front(
+    rank_app = RankApp(
         ours,
         litellm,
         auth=lambda: app.state.service.auth,
@@ -130,6 +134,7 @@ def create_app(
         max_body_bytes=config.server.max_body_bytes,
         body_timeout=config.server.client_timeout,
     )
+    return rank_app
 
 
 @cache
