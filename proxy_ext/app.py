@@ -45,6 +45,8 @@ class Health(BaseModel):
     """One rank's; the router answers with its ranks'."""
 
     status: Literal["ok"] = "ok"
+    rank: int
+    """Which of the service's ranks it is."""
     open: int
     """Sessions."""
     open_train: int
@@ -272,6 +274,7 @@ def _validation_error(error: RequestValidationError) -> InvalidRequest:
 def _health(service: Service) -> Health:
     live = service.sessions.live.values()
     return Health(
+        rank=service.rank,
         open=sum(s.state is SessionState.OPEN for s in live),
         open_train=sum(s.state is SessionState.OPEN and s.mode is SessionMode.TRAIN for s in live),
         buffered=sum(s.state is not SessionState.OPEN for s in live),
