@@ -14,9 +14,15 @@ if TYPE_CHECKING:
     from any_agent.direct import EngineOpenAI
     from any_agent.errors import AnyAgentError
     from any_agent.experiment import GRPOConfig, load_expr_config
+<<<<<<< HEAD
     from any_agent.inference import LocalModel, RemoteSGLangEngine, load_engine
     from any_agent.record import InteractionWithTokenLogpReward
     from any_agent.reward import AsyncRewardWrapper, gsm8k_reward_fn
+=======
+    from any_agent.inference import LocalModel, load_engine
+    from any_agent.record import CompletionWithTokenLogpReward, InteractionWithTokenLogpReward
+    from any_agent.reward import AsyncRewardWrapper
+>>>>>>> wt-server
     from any_agent.sdk import AgentRunner, AgentSession
     from any_agent.types import (
         GenerationHyperparameters,
@@ -45,6 +51,7 @@ _HOMES = {
     "AgentSession": "any_agent.sdk",
     "AnyAgentError": "any_agent.errors",
     "AsyncRewardWrapper": "any_agent.reward",
+    "CompletionWithTokenLogpReward": "any_agent.record",
     "Config": "any_agent.config",
     "EngineOpenAI": "any_agent.direct",
     "GRPOConfig": "any_agent.experiment",
@@ -83,6 +90,7 @@ __all__ = [
     "AgentSession",
     "AnyAgentError",
     "AsyncRewardWrapper",
+    "CompletionWithTokenLogpReward",
     "Config",
     "EngineOpenAI",
     "GRPOConfig",

@@ -25,6 +25,17 @@ class GRPOConfig(Config):
             max_turns: int = 8
     """
 
+    workflow: str = ""
+    """The dotted name of what `trainer.train()` runs on the dataset, such as `my_agent.MyAgent`."""
+    eval_workflow: str = ""
+    """The same of evaluations. Empty: what is trained."""
+
+    @property
+    def async_training(self) -> bool:
+        """Whether tokens may be older than the step that trains on them (`rollout.eta`). Given as a
+        setting, false means `rollout.eta=0`."""
+        return self.rollout.eta > 0
+
     @property
     def tokenizer_path(self) -> str:
         """Where the policy's tokenizer is: with the model."""

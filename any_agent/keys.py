@@ -66,13 +66,13 @@ class KeySigner:
 
     def verify(self, key: str) -> Lane | None:
         """The lane of a genuine key; None for anything else."""
-        match = _KEY.fullmatch(key)
-        if match is None:
+        lane = lane_in(key)
+        if lane is None:
             return None
-        lane = Lane(int(match[1]), match[2])
+        mac = key.rpartition(".")[2]
 
         def genuine(secret: bytes) -> bool:
-            return hmac.compare_digest(match[3], _mac(secret, lane))
+            return hmac.compare_digest(mac, _mac(secret, lane))
 
         return lane if self._any(genuine) else None
 
@@ -91,6 +91,12 @@ class KeySigner:
     def _any(self, genuine: Callable[[bytes], bool]) -> bool:
         # Signed by a secret that is newer than the last look, perhaps.
         return any(map(genuine, self._secrets(None))) or any(map(genuine, self._secrets(0.0)))
+
+
+def lane_in(key: str) -> Lane | None:
+    """The lane that a session's key names, genuine or not; None for what has not its form."""
+    match = _KEY.fullmatch(key)
+    return None if match is None else Lane(int(match[1]), match[2])
 
 
 def _mac(secret: bytes, lane: Lane) -> str:

@@ -96,7 +96,9 @@ def read_stamp(folder: Path, name: str) -> Stamp | None:
 
 
 @dataclass(slots=True)
-class _Seen:
+class Seen:
+    """What a reader knows of a part."""
+
     stamp: Stamp
     at: float
     """Monotonic."""
@@ -108,7 +110,7 @@ class Registry:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, Seen] = {}
 
     def refresh(self) -> None:
         """Read what changed: some small files, and nothing of the network but these."""
@@ -123,7 +125,7 @@ class Registry:
             if stamp is None or (before is not None and before.stamp == stamp):
                 continue
             entry = _parse(name, stamp[2]) or (before.entry if before else None)
-            self._seen[name] = _Seen(stamp, time.monotonic(), entry)
+            self._seen[name] = Seen(stamp, time.monotonic(), entry)
 
     def get(self, name: str) -> Entry | None:
         """The last good copy, whether or not its writer still lives."""

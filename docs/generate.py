@@ -54,6 +54,17 @@ known one. `any-agent config` prints what would be used. Without `--config`, `an
 `server.admin_key` is never written to a file, so give it again.
 """
 
+ALIASES_HEAD = """## AReaL's names
+
+These are taken, too, in the file, the environment and on the command line. In one of them a setting may stand under one
+name, or under both with the same value. What AReaL calls otherwise and means otherwise is refused with what to set
+instead. Three names say what others say, and are refused where they contradict them: `async_training` (false:
+`rollout.eta=0`), `tokenizer_path` (the model's) and `scheduler.type` (`local`; in Slurm's launcher `slurm`). What a GRPO run
+does not have (`critic`, `ref`, `actor.kl_ctl`, `actor.gae_lambda`, ...) may stand there with the value that changes nothing.
+
+| AReaL's | ours |
+|---|---|"""
+
 METRICS_HEAD = """# Metrics and logs
 
 <!-- Written by docs/generate.py from the metrics.py of proxy_ext, router and trainer; change those
@@ -177,7 +188,14 @@ def render(source: str) -> str:
     """The document for settings that are defined in this text."""
     classes = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
     parts = [HEAD, "## Top level\n", _table(_settings(classes[TREE], classes))]
-    return "\n".join([*parts, *_sections(classes[TREE], classes)])
+    return "\n".join([*parts, *_sections(classes[TREE], classes), _aliases()])
+
+
+def _aliases() -> str:
+    """The table of AReaL's names."""
+    elsewhere = importlib.import_module("any_agent.config.elsewhere")
+    rows = [f"| `{theirs}` | `{here}` |" for theirs, here in elsewhere.ALIASES.items()]
+    return "\n".join([ALIASES_HEAD, *rows]) + "\n"
 
 
 def _sections(tree: ast.ClassDef, classes: dict[str, ast.ClassDef], prefix: str = "") -> list[str]:

@@ -24,10 +24,10 @@ from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, ServiceUna
 from any_agent.metrics import CONTENT_TYPE
 from any_agent.types import SessionMode, SessionState
 from proxy_ext import litellm_shim, rl, scopes
-from proxy_ext.front import Front
 from proxy_ext.frozen.frozen import require_prices
 from proxy_ext.frozen.provider import Provider
 from proxy_ext.idempotency import Replayed
+from proxy_ext.in_process import RankApp
 from proxy_ext.litellm_app import LiteLLMApp
 from proxy_ext.metrics import exposition
 from proxy_ext.model_routes import ModelRoutes
@@ -45,6 +45,8 @@ class Health(BaseModel):
     """One rank's; the router answers with its ranks'."""
 
     status: Literal["ok"] = "ok"
+    rank: int
+    """Which of the service's ranks it is."""
     open: int
     """Sessions."""
     open_train: int
@@ -72,7 +74,7 @@ def create_app(
     opened: Callable[[Service], None] = lambda _: None,
     load_litellm: Callable[[], ASGIApp] = litellm_shim.load_app,
     provider: Provider | None = None,
-) -> Front:
+) -> RankApp:
     """The ASGI app of a rank. ``opened`` is given the service when it is there; ``shape`` is that
     of the model which its engine should have.
 
@@ -103,12 +105,16 @@ def create_app(
                 )
             )
             app.state.service = service
+            rank_app.began(service)
             opened(service)
             # Some 700,000 objects of the libraries live as long as the process: a full collection
             # that walks them stops every stream for a third of a second.
             gc.collect()
             gc.freeze()
-            yield
+            try:
+                yield
+            finally:
+                rank_app.ended()
 
     app = FastAPI(
         title="any-agent",
@@ -122,7 +128,7 @@ def create_app(
     _add_error_handlers(app)
     scopes.check_routes(app.routes)
     describe(app)
-    return Front(
+    rank_app = RankApp(
         ours,
         litellm,
         auth=lambda: app.state.service.auth,
@@ -130,6 +136,7 @@ def create_app(
         max_body_bytes=config.server.max_body_bytes,
         body_timeout=config.server.client_timeout,
     )
+    return rank_app
 
 
 @cache
@@ -267,6 +274,7 @@ def _validation_error(error: RequestValidationError) -> InvalidRequest:
 def _health(service: Service) -> Health:
     live = service.sessions.live.values()
     return Health(
+        rank=service.rank,
         open=sum(s.state is SessionState.OPEN for s in live),
         open_train=sum(s.state is SessionState.OPEN and s.mode is SessionMode.TRAIN for s in live),
         buffered=sum(s.state is not SessionState.OPEN for s in live),

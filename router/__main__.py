@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import gc
 import resource
 import signal
 import socket
@@ -14,7 +12,7 @@ from any_agent.access import require_key
 from any_agent.config import Config, load_resolved
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.logs import set_up_logging
-from any_agent.ports import listen
+from any_agent.ports import listen, url_of
 
 
 def main() -> int:
@@ -53,40 +51,11 @@ def _allow_many_connections() -> None:
 
 
 def _run(config: Config, listener: socket.socket, public_url: str | None) -> None:
-    import uvloop
-
     from router.app import running_router
+    from router.serving import serve
 
-    host, port = listener.getsockname()[:2]
-    url = public_url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-    async def serve() -> None:
-        drain, stop = asyncio.Event(), asyncio.Event()
-
-        def asked() -> None:
-            # The second time it is to be at once.
-            (stop if drain.is_set() else drain).set()
-
-        def at_once() -> None:
-            drain.set()
-            stop.set()
-
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, asked)
-        loop.add_signal_handler(signal.SIGINT, at_once)
-        async with running_router(config, listener, url) as router:
-            # What is there now stays, so the garbage collector need not walk it again and again.
-            gc.collect()
-            gc.freeze()
-            # And requests leave few cycles behind.
-            gc.set_threshold(10_000, 20, 20)
-            await drain.wait()
-            stopped = asyncio.create_task(stop.wait())
-            drained = asyncio.create_task(router.drain(config.server.drain_timeout))
-            await asyncio.wait({stopped, drained}, return_when=asyncio.FIRST_COMPLETED)
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve())
+    url = public_url or url_of(*listener.getsockname()[:2])
+    serve(lambda: running_router(config, listener, url), config.server.drain_timeout)
 
 
 if __name__ == "__main__":

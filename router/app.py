@@ -75,10 +75,11 @@ class Router:
         self,
         config: Config,
         access: Access,
-        audit: AuditLog,
+        audit: AuditLog | None,
         upstream: Upstream,
         ranks: Ranks,
     ) -> None:
+        """Without ``audit`` there is no run: its metrics are any rank's."""
         server = config.server
         self._access = access
         self._max_body = server.max_body_bytes
@@ -96,12 +97,18 @@ class Router:
             ("POST", START): opens.open,
             **FanOut(ranks, forwarder, replies).routes,
             **Leasing(affinity, ranks, forwarder, replies).routes,
+<<<<<<< HEAD
             **ArealRoutes(affinity, ranks, forwarder, replies, access).routes,
             ("GET", "/metrics"): MetricsRoute(self, upstream, access, audit).show,
+=======
+            **ArealRoutes(affinity, ranks, forwarder, replies).routes,
+>>>>>>> wt-server
             **{(m, "/healthz"): self._healthz for m in ("GET", "HEAD")},
             **{(m, "/readyz"): self._readyz for m in ("GET", "HEAD")},
         }
         """What is not simply passed on, but for a key that is a session's, or no good at all."""
+        if audit is not None:
+            self._own["GET", "/metrics"] = MetricsRoute(self, upstream, access, audit).show
         self.draining = False
         """What is under way ends, and nothing begins."""
         self._none_running = asyncio.Event()
@@ -283,21 +290,9 @@ class _Server(web.Server):
 
 
 @asynccontextmanager
-async def running_router(
-    config: Config, listener: socket.socket, public_url: str
-) -> AsyncIterator[Router]:
-    """Serve on a bound socket until the context ends."""
-    run_dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
-    run_dir.create()
-    server = config.server
-    ranks = Ranks(Registry(run_dir.registry), server.ranks, wait=server.rank_wait)
-    access = Access(config)
+async def listening(router: Router, listener: socket.socket) -> AsyncIterator[None]:
+    """Answer what comes to a bound socket until the context ends."""
     async with AsyncExitStack() as stack:
-        upstream = await stack.enter_async_context(open_upstream())
-        await stack.enter_async_context(ranks.watched())
-        audit = AuditLog(run_dir.audit / "router.jsonl")
-        stack.push_async_callback(asyncio.to_thread, audit.close)
-        router = Router(config, access, audit, upstream, ranks)
         await stack.enter_async_context(watched_loop(router.loop_lag))
         low_level = _Server(
             router.handle,
@@ -315,6 +310,26 @@ async def running_router(
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, listener, backlog=2048).start()
+        yield
+
+
+@asynccontextmanager
+async def running_router(
+    config: Config, listener: socket.socket, public_url: str
+) -> AsyncIterator[Router]:
+    """Serve on a bound socket until the context ends."""
+    run_dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
+    run_dir.create()
+    server = config.server
+    ranks = Ranks(Registry(run_dir.registry), server.ranks, wait=server.rank_wait)
+    access = Access(config)
+    async with AsyncExitStack() as stack:
+        upstream = await stack.enter_async_context(open_upstream())
+        await stack.enter_async_context(ranks.watched())
+        audit = AuditLog(run_dir.audit / "router.jsonl")
+        stack.push_async_callback(asyncio.to_thread, audit.close)
+        router = Router(config, access, audit, upstream, ranks)
+        await stack.enter_async_context(listening(router, listener))
         entry = Entry(name="router", boot_id=secrets.token_hex(8), url=public_url, pid=os.getpid())
         last = entry.model_copy(update={"state": "stopping"})
 

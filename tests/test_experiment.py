@@ -91,16 +91,13 @@ def test_arguments_that_are_no_settings(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
-        ("experiment_name", "experiment"),
-        ("actor.path", "model.path"),
-        ("actor.optimizer.lr", "train.lr"),
-        ("rollout.agent.turn_discount", "train.discount"),
-        ("evaluator.eval_before_train", "eval.at_start"),
+        ("actor.eps_clip", "train.eps_low"),
         ("train_dataset.batch_size", "rollout.batch_size"),
         ("train.learning_rate", "train.lr"),
         ("train.optimizer.lr", "train.lr"),
         ("total_steps", "train.steps"),
         ("train.num_epochs", "train.epochs"),
+        ("total_train_epochs", "train.epochs"),
     ],
 )
 def test_names_of_other_trainers_are_answered_with_ours(name: str, ours: str) -> None:
@@ -110,39 +107,29 @@ def test_names_of_other_trainers_are_answered_with_ours(name: str, ours: str) ->
 
 def test_what_nothing_corresponds_to_is_told_to_be_left_out(tmp_path: Path) -> None:
     path = tmp_path / "theirs.yaml"
-    path.write_text("scheduler: {type: local}\nactor: {path: x, backend: y, odd: 1}\n")
+    path.write_text("allocation_mode: d1\nactor: {path: x, backend: y, odd: 1}\ncritic: {path: z}\n")
     with pytest.raises(ConfigError) as raised:
         load_expr_config(["--config", str(path)], GRPOConfig)
     for line in (
-        "unknown key scheduler.type: leave it out: a script starts its service",
-        "unknown key actor.path: here it is model.path",
+        "unknown key allocation_mode: leave it out: server.ranks says",
         "unknown key actor.backend: leave it out",
+        "unknown key actor.odd: leave it out, nothing here corresponds to it",
+        "unknown key critic.path: leave it out: GRPO learns no values",
     ):
         assert line in raised.value.message
-
-
-def test_a_workflow_is_named_in_the_script_or_declared() -> None:
-    with pytest.raises(
-        ConfigError, match=r"trainer\.train\(workflow=\.\.\.\), or declare it"
-    ) as raised:
-        load_expr_config(["workflow=my_agent.MathAgent"], GRPOConfig)
-    assert "class MyConfig(GRPOConfig): workflow: str = ''" in raised.value.message
-
-    class MyConfig(GRPOConfig):
-        workflow: str = ""
-
-    config, _ = load_expr_config(["workflow=my_agent.MathAgent"], MyConfig)
-    assert config.workflow == "my_agent.MathAgent"
+    assert "actor.path" not in raised.value.message
 
 
 def test_every_name_that_is_answered_with_is_a_setting() -> None:
     import re
 
     from any_agent.config import known_keys
-    from any_agent.config.elsewhere import CALLED_HERE
+    from any_agent.config.elsewhere import ALIASES, CALLED_HERE, NOT_HERE, SPECIAL
 
     known = set(known_keys())
-    assert not set(CALLED_HERE) & known
+    foreign = [*ALIASES, *CALLED_HERE, *NOT_HERE, *SPECIAL]
+    assert not set(foreign) & known and len(foreign) == len(set(foreign))
+    assert set(ALIASES.values()) <= known
     for ours in CALLED_HERE.values():
         named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+|^[a-z_]+$", ours)
         assert named and set(named) <= known

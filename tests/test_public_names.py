@@ -15,6 +15,7 @@ PUBLIC = [
     "AgentSession",
     "AnyAgentError",
     "AsyncRewardWrapper",
+    "CompletionWithTokenLogpReward",
     "Config",
     "EngineOpenAI",
     "GRPOConfig",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import AutoConfig
 
 from any_agent import load_hf_tokenizer
@@ -46,11 +48,19 @@ def workflow_executor(c: Config, service: Service) -> WorkflowExecutor:
         c.rollout,
         sampling=_sampling(c, c.sampling.temperature),
         eval_sampling=_sampling(c, c.eval.temperature),
-        dump=TrajectoryDump.of(c, tokenizer.decode),
+        dump=TrajectoryDump.of(c, _dumped_by(c, tokenizer).decode),
         timeout=c.sessions.ttl,
         discount=c.train.discount,
         vocab_size=AutoConfig.from_pretrained(c.model.path).get_text_config().vocab_size,
     )
+
+
+def _dumped_by(c: Config, tokenizer: Any) -> Any:
+    """What dumped episodes are decoded with; the model's own tokenizer is there already."""
+    path = c.rollout.tokenizer_path
+    if not path or not c.rollout.dump_to_file:
+        return tokenizer
+    return load_hf_tokenizer(path)
 
 
 def _sampling(config: Config, temperature: float | None) -> GenerationHyperparameters:

@@ -1,47 +1,75 @@
-"""What settings of other trainers are called here: whoever brings a file along is told."""
+"""Settings under AReaL's names: taken where they mean just what ours do, else answered with ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextvars import ContextVar
 from typing import Any
 
-_SESSIONS = "rollout.batch_size, which counts sessions: items times sessions.group_size"
-CALLED_HERE: Mapping[str, str] = {
+from any_agent.errors import ConfigError
+
+SCHEDULER: ContextVar[str] = ContextVar("scheduler", default="local")
+"""The value of `scheduler.type` that says what is so anyway."""
+
+ALIASES: Mapping[str, str] = {
     "experiment_name": "experiment",
     "trial_name": "trial",
-    "seed": "train.seed",
-    "tokenizer_path": "model.path",
-    "actor.path": "model.path",
-    "actor.optimizer.lr": "train.lr",
-    "actor.optimizer.weight_decay": "train.weight_decay",
-    "actor.gradient_clipping": "train.grad_clip",
-    "actor.group_size": "sessions.group_size",
-    "actor.eps_clip": "train.eps_low and train.eps_high",
-    "actor.kl_ctl": "train.kl_coef",
-    "actor.temperature": "sampling.temperature",
-    "gconfig.n_samples": "sessions.group_size",
-    "gconfig.max_new_tokens": "sampling.max_new_tokens",
-    "gconfig.temperature": "sampling.temperature",
-    "total_train_epochs": "train.epochs",
-    "total_train_steps": "train.steps",
-    "train_dataset.batch_size": _SESSIONS,
-    "rollout.consumer_batch_size": _SESSIONS,
-    "rollout.group_size": "sessions.group_size",
-    "rollout.max_concurrent_rollouts": "rollout.max_concurrent",
-    "rollout.max_head_offpolicyness": "rollout.eta",
-    "rollout.tokenizer_path": "model.path",
-    "rollout.agent.turn_discount": "train.discount",
-    "rollout.agent.subproc_max_workers": "rollout.agent.max_workers",
-    "rollout.agent.admin_api_key": "server.admin_key",
-    "rollout.agent.session_timeout_seconds": "sessions.ttl",
-    "evaluator.freq_steps": "eval.every",
-    "evaluator.eval_before_train": "eval.at_start",
-    "saver.freq_steps": "train.checkpoint_every",
-    "recover.freq_steps": "train.checkpoint_every",
+    "actor.experiment_name": "experiment",
+    "actor.trial_name": "trial",
+    "rollout.experiment_name": "experiment",
+    "rollout.trial_name": "trial",
     "cluster.fileroot": "root",
     "cluster.n_nodes": "cluster.nodes",
     "cluster.n_gpus_per_node": "cluster.gpus_per_node",
+    "actor.path": "model.path",
+    "actor.gradient_checkpointing": "train.gradient_checkpointing",
+    "actor.gradient_clipping": "train.grad_clip",
+    "actor.optimizer.gradient_clipping": "train.grad_clip",
+    "actor.optimizer.lr": "train.lr",
+    "actor.optimizer.weight_decay": "train.weight_decay",
+    "actor.group_size": "sessions.group_size",
+    "gconfig.n_samples": "sessions.group_size",
+    "rollout.group_size": "sessions.group_size",
+    "actor.temperature": "sampling.temperature",
+    "gconfig.temperature": "sampling.temperature",
+    "gconfig.top_p": "sampling.top_p",
+    "gconfig.top_k": "sampling.top_k",
+    "gconfig.max_new_tokens": "sampling.max_new_tokens",
+    "rollout.max_concurrent_rollouts": "rollout.max_concurrent",
+    "rollout.max_head_offpolicyness": "rollout.eta",
+    "rollout.agent.subproc_max_workers": "rollout.agent.max_workers",
+    "rollout.agent.turn_discount": "train.discount",
+    "rollout.openai.mode": "rollout.agent.mode",
+    "rollout.openai.export_style": "rollout.agent.export_style",
+    "rollout.openai.subproc_max_workers": "rollout.agent.max_workers",
+    "rollout.openai.turn_discount": "train.discount",
+    "seed": "train.seed",
+    "total_train_steps": "train.steps",
+    "evaluator.freq_steps": "eval.every",
+    "evaluator.eval_before_train": "eval.at_start",
     "sglang.context_length": "engine.context_length",
+}
+"""Names that are taken, and the settings that they are."""
+
+_SESSIONS = "rollout.batch_size, which counts sessions: items times sessions.group_size"
+_SAVED = "train.checkpoint_every; train.keep_checkpoints says how many are kept"
+CALLED_HERE: Mapping[str, str] = {
+    "actor.eps_clip": "train.eps_low and train.eps_high",
+    "actor.eps_clip_higher": "train.eps_high",
+    "actor.behav_imp_weight_cap": "train.is_cap, which caps the weight and drops no token",
+    "actor.max_new_tokens": "sampling.max_new_tokens",
+    "actor.mb_spec.max_tokens_per_mb": "train.micro_batch_tokens",
+    "actor.optimizer.beta1": "train.betas",
+    "actor.optimizer.beta2": "train.betas",
+    "actor.dtype": "train.dtype",
+    "total_train_epochs": "train.epochs; train.steps (100 unless it is set) ends training, too",
+    "train_dataset.batch_size": _SESSIONS,
+    "rollout.consumer_batch_size": _SESSIONS,
+    "rollout.agent.admin_api_key": "server.admin_key",
+    "rollout.agent.session_timeout_seconds": "sessions.ttl and sessions.idle_timeout",
+    "saver.freq_steps": _SAVED,
+    "recover.freq_steps": _SAVED,
     "lr": "train.lr",
     "learning_rate": "train.lr",
     "optimizer.lr": "train.lr",
@@ -70,23 +98,167 @@ CALLED_HERE: Mapping[str, str] = {
     "model.name_or_path": "model.path",
     "model_name_or_path": "model.path",
 }
-"""AReaL's names and other usual ones, and ours."""
-_NAMED_IN_SCRIPT = (
-    "name it in trainer.train({0}=...), or declare it as a field of your config class: "
-    "class MyConfig(GRPOConfig): {0}: str = ''"
+"""AReaL's other names, and usual ones, and ours: they do not mean quite the same."""
+
+_NO_CRITIC = "leave it out: GRPO learns no values, a group's mean is its baseline"
+_NO_GAE = f"only 1 is known: an answer's tokens share one advantage; {_NO_CRITIC}"
+_NO_KL = "only 0 is known: there is no KL term to a reference model"
+_NO_OTHER = "leave it out: the algorithm is GRPO (train.preset), with its own loss"
+_SCRIPT = (
+    "is for a script with a dataset, as examples/experimental/proxy/train.py, whose settings are a "
+    "GRPOConfig; agents outside need none"
 )
+NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "actor.kl_ctl": ((0,), _NO_KL),
+    "actor.kl_estimator": (("k1",), _NO_KL),
+    "actor.gae_lambda": ((1,), _NO_GAE),
+    "actor.discount": ((1,), _NO_GAE),
+    "actor.ppo_n_minibatches": ((1,), "only 1 is known: a batch is one optimizer step"),
+    "actor.reward_scaling": ((1,), "only 1 is known: rewards are trained on as they are given"),
+    "actor.reward_bias": ((0,), "only 0 is known: rewards are trained on as they are given"),
+    "actor.importance_sampling_level": (("token",), "only token is known"),
+    "actor.dynamic_sampling": (
+        (True,),
+        "leave it out: groups whose rewards are all the same are always left out",
+    ),
+    "actor.optimizer.type": (("adam", "adamw"), "only AdamW is known"),
+    "actor.optimizer.lr_scheduler_type": (("constant",), "only a constant rate is known"),
+    "gconfig.greedy": ((False,), "only false is known: greedy answers teach nothing"),
+    "gconfig.min_new_tokens": ((0,), "only 0 is known: a minimum bends the distribution"),
+    "actor.c_clip": ((), _NO_OTHER),
+    "actor.use_sapo_loss": ((False,), _NO_OTHER),
+    "actor.use_m2po_loss": ((False,), _NO_OTHER),
+    "train_dataset.type": (("rl",), "leave it out: all data is for reinforcement learning"),
+    "valid_dataset.type": (("rl",), "leave it out: all data is for reinforcement learning"),
+    "critic": ((), _NO_CRITIC),
+    "ref": ((), "leave it out: no reference model is loaded, as there is no KL term"),
+    "reward_model": ((), "leave it out: rewards are what agents, or reward functions, give"),
+    "teacher": ((), "leave it out: nothing is distilled from another model"),
+}
+"""Names that are taken with these values (and null), which say what is so anyway; and what is to
+be done about another value."""
+
 NOT_HERE: Mapping[str, str] = {
-    "scheduler": "leave it out: a script starts its service on this machine, or in a Slurm job",
     "allocation_mode": "leave it out: server.ranks says how many engines there are",
     "rollout.backend": "leave it out: engine.urls names engines that run already, else ours start",
     "actor.backend": "leave it out: the trainer has one",
     "stats_logger": "leave it out: every step is a line of the run's metrics.jsonl, and /metrics",
-    "train_dataset.type": "leave it out: all data is for reinforcement learning",
-    "valid_dataset.type": "leave it out: all data is for reinforcement learning",
-    "workflow": _NAMED_IN_SCRIPT.format("workflow"),
-    "eval_workflow": _NAMED_IN_SCRIPT.format("eval_workflow"),
+    "workflow": _SCRIPT,
+    "eval_workflow": _SCRIPT,
+    **{name: what for name, (_, what) in NEUTRAL.items()},
 }
 """AReaL's settings and sections that nothing here corresponds to, and what to do."""
+
+SPECIAL = ("async_training", "scheduler.type", "tokenizer_path")
+"""Names that only say what other settings say: :func:`settle` compares them."""
+
+_FOREIGN = {n.split(".")[0] for n in (*ALIASES, *CALLED_HERE, *NOT_HERE, *SPECIAL) if "." in n}
+
+
+def ours(name: str, value: object, own: Callable[[str], bool]) -> str | None:
+    """The name here of a setting that may be AReaL's; None for a value that changes nothing.
+
+    ``own`` tells of a name whether it is a setting of the script's own.
+    """
+    if own(name):
+        return name
+    if name in ALIASES:
+        return None if value is None else ALIASES[name]
+    accepted, _ = NEUTRAL.get(name, ((), ""))
+    if name in NEUTRAL and (value is None or value in accepted):
+        return None
+    return name
+
+
+def is_taken(name: str) -> bool:
+    """Whether it is a name of AReaL's that is taken here."""
+    return name in ALIASES or name in NEUTRAL or name in SPECIAL
+
+
+def translate(data: dict[str, Any], own: Callable[[str], bool]) -> None:
+    """Put what a file has under AReaL's names in the places of ours.
+
+    Raises ConfigError for a setting that stands there under two names, with two values.
+    """
+    given: dict[str, tuple[str, Any]] = {}
+    for name in (*ALIASES, *NEUTRAL):
+        there, value = _at(data, name)
+        if not there or (here := ours(name, value, own)) == name:
+            continue
+        _drop(data, name)
+        if here is not None:
+            there, mine = _at(data, here)
+            if there and here not in given:
+                given[here] = (here, mine)
+            once(given, here, name, value)
+            put(data, here, value)
+
+
+def once(given: dict[str, tuple[str, Any]], key: str, name: str, value: Any) -> None:
+    """Note that a source has a setting under a name; ConfigError if under another with another
+    value."""
+    before, other = given.setdefault(key, (name, value))
+    if other != value and before != name:
+        raise ConfigError(
+            f"{before}={other} and {name}={value} are the same setting: leave one of them out"
+        )
+    given[key] = (name, value)
+
+
+def settle(data: dict[str, Any], own: Callable[[str], bool]) -> None:
+    """Take out the names that only repeat what other settings say; ConfigError if they do not."""
+    found: dict[str, Any] = {}
+    for name in SPECIAL:
+        there, value = _at(data, name)
+        if there and not own(name):
+            _drop(data, name)
+            if value not in (None, ""):
+                found[name] = value
+    _settle_tokenizer(data, found.get("tokenizer_path"))
+    _settle_async(data, found.get("async_training"))
+    scheduler = found.get("scheduler.type", SCHEDULER.get())
+    if scheduler != SCHEDULER.get():
+        raise ConfigError(_other_scheduler(str(scheduler)))
+
+
+def _settle_tokenizer(data: dict[str, Any], path: object) -> None:
+    there, model = _at(data, "model.path")
+    if path is None or not there or _same_folder(path) == _same_folder(model):
+        return
+    raise ConfigError(
+        f"tokenizer_path={path} is not model.path={model}: a model is trained with its own "
+        "tokenizer, whose ids its weights know; leave it out (rollout.tokenizer_path is what dumped "
+        "episodes are decoded with)"
+    )
+
+
+def _settle_async(data: dict[str, Any], wanted: object) -> None:
+    if wanted is None:
+        return
+    if not isinstance(wanted, bool):
+        raise ConfigError(f"async_training is {wanted!r}: it is true or false")
+    there, eta = _at(data, "rollout.eta")
+    if there and isinstance(eta, int) and wanted is not (eta > 0):
+        raise ConfigError(
+            f"async_training={str(wanted).lower()} and rollout.eta={eta} contradict each other: "
+            "training is asynchronous where tokens may be older than 0 steps; leave one of them out"
+        )
+    if not wanted:
+        put(data, "rollout.eta", 0)
+
+
+def _other_scheduler(kind: str) -> str:
+    if SCHEDULER.get() == "slurm":
+        return f"scheduler.type={kind}: in Slurm's launcher it is slurm; or leave it out"
+    if kind == "slurm":
+        return (
+            "scheduler.type=slurm: a job is submitted by `python3 -m any_agent.launcher.slurm "
+            "any_agent_grpo.py --config FILE`; what starts here runs on this machine (local)"
+        )
+    return (
+        f"scheduler.type={kind} is not known: parts of a service reach each other over HTTP on one "
+        "machine (local), or on the nodes of a Slurm job (slurm)"
+    )
 
 
 def called_here(key: str, value: Any) -> list[str]:
@@ -100,12 +272,51 @@ def called_here(key: str, value: Any) -> list[str]:
             lines.append(f"  unknown key {name}: here it is {CALLED_HERE[name]}")
         elif reason is not None:
             lines.append(f"  unknown key {name}: {reason}")
+        elif key in _FOREIGN:
+            lines.append(f"  unknown key {name}: leave it out, nothing here corresponds to it")
     return lines
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or not value:
         yield key
         return
     for name, part in value.items():
         yield from _leaves(f"{key}.{name}", part)
+
+
+def _at(data: Mapping[str, Any], name: str) -> tuple[bool, Any]:
+    """Whether it is there, and its value."""
+    *sections, leaf = name.split(".")
+    for section in sections:
+        part = data.get(section)
+        if not isinstance(part, Mapping):
+            return False, None
+        data = part
+    return leaf in data, data.get(leaf)
+
+
+def _drop(data: MutableMapping[str, Any], name: str) -> None:
+    """Take it out, and sections that are empty then."""
+    section, _, rest = name.partition(".")
+    if not rest:
+        del data[section]
+        return
+    _drop(data[section], rest)
+    if not data[section]:
+        del data[section]
+
+
+def put(data: MutableMapping[str, Any], name: str, value: Any) -> None:
+    """Set a dotted name; ConfigError where one of its sections is a value."""
+    *sections, leaf = name.split(".")
+    for section in sections:
+        part = data.setdefault(section, {})
+        if not isinstance(part, MutableMapping):
+            raise ConfigError(f"{name}: {section} is a value, not a section")
+        data = part
+    data[leaf] = value
+
+
+def _same_folder(path: object) -> str:
+    return os.path.expanduser(str(path)).rstrip("/")

@@ -2,7 +2,7 @@
 
 A setting's name is its dotted path (``train.lr``). In the environment it is
 ``ANY_AGENT_TRAIN__LR``, on the command line ``train.lr=1e-3``. Unknown names are refused with the
-nearest known one.
+nearest known one, AReaL's (:mod:`any_agent.config.elsewhere`) are taken where they mean the same.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, overload
 
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from any_agent.config.elsewhere import called_here
+from any_agent.config import elsewhere
 from any_agent.config.tree import Config
 from any_agent.errors import ConfigError
 
@@ -46,6 +46,11 @@ def _text_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _text_keys(kind, f"{prefix}{name}.")
         elif get_origin(kind) is not dict and {kind, *get_args(kind)} & {str, Path, SecretStr}:
             yield prefix + name
+
+
+@cache
+def _names(kind: type[BaseModel]) -> frozenset[str]:
+    return frozenset(known_keys(kind))
 
 
 @cache
@@ -82,17 +87,18 @@ def load_config(
 
     Raises ConfigError naming the file, the key and what to do.
     """
-    data: dict[str, Any] = {}
-    if path is not None:
-        _merge(data, _read_yaml(Path(path)))
-    for key, value in _from_environ(os.environ if environ is None else environ, kind):
-        _assign(data, key, value)
-    for item in overrides:
-        key, sep, value = item.partition("=")
-        if not sep:
-            raise ConfigError(f"{item!r} is not of the form key=value, e.g. train.lr=1e-3")
-        key = key.strip().lstrip("-+")
-        _assign(data, key, _value(key, value, kind))
+    own = partial(_is_own, kind)
+    data = {} if path is None else _read_yaml(Path(path))
+    elsewhere.translate(data, own)
+    environ = os.environ if environ is None else environ
+    for source in (_from_environ(environ, kind), _from_overrides(overrides, kind)):
+        given: dict[str, tuple[str, Any]] = {}
+        for name, value in source:
+            key = elsewhere.ours(name, value, own)
+            if key is not None:
+                elsewhere.once(given, key, name, value)
+                elsewhere.put(data, key, value)
+    elsewhere.settle(data, own)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -129,15 +135,34 @@ def _from_environ(environ: Mapping[str, str], kind: type[BaseModel]) -> Iterator
         if name.startswith(ENV_PREFIX):
             key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             # A lone word is a tool's own switch unless it names a setting: the root's are few.
-            if "." in key or key in kind.model_fields:
+            if "." in key or key in kind.model_fields or elsewhere.is_taken(key):
                 yield key, _value(key, value, kind)
             elif key in flat:
                 right = ENV_PREFIX + flat[key].replace(".", "__").upper()
                 raise ConfigError(f"{name} is no setting: did you mean {right}?")
 
 
+def _from_overrides(
+    overrides: Sequence[str], kind: type[BaseModel]
+) -> Iterator[tuple[str, Any]]:
+    for item in overrides:
+        key, sep, value = item.partition("=")
+        if not sep:
+            raise ConfigError(f"{item!r} is not of the form key=value, e.g. train.lr=1e-3")
+        key = key.strip().lstrip("-+")
+        yield key, _value(key, value, kind)
+
+
+def _is_own(kind: type[BaseModel], name: str) -> bool:
+    """Whether a script's own class has this setting, or one that it is a part of."""
+    known = _names(kind)
+    parts = name.split(".")
+    return any(".".join(parts[: k + 1]) in known for k in range(len(parts)))
+
+
 def _value(key: str, text: str, kind: type[BaseModel]) -> Any:
     """What a setting's text means; names and keys are taken as they are, also `007` and `on`."""
+    key = key if _is_own(kind, key) else elsewhere.ALIASES.get(key, key)
     return text if key in _texts(kind) and text not in ("", "null") else _scalar(text)
 
 
@@ -157,23 +182,6 @@ def _scalar(text: str) -> Any:
     return value
 
 
-def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
-    for key, value in other.items():
-        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = dict(value) if isinstance(value, Mapping) else value
-
-
-def _assign(data: dict[str, Any], dotted: str, value: Any) -> None:
-    *sections, leaf = dotted.split(".")
-    for section in sections:
-        data = data.setdefault(section, {})
-        if not isinstance(data, dict):
-            raise ConfigError(f"{dotted}: {section} is a value, not a section")
-    data[leaf] = value
-
-
 def _explain(error: ValidationError, path: str | Path | None, kind: type[BaseModel]) -> str:
     source = f" (from {path}, the environment or the command line)" if path else ""
     lines = [f"the configuration is wrong{source}:"]
@@ -182,12 +190,12 @@ def _explain(error: ValidationError, path: str | Path | None, kind: type[BaseMod
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            moved = called_here(key, item["input"])
+            moved = elsewhere.called_here(key, item["input"])
             if moved:
                 lines += moved
                 continue
             known = sections if isinstance(item["input"], dict) else keys
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
             if not near:
                 near = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]][:1]
             hint = f"did you mean {near[0]}?" if near else "see `any-agent config` for all keys"

@@ -66,12 +66,19 @@ class RolloutConfig(Section):
     evaluation)."""
     fileroot: Path | None = None
     """Where these files lie; null: `<root>/<user>`, beside the run's own."""
+    tokenizer_path: str = ""
+    """The tokenizer that these files' texts are decoded with. Empty: the model's own."""
     agent: AgentConfig = AgentConfig()  # type: ignore[call-arg]
 
     @field_validator("fileroot")
     @classmethod
     def _without_tilde(cls, path: Path | None) -> Path | None:
         return path.expanduser() if path is not None else None
+
+    @field_validator("tokenizer_path")
+    @classmethod
+    def _tokenizer_without_tilde(cls, path: str) -> str:
+        return os.path.expanduser(path)
 
 
 class TrainConfig(Section):
@@ -111,8 +118,8 @@ class TrainConfig(Section):
     """The probability ratio is clipped above 1 + eps_high."""
     is_cap: float = Field(5.0, gt=0)
     """C: the cap of the weight pi_prox / mu."""
-    kl_coef: Literal[0] = 0
-    """No KL term to a reference yet; only 0 is accepted."""
+    kl_coef: float = 0.0
+    """No KL term to a reference model; only 0 is accepted."""
     lr: float = Field(1e-6, gt=0)
     """AdamW's learning rate, constant."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -134,6 +141,13 @@ class TrainConfig(Section):
     """Checkpoints kept on disk."""
     keep_weights: int = Field(2, ge=1)
     """Published weight versions kept on disk."""
+
+    @field_validator("kl_coef")
+    @classmethod
+    def _no_kl(cls, coefficient: float) -> float:
+        if coefficient != 0:
+            raise ValueError("there is no KL term to a reference model: leave it out, or set 0")
+        return coefficient
 
 
 class DatasetConfig(Section):

@@ -135,15 +135,17 @@ class EngineOpenAI(AsyncOpenAI):
         """Reward the session: it is added to every leaf of its tree."""
         self._session.final_reward = checked_reward(reward)
 
-    def apply_reward_discount(self, turn_discount: float = 1.0) -> dict[str, float]:
-        """Let rewards run back with this discount, and look at them.
+    def apply_reward_discount(
+        self, turn_discount: float = 1.0
+    ) -> dict[str, InteractionWithTokenLogpReward]:
+        """Let rewards run back with this discount; every interaction with its r, by id.
 
-        ``r(parent) = own(parent) + turn_discount * mean(r(children))``, by interactions' ids.
-        Own rewards stay as they are, so it may be called again, and exports of later rewards heed
-        it, too. Until it is called the discount is 1.
+        ``r(parent) = own(parent) + turn_discount * mean(r(children))``. Own rewards stay as they
+        are, so it may be called again, and exports of later rewards heed it, too. Until it is
+        called the discount is 1.
         """
         self._session.discount = checked_discount(turn_discount)
-        return self._session.rewards()
+        return self._session.export("individual")
 
     def export_interactions(
         self, style: Literal["individual", "concat"] = "individual"

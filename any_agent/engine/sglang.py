@@ -15,7 +15,7 @@ import aiohttp
 import numpy as np
 import orjson
 
-from any_agent.engine.base import Capabilities
+from any_agent.engine.base import Capabilities, agenerate
 from any_agent.engine.gate import Drain, Gate, Outage
 from any_agent.engine.seam import SeamMatcher
 from any_agent.engine.sglang_answers import ChunkReader, events
@@ -29,7 +29,7 @@ from any_agent.engine.sglang_wire import (
 )
 from any_agent.engine.shape import ModelShape, other_model
 from any_agent.errors import ConfigError, EngineUnavailable
-from any_agent.types import GenerationChunk, ModelRequest
+from any_agent.types import GenerationChunk, ModelRequest, ModelResponse
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +113,10 @@ class SGLangEngine:
     def away(self) -> bool:
         """It died, and has not answered since."""
         return not self._outage.gate.is_open
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """The whole completion of one request; raises as :meth:`generate`."""
+        return await agenerate(self, request)
 
     async def close(self) -> None:
         if self._aborts:

@@ -8,6 +8,7 @@ from any_agent.record.codec import (
     unpack_interaction,
     unpack_trajectories,
 )
+from any_agent.record.completion import CompletionWithTokenLogpReward, chat_completion_of
 from any_agent.record.export import (
     concat_rows,
     export_rows,
@@ -27,9 +28,11 @@ from any_agent.types import Row
 __all__ = [
     "FROZEN_MODEL",
     "Beginning",
+    "CompletionWithTokenLogpReward",
     "InteractionTree",
     "InteractionWithTokenLogpReward",
     "Row",
+    "chat_completion_of",
     "concat_rows",
     "discarded",
     "export_rows",

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from any_agent.errors import InvalidTrajectory
+from any_agent.record.completion import chat_completion_of
 from any_agent.record.export import export_rows, interaction_row, to_tensors
 from any_agent.record.tree import InteractionTree
 from any_agent.types import Interaction, Message, ModelResponse, Row, StopReason
 
 if TYPE_CHECKING:
     import torch
+    from openai.types.chat import ChatCompletion
 
 _DTYPES: Mapping[str, Any] = {
     "input_ids": np.int32,
@@ -27,25 +29,55 @@ _DTYPES: Mapping[str, Any] = {
 }
 
 
-@dataclass(eq=False)
 class InteractionWithTokenLogpReward:
     """An interaction with its token ids, log-probabilities and reward.
 
-    In the style ``concat`` it is a path's leaf, and its row is the whole path's. Where it came over
-    HTTP as tensors only (:meth:`from_tensors`), nothing is known of what was said.
+    Exports make them (:meth:`of_tree`, :meth:`from_tensors`); whoever samples by hand makes one of
+    an engine's response. In the style ``concat`` it is a path's leaf, and its row is the whole
+    path's. What is not known is None, or empty.
     """
 
-    interaction_id: str
-    reward: float
-    """r: its own reward and what ran back from its children."""
-    row: Row
-    """Its tensors' values as numpy arrays, unshifted, shapes [seq_len]."""
-    interaction: Interaction | None = None
-    tree: InteractionTree | None = field(default=None, repr=False)
-    rewards: Mapping[str, float] = field(default_factory=dict, repr=False)
-    """r of every interaction of the tree, by id."""
-    exported: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """What a service told of it beside its tensors, where it came over HTTP."""
+    def __init__(
+        self,
+        model_response: ModelResponse | None = None,
+        reward: float | None = None,
+        parent: InteractionWithTokenLogpReward | None = None,
+        messages: list[Message] | None = None,
+        output_message_list: list[Message] | None = None,
+        completion: ChatCompletion | None = None,
+        *,
+        interaction_id: str | None = None,
+        row: Row | None = None,
+        interaction: Interaction | None = None,
+        tree: InteractionTree | None = None,
+        rewards: Mapping[str, float] | None = None,
+        parent_id: str | None = None,
+    ) -> None:
+        """``row``: its tensors' values; without it they are those of ``model_response``.
+
+        ``interaction``, ``tree`` and ``rewards`` (r by id) are the record that the other fields are
+        read from where they are not given.
+        """
+        if interaction_id is None:
+            interaction_id = completion.id if completion is not None else ""
+        self.interaction_id = interaction_id
+        self.reward = reward
+        """r: its own reward and what ran back from its children; None counts as 0."""
+        self.interaction = interaction
+        self.tree = tree
+        self.rewards = rewards or {}
+        self.parent_id = parent_id if interaction is None else interaction.parent_id
+        """The id of the interaction that it goes on from."""
+        given = {
+            "model_response": model_response,
+            "parent": parent,
+            "messages": messages,
+            "output_message_list": output_message_list,
+            "completion": completion,
+            "row": row,
+        }
+        # In the places of the cached properties below.
+        self.__dict__.update({k: value for k, value in given.items() if value is not None})
 
     @classmethod
     def of_tree(
@@ -53,9 +85,22 @@ class InteractionWithTokenLogpReward:
     ) -> dict[str, Self]:
         """What a session exports, by id; raises as :func:`any_agent.record.export_rows`."""
         return {
-            id: cls(id, rewards[id], row, replace(tree[id]), tree, rewards)
+            id: cls._recorded(tree, rewards, id, row)
             for id, row in export_rows(tree, rewards, style).items()
         }
+
+    @classmethod
+    def _recorded(
+        cls, tree: InteractionTree, rewards: Mapping[str, float], id: str, row: Row
+    ) -> Self:
+        return cls(
+            interaction_id=id,
+            reward=rewards[id],
+            row=row,
+            interaction=replace(tree[id]),
+            tree=tree,
+            rewards=rewards,
+        )
 
     @classmethod
     def from_tensors(
@@ -65,13 +110,14 @@ class InteractionWithTokenLogpReward:
         *,
         messages: list[Message] | None = None,
         output_message_list: list[Message] | None = None,
-        completion: Any = None,
-        model_response: Any = None,
+        completion: ChatCompletion | Mapping[str, Any] | None = None,
+        model_response: ModelResponse | Mapping[str, Any] | None = None,
         parent_id: str | None = None,
     ) -> Self:
         """One that was exported as tensors or arrays, of the shape [seq_len] or [1, seq_len].
 
-        Raises InvalidTrajectory where a field is missing.
+        The other fields may come as they stand in JSON; :meth:`link` finds parents by
+        ``parent_id``. Raises InvalidTrajectory where a field is missing.
         """
         row: Row = {}
         for name, dtype in _DTYPES.items():
@@ -79,14 +125,16 @@ class InteractionWithTokenLogpReward:
                 raise InvalidTrajectory(f"interaction {interaction_id} has no {name}", param=name)
             values = np.asarray(tensors[name], dtype=dtype)
             row[name] = values.reshape(() if name == "rewards" else -1)
-        told = {
-            "messages": messages,
-            "output_message_list": output_message_list,
-            "completion": completion,
-            "model_response": model_response,
-            "parent_id": parent_id,
-        }
-        return cls(interaction_id, float(row["rewards"]), row, exported=told)
+        return cls(
+            interaction_id=interaction_id,
+            reward=float(row["rewards"]),
+            row=row,
+            messages=messages,
+            output_message_list=output_message_list,
+            completion=_as_completion(completion),
+            model_response=_as_response(interaction_id, model_response),
+            parent_id=parent_id,
+        )
 
     @staticmethod
     def link(
@@ -94,59 +142,60 @@ class InteractionWithTokenLogpReward:
     ) -> dict[str, InteractionWithTokenLogpReward]:
         """The same dictionary, each one's ``parent`` set to the one in it that it goes on from."""
         for one in interactions.values():
-            one.__dict__["parent"] = interactions.get(one.exported.get("parent_id") or "")
+            if one.parent is None and one.parent_id in interactions:
+                one.parent = interactions[one.parent_id]
         return interactions
 
-    @property
-    def messages(self) -> list[Message]:
-        """The request's; empty where only tensors are known."""
-        if self.tree is None:
-            return self.exported.get("messages") or []
-        return self.tree.messages(self.interaction_id)
+    @cached_property
+    def row(self) -> Row:
+        """Its tensors' values as numpy arrays, unshifted, shapes [seq_len], ``rewards`` [].
 
-    @property
-    def output_message_list(self) -> list[Message] | None:
-        """The answer, as a list of one message; None where only tensors are known."""
-        if self.interaction is None:
-            return self.exported.get("output_message_list")
-        return [self.interaction.output_message]
-
-    @property
-    def completion(self) -> Any:
-        """The answer as OpenAI's ChatCompletion; None where it is not known."""
-        if (told := self.exported.get("completion")) is None:
-            return None
-        from openai.types.chat import ChatCompletion
-
-        return ChatCompletion.model_validate(told)
+        InvalidTrajectory where there is no response to make them of, or its lengths differ.
+        """
+        response = self.model_response
+        if response is None:
+            raise InvalidTrajectory(
+                f"interaction {self.interaction_id!r} has no tensors: give it a model_response"
+            )
+        return _row_of(response, self.reward)
 
     @property
     def has_tensor_data(self) -> bool:
-        return bool(self.row)
+        return "row" in self.__dict__ or self.model_response is not None
+
+    @cached_property
+    def messages(self) -> list[Message]:
+        """The request's."""
+        return [] if self.tree is None else self.tree.messages(self.interaction_id)
+
+    @cached_property
+    def output_message_list(self) -> list[Message] | None:
+        """The answer, as a list of one message."""
+        return None if self.interaction is None else [self.interaction.output_message]
+
+    @cached_property
+    def completion(self) -> ChatCompletion | None:
+        """The answer as OpenAI's client gives it; None without the package ``openai``, too."""
+        if self.interaction is None or self.tree is None:
+            return None
+        prompt = len(self.tree.prompt_ids(self.interaction.id))
+        return _as_completion(chat_completion_of(self.interaction, prompt))
 
     @cached_property
     def parent(self) -> InteractionWithTokenLogpReward | None:
-        """The interaction that it goes on from; None for a root, or where it is not known."""
+        """The interaction that it goes on from; None for a root."""
         if self.interaction is None or self.tree is None or self.interaction.parent_id is None:
             return None
         id = self.interaction.parent_id
-        reward = self.rewards[id]
-        row = interaction_row(self.tree, id, reward)
-        return InteractionWithTokenLogpReward(
-            id, reward, row, replace(self.tree[id]), self.tree, self.rewards
-        )
+        row = interaction_row(self.tree, id, self.rewards[id])
+        return self._recorded(self.tree, self.rewards, id, row)
 
-    @property
+    @cached_property
     def model_response(self) -> ModelResponse | None:
-        """Prompt and answer as an engine gives them; None where only tensors are known."""
+        """Prompt and answer as an engine gives them."""
         node = self.interaction
         if node is None or self.tree is None:
-            told = self.exported.get("model_response")
-            if told is None:
-                return None
-            tokens = told["input_tokens"], told["output_tokens"]
-            rest = told["output_logprobs"], told["output_versions"], told["stop_reason"]
-            return ModelResponse(*tokens, *rest)
+            return None
         return ModelResponse(
             self.tree.prompt_ids(node.id).tolist(),
             node.output_ids.tolist(),
@@ -157,19 +206,68 @@ class InteractionWithTokenLogpReward:
 
     @property
     def temperature(self) -> float | None:
-        """What its tokens were sampled at; None where only tensors are known."""
+        """What its tokens were sampled at, where its record is known."""
         return None if self.interaction is None else self.interaction.gconfig.temperature
 
     def rewarded_row(self) -> Row:
         """The row with :attr:`reward` as it is now: whoever exported it may have changed that."""
-        return self.row | {"rewards": np.asarray(self.reward, np.float32)}
+        return self.row | {"rewards": np.asarray(self.reward or 0.0, np.float32)}
 
     def to_tensor_dict(self) -> dict[str, torch.Tensor]:
-        """The row, with the reward as it is now, as torch tensors of the same shapes and types."""
-        return to_tensors(self.rewarded_row())
+        """The row, with the reward as it is now, as torch tensors of the same types.
+
+        Shapes: [seq_len], ``rewards`` [1].
+        """
+        tensors = to_tensors(self.rewarded_row())
+        return tensors | {"rewards": tensors["rewards"].reshape(1)}
 
 
 def _stop_reason(finish_reason: str) -> StopReason:
     if finish_reason in ("length", "abort"):
         return "length" if finish_reason == "length" else "abort"
     return "stop"
+
+
+def _row_of(response: ModelResponse, reward: float | None) -> Row:
+    before, sampled = response.input_len, response.output_len
+    if not sampled == len(response.output_logprobs) == len(response.output_versions):
+        raise InvalidTrajectory("a model_response needs one logprob and one version per token")
+    prompt = np.zeros(before, np.int32)
+    return {
+        "input_ids": np.asarray([*response.input_ids, *response.output_ids], np.int32),
+        "loss_mask": np.concatenate([prompt, np.ones(sampled, np.int32)]),
+        "logprobs": np.asarray([*prompt, *response.output_logprobs], np.float32),
+        "versions": np.asarray([*(prompt - 1), *response.output_versions], np.int32),
+        "attention_mask": np.ones(before + sampled, np.bool_),
+        "rewards": np.asarray(reward or 0.0, np.float32),
+    }
+
+
+def _as_completion(value: ChatCompletion | Mapping[str, Any] | None) -> ChatCompletion | None:
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        from openai.types.chat import ChatCompletion
+    except ModuleNotFoundError:
+        return None
+    return ChatCompletion.model_validate(value)
+
+
+def _as_response(
+    interaction_id: str, value: ModelResponse | Mapping[str, Any] | None
+) -> ModelResponse | None:
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        return ModelResponse(
+            list(value["input_tokens"]),
+            list(value["output_tokens"]),
+            list(value["output_logprobs"]),
+            list(value["output_versions"]),
+            value["stop_reason"],
+        )
+    except KeyError as missing:
+        raise InvalidTrajectory(
+            f"interaction {interaction_id}: its model_response has no {missing.args[0]}",
+            param="model_response",
+        ) from None

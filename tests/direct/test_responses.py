@@ -95,7 +95,8 @@ async def test_a_session_may_mix_both_apis(
     root, child = client.interactions
     assert child.parent_id == root.id
     client.set_last_reward(1)
-    assert client.apply_reward_discount(0.5) == {root.id: 0.5, child.id: 1.0}
+    applied = client.apply_reward_discount(0.5)
+    assert [(id, one.reward) for id, one in applied.items()] == [(root.id, 0.5), (child.id, 1.0)]
     assert list(client.export_interactions("concat")) == [child.id]
 
 

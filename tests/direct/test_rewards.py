@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from any_agent import EngineOpenAI
+from any_agent import EngineOpenAI, InteractionWithTokenLogpReward
 from any_agent.chat import ChatFormat
 from any_agent.errors import InvalidRequest, NotFound, Unprocessable
 from tests.direct.conftest import Make
@@ -26,6 +26,10 @@ async def talk(client: EngineOpenAI, engine: ScriptedEngine, chat: ChatFormat, t
         messages += [answer.choices[0].message.model_dump(), MORE]
 
 
+def rewards_of(applied: dict[str, InteractionWithTokenLogpReward]) -> dict[str, float | None]:
+    return {id: one.reward for id, one in applied.items()}
+
+
 async def test_the_worked_example(make: Make, engine: ScriptedEngine, chat: ChatFormat) -> None:
     """Discount 0.9; sessions right; wrong then right; wrong, wrong; wrong, wrong."""
     clients, r = [], []
@@ -34,7 +38,7 @@ async def test_the_worked_example(make: Make, engine: ScriptedEngine, chat: Chat
         await talk(client, engine, chat, turns)
         client.set_last_reward(last)
         clients.append(client)
-        r.append(list(client.apply_reward_discount(0.9).values()))
+        r.append([one.reward for one in client.apply_reward_discount(0.9).values()])
     assert r == [[1.0], [0.9, 1.0], [0.0, 0.0], [0.0, 0.0]]
     for client, rewards in zip(clients, r, strict=True):
         exported = client.export_interactions(style="individual")
@@ -56,9 +60,9 @@ async def test_rewards_are_replaced_and_discounts_too(
     first, second, third = (i.id for i in client.interactions)
     client.set_reward(first, 0.5)
     client.set_last_reward(np.float32(1.0))  # type: ignore[arg-type]
-    assert client.apply_reward_discount() == {first: 1.5, second: 1.0, third: 1.0}
+    assert rewards_of(client.apply_reward_discount()) == {first: 1.5, second: 1.0, third: 1.0}
     client.set_last_reward(2)
-    assert client.apply_reward_discount(0.5) == {first: 1.0, second: 1.0, third: 2.0}
+    assert rewards_of(client.apply_reward_discount(0.5)) == {first: 1.0, second: 1.0, third: 2.0}
     assert [i.reward for i in client.interactions] == [0.5, None, 2.0]
     client.set_final_reward(1)
     exported = client.export_interactions()
@@ -138,7 +142,7 @@ async def test_both_styles(client: EngineOpenAI, engine: ScriptedEngine, chat: C
         "rewards": "torch.float32",
     }
     assert tensors["input_ids"].shape == (len(leaf.row["input_ids"]),)
-    assert tensors["rewards"].shape == ()
+    assert tensors["rewards"].shape == (1,)
 
 
 async def test_a_path_that_is_not_exact_is_no_concat(

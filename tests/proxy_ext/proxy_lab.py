@@ -28,7 +28,7 @@ from any_agent.launcher.trial import trial_dir
 from any_agent.record import unpack_trajectories
 from any_agent.types import Trajectory
 from proxy_ext.app import create_app
-from proxy_ext.front import Front
+from proxy_ext.in_process import RankApp
 from proxy_ext.service import Service
 from proxy_ext.wire.http import Client
 
@@ -104,7 +104,7 @@ def our_app() -> Any:
 class Proxy:
     """A running proxy: its URL, its parts, and the calls that tests make."""
 
-    def __init__(self, service: Service, front: Front, url: str, admin_key: str | None) -> None:
+    def __init__(self, service: Service, front: RankApp, url: str, admin_key: str | None) -> None:
         self.service = service
         self.front = front
         self.url = url

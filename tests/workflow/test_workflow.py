@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from any_agent.client import RLClient
+from any_agent.errors import ConfigError
 from any_agent.record import pack_trajectories
 from any_agent.types import Trajectory
 from any_agent.workflow import ProxyWorkflow, RolloutWorkflow
@@ -49,3 +50,18 @@ async def test_it_stops_at_once_when_cancelled() -> None:
 def test_a_workflow_must_say_how_it_runs() -> None:
     with pytest.raises(TypeError, match="arun_episode"):
         RolloutWorkflow()  # type: ignore[abstract]
+
+
+async def test_it_takes_no_items_of_a_dataset_and_names_itself() -> None:
+    client = ScriptedClient([pack_trajectories([Trajectory("s", "g", [])])])
+    workflow = ProxyWorkflow(client)
+    with pytest.raises(ConfigError, match="runs on no dataset"):
+        await workflow.arun_episode(None, {"messages": []})
+    assert len(await workflow.arun_episode(None, None)) == 1
+    assert client.asked == [(workflow.owner, 30.0, 1)]
+    assert workflow.owner != ProxyWorkflow(client).owner
+
+
+def test_it_takes_a_url() -> None:
+    workflow = ProxyWorkflow("http://127.0.0.1:9/v1", owner="me")
+    assert workflow._client is not None and workflow._client.url == "http://127.0.0.1:9"

@@ -52,7 +52,7 @@ async def client() -> AsyncIterator[EngineOpenAI]:
 def agent(client: EngineOpenAI, *, tools: bool = False, **model: Any) -> ChatAgent:
     return ChatAgent(
         "You add.",
-        model=AnyAgentOpenAICompatibleModel(openai_client=client, model_type="any", **model),
+        model=AnyAgentOpenAICompatibleModel(openai_client=client, model_type="areal", **model),
         tools=[FunctionTool(add)] if tools else None,
         stream_accumulate=False,
     )
@@ -79,7 +79,8 @@ async def three_turns() -> dict[str, Any]:
         said = [(await adder.astep(text)).msg.content for text in (ASK, "And 1?", "And 2?")]
         kinds = [str(interaction.continuation) for interaction in ours.interactions]
         ours.set_last_reward(1.0)
-        rewards = list(ours.apply_reward_discount(turn_discount=0.9).values())
+        applied = ours.apply_reward_discount(turn_discount=0.9)
+        rewards = [one.reward for one in applied.values()]
         rows = len(ours.export_interactions(style="concat"))
     return {"said": said, "kinds": kinds, "rewards": rewards, "rows": rows}
 

@@ -1,0 +1,175 @@
+"""A rank's app for code of the same process: its engine, its sessions, and its trajectories.
+
+Everything may be used from any event loop: what waits does so on the app's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, TypeVar
+
+from any_agent.engine import SGLangEngine
+from any_agent.errors import Draining, ServiceUnavailable
+from any_agent.protocol import Ack, Lease
+from any_agent.record import CompletionWithTokenLogpReward, pack_trajectories
+from any_agent.types import SessionState
+from proxy_ext.front import Front
+from proxy_ext.service import Service
+from proxy_ext.sessions.session import Session
+
+T = TypeVar("T")
+
+_HERE = (SessionState.OPEN, SessionState.AWAITING_REWARD, SessionState.FINALIZED)
+_SLACK = 30.0
+"""Seconds that slots are offered beyond a poll: the next one renews them."""
+
+
+class RankApp(Front):
+    """The ASGI app of a rank; it has to be started (by uvicorn, say) before it is asked here."""
+
+    _service: Service | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    def began(self, service: Service) -> None:
+        """It runs on this event loop, with these parts."""
+        self._service, self._loop = service, asyncio.get_running_loop()
+
+    def ended(self) -> None:
+        self._service = None
+
+    @property
+    def service(self) -> Service:
+        """The rank's parts; ServiceUnavailable before it is started and after its end."""
+        if self._service is None:
+            raise ServiceUnavailable(
+                "this app is not running: serve it by uvicorn, whose lifespan starts it, first"
+            )
+        return self._service
+
+    @property
+    def engine(self) -> SGLangEngine:
+        """What its calls are sampled by: token ids in, token ids out."""
+        return self.service.engine
+
+    @property
+    def session_cache(self) -> SessionCache:
+        """The sessions that were not handed over yet, as they are at each look."""
+        return SessionCache(self.service.sessions.live)
+
+    async def load(self, session_id: str) -> None:
+        """Have a session's completions in memory, should they be in the journal alone; NotFound for
+        an unknown one. They stay for a while."""
+
+        async def loaded(service: Service) -> None:
+            await service.sessions.load(await service.sessions.by_id(session_id))
+
+        await self._run(loaded)
+
+    async def lease(self, *, owner: str, wait: float, max_groups: int = 1) -> bytes | None:
+        """Packed trajectories of closed groups, or None; as a client's of the same name."""
+
+        async def leased(service: Service) -> bytes | None:
+            if service.calls.draining:
+                raise Draining("the service is stopping: it hands out nothing more")
+            body = Lease(owner=owner, wait=wait, max_groups=max_groups)
+            return pack_trajectories(found) if (found := await service.leases.lease(body)) else None
+
+        return await self._run(leased)
+
+    async def ack(self, *, owner: str, trained: list[str], rejected: list[Any]) -> int:
+        """End leases for good; as a client's of the same name."""
+        body = Ack(owner=owner, trained=trained, rejected=rejected)
+        return await self._run(lambda service: service.leases.ack(body))
+
+    async def give_back(self, *, owner: str) -> None:
+        """End all leases of one holder without an effect."""
+
+        async def given(service: Service) -> None:
+            await service.leases.give_back(list(service.leases.held_by(owner)), owner)
+
+        await self._run(given)
+
+    async def admit(self, groups: int, *, seconds: float) -> None:
+        """Let so many groups' sessions be open or waiting to be leased, for so many seconds; those
+        that are there already count. A running trainer's own number would be overwritten."""
+
+        async def admitted(service: Service) -> None:
+            now = service.leases.capacity()
+            wanted = groups * service.config.sessions.group_size
+            free = max(0, wanted - now.running - now.buffered - now.reserved)
+            service.sessions.admission.set_limit(now.admitted + free, seconds + _SLACK)
+
+        await self._run(admitted)
+
+    async def _run(self, work: Callable[[Service], Coroutine[Any, Any, T]]) -> T:
+        service = self.service
+        if self._loop is None or asyncio.get_running_loop() is self._loop:
+            return await work(service)
+        there = asyncio.run_coroutine_threadsafe(work(service), self._loop)
+        return await asyncio.wrap_future(there)
+
+
+class SessionCache(Mapping[str, Mapping[str, CompletionWithTokenLogpReward]]):
+    """A read-only view of a rank's sessions, by id: their completions, by id."""
+
+    def __init__(self, live: Mapping[str, Session]) -> None:
+        self._live = live
+
+    def __getitem__(self, session_id: str) -> Mapping[str, CompletionWithTokenLogpReward]:
+        session = self._live[session_id]
+        if session.state not in _HERE:
+            raise KeyError(session_id)
+        return Completions(session)
+
+    def __iter__(self) -> Iterator[str]:
+        return (s.id for s in list(self._live.values()) if s.state in _HERE)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class Completions(Mapping[str, CompletionWithTokenLogpReward]):
+    """A read-only view of what one session has recorded."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __getitem__(self, completion_id: str) -> CompletionWithTokenLogpReward:
+        tree = self._tree
+        return _Recorded.of(tree[completion_id], tree.messages(completion_id))
+
+    def __iter__(self) -> Iterator[str]:
+        return (interaction.id for interaction in list(self._tree))
+
+    def __len__(self) -> int:
+        return len(self._tree)
+
+    @property
+    def _tree(self) -> Any:
+        if not self._session.warm:
+            raise ServiceUnavailable(
+                f"the completions of session {self._session.id} are in the journal alone: "
+                "await app.load(session_id) first"
+            )
+        return self._session.tree
+
+
+class _Recorded(CompletionWithTokenLogpReward):
+    """One that is in the journal, which this object does not write to."""
+
+    _whole = False
+
+    @classmethod
+    def of(cls, *args: Any) -> _Recorded:
+        made = super().of(*args)
+        made._whole = True
+        return made
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if self._whole:
+            raise AttributeError(
+                f"{name} of a recorded completion is not set here, where nobody would see it: "
+                "rewards are given by POST /rl/v1/set_reward"
+            )
+        super().__setattr__(name, value)

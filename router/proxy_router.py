@@ -1,0 +1,195 @@
+"""The router before proxies that are named by their URLs, without the folder of a run.
+
+Keys are judged by the ranks alone: here only the rank in a session's key is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Self
+
+import httpx
+from aiohttp import web
+
+from any_agent.access import ADMIN, ANYONE, NOBODY, Access, Caller, Scope
+from any_agent.config import LOOPBACK, Config, load_config
+from any_agent.errors import ConfigError, StartupError
+from any_agent.keys import SESSION_KEY_PREFIX, KeySigner, Lane, lane_in
+from any_agent.ports import listen, url_of
+from any_agent.registry import Entry, Registry, Seen, rank_name
+from router.app import Router, listening
+from router.health import Ranks
+from router.serving import serve
+from router.upstream import open_upstream
+
+_ASK_WITHIN = 5.0
+_CLOSED = (401, 403)
+
+
+class ProxyRouter:
+    """One URL for several proxies, each another rank of one service.
+
+    A session is opened at the ranks in turn; what names a session goes to its rank. The proxies
+    must run already, share the run's signing secret (the same experiment and trial), and be all of
+    its ranks. Raises ConfigError for URLs that cannot be such.
+    """
+
+    def __init__(self, proxy_urls: Sequence[str]) -> None:
+        urls = [str(url).rstrip("/") for url in proxy_urls]
+        if isinstance(proxy_urls, str) or not urls:
+            raise ConfigError("ProxyRouter needs a list of its proxies' URLs, one or more")
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"{url!r} is no URL of a proxy: it is like http://node1:8001")
+        if len(set(urls)) < len(urls):
+            raise ConfigError(f"a proxy is named twice: {', '.join(urls)}")
+        self.proxy_urls = urls
+        self._router: Router | None = None
+        self._opening = asyncio.Lock()
+        self._stack = AsyncExitStack()
+
+    def start(self, host: str = "0.0.0.0", port: int = 8080) -> None:
+        """Serve until Ctrl-C or SIGTERM, which lets what is under way end.
+
+        ConfigError for an address that others reach while the proxies ask for no key, and for a
+        port that is taken; StartupError if a proxy does not answer.
+        """
+        listener = listen(host, port)
+        bound = url_of(host, listener.getsockname()[1])
+
+        @asynccontextmanager
+        async def running() -> AsyncIterator[Router]:
+            async with self:
+                router = await self._opened(host)
+                async with listening(router, listener):
+                    print(f"any-agent router listening at {bound}", flush=True)
+                    yield router
+
+        with listener:
+            serve(running, Config().server.drain_timeout)
+
+    async def route_request(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request of an aiohttp server as the rank does that it belongs to.
+
+        The first one connects to the proxies; :meth:`close` ends that.
+        """
+        return await (await self._opened(LOOPBACK[0])).handle(request)
+
+    async def close(self) -> None:
+        """End the connections to the proxies."""
+        self._router = None
+        await self._stack.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _opened(self, host: str) -> Router:
+        async with self._opening:
+            if self._router is None:
+                self._router = await self._open(host)
+            return self._router
+
+    async def _open(self, host: str) -> Router:
+        proxies = _Proxies(self.proxy_urls)
+        self._stack.callback(proxies.close)
+        closed = await asyncio.to_thread(proxies.require_all)
+        if host not in LOOPBACK and not closed:
+            raise ConfigError(
+                f"{host} is reachable from outside, and the proxies ask for no key: start them "
+                "with an admin key (ANY_AGENT_SERVER__ADMIN_KEY), or bind host='127.0.0.1'"
+            )
+        config = load_config(None, [f"server.ranks={len(self.proxy_urls)}"], {})
+        ranks = Ranks(proxies, config.server.ranks, wait=config.server.rank_wait)
+        upstream = await self._stack.enter_async_context(open_upstream())
+        await self._stack.enter_async_context(ranks.watched())
+        return Router(config, _LeftToRanks(closed), None, upstream, ranks)
+
+
+class _Proxies(Registry):
+    """Which of the URLs answer, and which rank each says that it is."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._urls = urls
+        self._seen: dict[str, Seen] = {}
+        self._http = httpx.Client(timeout=_ASK_WITHIN, trust_env=False)
+        self._threads = ThreadPoolExecutor(min(len(urls), 32), thread_name_prefix="proxies")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._http.close()
+
+    def refresh(self) -> None:
+        for url, health in zip(
+            self._urls, self._threads.map(self._health, self._urls), strict=True
+        ):
+            if health is not None:
+                name = rank_name(health["rank"])
+                entry = Entry(name=name, boot_id=url, url=url, pid=0)
+                self._seen[name] = Seen((0, 0, b""), time.monotonic(), entry)
+
+    def require_all(self) -> bool:
+        """Whether the proxies ask for keys; StartupError if one does not answer, ConfigError for
+        those that are not the ranks of one service."""
+        told = list(self._threads.map(self._health, self._urls))
+        if missing := [url for url, said in zip(self._urls, told, strict=True) if said is None]:
+            raise StartupError(
+                f"no proxy of any-agent answers at {', '.join(missing)}: start it first, as "
+                "`python -m proxy_ext --rank 0 ...`"
+            )
+        ranks = sorted(said["rank"] for said in told if said is not None)
+        if ranks != list(range(len(ranks))):
+            raise ConfigError(
+                f"the proxies are the ranks {', '.join(map(str, ranks))}: name each rank of the "
+                f"service once, from 0 to {len(ranks) - 1}"
+            )
+        return all(self._threads.map(self._asks_for_keys, self._urls))
+
+    def _health(self, url: str) -> dict[str, Any] | None:
+        try:
+            said = self._http.get(f"{url}/healthz").json()
+        except (httpx.HTTPError, ValueError):
+            return None
+        rank = said.get("rank") if isinstance(said, dict) else None
+        return said if isinstance(rank, int) and rank >= 0 else None
+
+    def _asks_for_keys(self, url: str) -> bool:
+        try:
+            return self._http.get(f"{url}/rl/v1/capacity").status_code in _CLOSED
+        except httpx.HTTPError as error:
+            raise StartupError(f"{url} does not answer ({type(error).__name__})") from None
+
+
+class _LeftToRanks(Access):
+    """Takes each key for what it looks like: whichever rank is asked, it judges the key."""
+
+    def __init__(self, closed: bool) -> None:
+        self.signer = _Unverified(b"")
+        self._closed = closed
+
+    @property
+    def open_mode(self) -> bool:
+        return not self._closed
+
+    def look(self) -> None:
+        pass
+
+    def caller(self, bearer: str) -> Caller:
+        if bearer.startswith(SESSION_KEY_PREFIX):
+            return Caller(Scope.SESSION, "session")
+        if bearer:
+            return ADMIN
+        return NOBODY if self._closed else ANYONE
+
+
+class _Unverified(KeySigner):
+    """Reads the lane of any key; its rank knows whether it is genuine."""
+
+    def verify(self, key: str) -> Lane | None:
+        return lane_in(key)

@@ -1,0 +1,198 @@
+"""A rank's app in the process that trains: what workflows and scripts use without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+
+import pytest
+
+from any_agent import CompletionWithTokenLogpReward, ModelRequest, ProxyWorkflow
+from any_agent.config import Config
+from any_agent.errors import ConfigError, NotFound, ServiceUnavailable
+from any_agent.types import GenerationHyperparameters
+from proxy_ext.app import create_app
+from tests.proxy_ext.conftest import Start
+from tests.proxy_ext.proxy_lab import LIMIT, Proxy, litellm_stand_in, until
+
+
+async def attempt(proxy: Proxy, reward: float = 1.0) -> str:
+    session = await proxy.open(wait=LIMIT)
+    await proxy.complete(session["api_key"])
+    body = {"final_reward": reward}
+    response = await proxy.post("/rl/v1/finalize", body, session["api_key"])
+    assert response.status_code == 200, response.text
+    return str(session["session_id"])
+
+
+async def test_its_engine_takes_token_ids(start: Start) -> None:
+    app = (await start()).front
+    request = ModelRequest(input_ids=[1, 2, 3], gconfig=GenerationHyperparameters(max_new_tokens=4))
+    response = await app.engine.agenerate(request)
+    assert (response.input_tokens, response.output_len) == ([1, 2, 3], len(response.output_tokens))
+    assert response.output_len == len(response.output_logprobs) > 0
+
+
+async def test_its_sessions_can_be_looked_at_until_they_are_handed_over(proxy: Proxy) -> None:
+    app = proxy.front
+    assert len(app.session_cache) == 0
+    session = await proxy.open()
+    id = session["session_id"]
+    cache = app.session_cache
+    assert list(cache) == [id] and dict(cache[id]) == {}
+    answer = await proxy.complete(session["api_key"])
+    ((completion_id, one),) = cache[id].items()
+    (recorded,) = await proxy.recorded(id)
+    assert isinstance(one, CompletionWithTokenLogpReward)
+    assert (completion_id, one.id) == (answer["id"], answer["id"])
+    assert one.text == answer["choices"][0]["message"]["content"]
+    assert one.token_ids == recorded.output_ids.tolist()
+    assert one.logprobs == recorded.output_logprobs.tolist()
+    assert one.versions == recorded.output_versions.tolist()
+    assert one.reward is None and one.messages[-1]["role"] == "user"
+    with pytest.raises(AttributeError, match="POST /rl/v1/set_reward"):
+        one.reward = 1.0
+    reward = {"completion_id": answer["id"], "reward": 0.5}
+    await proxy.post("/rl/v1/set_reward", reward, session["api_key"])
+    assert cache[id][answer["id"]].reward == 0.5
+    await proxy.post("/rl/v1/finalize", {}, session["api_key"])
+    assert list(cache) == [id]
+    await proxy.lease()
+    assert list(cache) == [] and len(cache) == 0
+    for unknown in (id, "nobody"):
+        with pytest.raises(KeyError, match=unknown):
+            cache[unknown]
+
+
+async def test_completions_in_the_journal_alone_are_read_when_asked_for(proxy: Proxy) -> None:
+    id = await attempt(proxy)
+    sessions = proxy.service.sessions
+    sessions.trees.forget(sessions.live[id])
+    sessions.live[id].cool()
+    with pytest.raises(ServiceUnavailable, match=r"await app\.load"):
+        list(proxy.front.session_cache[id])
+    await proxy.front.load(id)
+    assert len(proxy.front.session_cache[id]) == 1
+    with pytest.raises(NotFound):
+        await proxy.front.load("nobody")
+
+
+async def test_an_episode_blocks_until_an_agent_finalizes(start: Start) -> None:
+    proxy = await start()
+    workflow = ProxyWorkflow(proxy.front)
+    engine = proxy.front.engine
+    episode = asyncio.create_task(workflow.arun_episode(engine, None))
+    session = await proxy.open(wait=LIMIT)
+    await proxy.complete(session["api_key"])
+    assert not episode.done()
+    await proxy.post("/rl/v1/finalize", {"final_reward": 0.5}, session["api_key"])
+    async with asyncio.timeout(LIMIT):
+        (trajectory,) = await episode
+    assert (trajectory.session_id, trajectory.final_reward) == (session["session_id"], 0.5)
+    assert len(trajectory.interactions) == 1
+    told = await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")
+    assert told.json()["state"] == "trained"
+
+
+async def test_many_episodes_at_once_share_nothing_and_lose_nothing(start: Start) -> None:
+    proxy = await start()
+    workflow = ProxyWorkflow(proxy.front)
+    episodes = [asyncio.create_task(workflow.arun_episode(None, None)) for _ in range(6)]
+    made = await asyncio.gather(*(attempt(proxy, k) for k in range(6)))
+    async with asyncio.timeout(LIMIT):
+        taken = await asyncio.gather(*episodes)
+    assert Counter(t.session_id for episode in taken for t in episode) == Counter(made)
+    assert not proxy.front.session_cache
+
+
+async def test_who_is_cancelled_holds_nothing(start: Start) -> None:
+    proxy = await start()
+    workflow = ProxyWorkflow(proxy.front)
+    waiting = asyncio.create_task(workflow.arun_episode(None, None))
+    await until(lambda: proxy.service.sessions.admission.limit > 0, "a slot")
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    # Nobody waits, so nobody is admitted.
+    assert (await proxy.capacity())["limit"] == 0
+    refused = await proxy.http.post("/rl/v1/start_session", json={})
+    assert refused.status_code == 429
+
+
+@pytest.mark.parametrize("acknowledged", [False, True])
+async def test_what_was_on_its_way_to_one_that_left_is_the_next_ones(
+    start: Start, monkeypatch: pytest.MonkeyPatch, acknowledged: bool
+) -> None:
+    """Cancelled between the lease and its end, or after that."""
+    proxy = await start()
+    app = proxy.front
+    reached, go_on = asyncio.Event(), asyncio.Event()
+    inner = app.ack if acknowledged else app.lease
+
+    async def slow(**named: object) -> object:
+        result = await inner(**named)  # type: ignore[operator]
+        if result:
+            reached.set()
+            await go_on.wait()
+        return result
+
+    monkeypatch.setattr(app, "ack" if acknowledged else "lease", slow)
+    workflow = ProxyWorkflow(app)
+    left = asyncio.create_task(workflow.arun_episode(None, None))
+    id = await attempt(proxy)
+    async with asyncio.timeout(LIMIT):
+        await reached.wait()
+        left.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        (trajectory,) = await workflow.arun_episode(None, None)
+    assert trajectory.session_id == id
+    assert not proxy.service.sessions.leasable.leased and len(app.session_cache) == 0
+
+
+async def test_an_episode_on_the_event_loop_of_another_thread(start: Start) -> None:
+    proxy = await start()
+    taken: list[str] = []
+
+    def trains() -> None:
+        (trajectory,) = asyncio.run(ProxyWorkflow(proxy.front).arun_episode(None, None))
+        taken.append(trajectory.session_id)
+
+    thread = threading.Thread(target=trains)
+    thread.start()
+    id = await attempt(proxy)
+    await asyncio.to_thread(thread.join, LIMIT)
+    assert taken == [id]
+
+
+async def test_what_an_episode_is_not_run_on(start: Start) -> None:
+    proxy, other = await start(), object()
+    workflow = ProxyWorkflow(proxy.front)
+    with pytest.raises(ConfigError, match=r"arun_episode\(engine, None\)"):
+        await workflow.arun_episode(proxy.front.engine, {"messages": []})
+    with pytest.raises(ConfigError, match="not the one that the app samples with"):
+        await workflow.arun_episode(other, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="cannot take episodes from a dict"):
+        ProxyWorkflow({})  # type: ignore[arg-type]
+
+
+async def test_an_app_that_does_not_run_is_told_as_that(start: Start) -> None:
+    app = create_app(
+        Config(),
+        None,  # type: ignore[arg-type]
+        rank=0,
+        engine_url="http://127.0.0.1:1",
+        public_url="http://127.0.0.1:2",
+        training=True,
+        load_litellm=litellm_stand_in,
+    )
+    with pytest.raises(ServiceUnavailable, match="this app is not running"):
+        _ = app.session_cache
+    with pytest.raises(ServiceUnavailable, match="this app is not running"):
+        await ProxyWorkflow(app).arun_episode(None, None)
+    proxy = await start()
+    await proxy.service.drain()
+    with pytest.raises(ServiceUnavailable, match="stopping"):
+        await ProxyWorkflow(proxy.front).arun_episode(None, None)

@@ -1,0 +1,177 @@
+"""The router before proxies that are named by their URLs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from any_agent.chat import ChatFormat
+from any_agent.errors import ConfigError, StartupError
+from any_agent.keys import rank_of_session
+from any_agent.ports import free_port
+from router import ProxyRouter
+from router.health import Ranks
+from router.proxy_router import _Proxies
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, config_for, running_proxy
+from tests.proxy_ext.real_parts import await_url, environment
+from tests.router.router_lab import FakeRank, Received
+
+ADMIN = "operator-secret-4711"
+
+
+def client_of(server: TestServer) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=str(server.make_url("/")), timeout=LIMIT)
+
+
+@pytest.fixture
+async def engine(chat: ChatFormat) -> AsyncIterator[ScriptedEngine]:
+    engine = ScriptedEngine(decode=chat.decode)
+    async with engine.serve():
+        yield engine
+
+
+@pytest.fixture
+async def pair(
+    tmp_path: Path, chat: ChatFormat, engine: ScriptedEngine, request: pytest.FixtureRequest
+) -> AsyncIterator[list[Proxy]]:
+    """Two ranks; with the mark's settings."""
+    config = config_for(tmp_path, "server.ranks=2", *getattr(request, "param", ()))
+    async with AsyncExitStack() as stack:
+        started = [
+            await stack.enter_async_context(
+                running_proxy(config, chat, engine_url=engine.url, rank=rank)
+            )
+            for rank in range(2)
+        ]
+        for proxy in started:
+            await proxy.admit(10)
+        yield started
+
+
+async def test_sessions_open_in_turn_and_stay_where_they_are(pair: list[Proxy]) -> None:
+    """Behind any aiohttp server, whose handler it may be."""
+    # Their order does not matter: each proxy says which rank it is.
+    router = ProxyRouter([pair[1].url, pair[0].url + "/"])
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", router.route_request)
+    async with TestServer(app) as server, router, client_of(server) as http:
+        opened = [(await http.post("/rl/v1/start_session", json={})).json() for _ in range(4)]
+        ranks = [rank_of_session(session["session_id"]) for session in opened]
+        assert sorted(ranks) == [0, 0, 1, 1]
+        for session in opened:
+            key = session["api_key"]
+            async with openai.AsyncOpenAI(
+                base_url=str(server.make_url("/v1")), api_key=key
+            ) as agent:
+                answer = await agent.chat.completions.create(model="any", messages=HELLO)  # type: ignore[arg-type]
+            body = {"completion_id": answer.id, "reward": 1.0}
+            headers = {"Authorization": f"Bearer {key}"}
+            assert (
+                await http.post("/rl/v1/set_reward", json=body, headers=headers)
+            ).status_code == 200
+            await http.post("/rl/v1/finalize", json={}, headers=headers)
+        listed = (await http.get("/rl/v1/sessions")).json()
+        assert len(listed) == 4
+        forged = {"Authorization": f"Bearer sk-v1.1.{'0' * 24}.{'0' * 32}"}
+        refused = await http.post("/rl/v1/finalize", json={}, headers=forged)
+        assert refused.status_code == 401
+        health = (await http.get("/healthz")).json()
+        assert {state["state"] for state in health["ranks"].values()} == {"ready"}
+        assert "any_agent_" in (await http.get("/metrics")).text
+
+
+@pytest.mark.parametrize("pair", [[f"server.admin_key={ADMIN}"]], indirect=True)
+async def test_keys_are_judged_by_the_ranks(pair: list[Proxy]) -> None:
+    router = ProxyRouter([proxy.url for proxy in pair])
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", router.route_request)
+    async with TestServer(app) as server, router, client_of(server) as http:
+        for key, status in ((None, 401), ("sk-wrong", 401), (ADMIN, 200)):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            for method, path in (("POST", "/rl/v1/start_session"), ("GET", "/rl/v1/sessions")):
+                body = b"{}" if method == "POST" else None
+                answer = await http.request(method, path, content=body, headers=headers)
+                assert answer.status_code == status, (key, path)
+            expected = 200 if key == ADMIN else 401
+            assert (await http.get("/metrics", headers=headers)).status_code == expected
+        # Whoever has no key gets nowhere, so any address may be bound.
+        assert router._router is not None and not router._router._access.open_mode
+
+
+async def test_an_open_service_is_not_shown_to_others(pair: list[Proxy]) -> None:
+    router = ProxyRouter([proxy.url for proxy in pair])
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0 is reachable.*bind host='127\.0\.0\.1'"):
+        await asyncio.to_thread(router.start, port=0)
+
+
+async def test_it_serves_until_it_is_told_to_end(pair: list[Proxy]) -> None:
+    port = free_port("127.0.0.1")
+    urls = [proxy.url for proxy in pair]
+    script = f"from router import ProxyRouter; ProxyRouter({urls}).start('127.0.0.1', {port})"
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        await asyncio.to_thread(await_url, f"{url}/readyz", process, Path("/dev/null"))
+        async with httpx.AsyncClient(base_url=url, timeout=LIMIT) as http:
+            opened = await http.get("/rl/v1/start_session")
+        assert opened.status_code == 200, opened.text
+        process.send_signal(signal.SIGTERM)
+        said, _ = await asyncio.to_thread(process.communicate, timeout=LIMIT)
+        assert (process.returncode, said) == (0, f"any-agent router listening at {url}\n")
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_a_proxy_that_dies_is_away_and_comes_back() -> None:
+    async def health(received: Received) -> None:
+        await received.answer({"status": "ok", "rank": 0})
+
+    rank = FakeRank()
+    rank.handler = health
+    await rank.start()
+    proxies = _Proxies([rank.url])
+    ranks = Ranks(proxies, 1, wait=LIMIT)
+    try:
+        await ranks.refresh()
+        assert ranks.live == [0]
+        await rank.kill()
+        ranks.failed(0)
+        await ranks.refresh()
+        assert ranks.live == []
+        await rank.start()
+        await ranks.refresh()
+        assert ranks.live == [0]
+    finally:
+        proxies.close()
+        await rank.kill()
+
+
+async def test_what_cannot_be_routed_to(pair: list[Proxy]) -> None:
+    for urls, said in (
+        ([], "a list of its proxies' URLs"),
+        ("http://127.0.0.1:1", "a list of its proxies' URLs"),
+        (["node1:8001"], r"'node1:8001' is no URL of a proxy"),
+        (["http://a:1", "http://a:1/"], "named twice"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            ProxyRouter(urls)
+    with pytest.raises(StartupError, match=r"no proxy of any-agent answers at http://127\.0\.0\.1"):
+        router = ProxyRouter([pair[0].url, f"http://127.0.0.1:{free_port('127.0.0.1')}"])
+        await asyncio.to_thread(router.start, "127.0.0.1", 0)
+    with pytest.raises(ConfigError, match="the proxies are the ranks 1: name each rank"):
+        await asyncio.to_thread(ProxyRouter([pair[1].url]).start, "127.0.0.1", 0)

@@ -1,0 +1,191 @@
+"""Settings under AReaL's names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from any_agent.config import Config, load_config
+from any_agent.config.elsewhere import ALIASES, NEUTRAL, SCHEDULER
+from any_agent.errors import ConfigError
+from any_agent.experiment import GRPOConfig
+
+GIVEN = {"rollout.openai.mode": "subproc", "rollout.openai.subproc_max_workers": 3}
+GIVEN |= {"rollout.group_size": 4, "experiment_name": "007", "rollout.max_head_offpolicyness": 1}
+GIVEN |= {"actor.path": "a/b", "actor.optimizer.lr": 1e-3, "gconfig.max_new_tokens": 9}
+
+
+def value_of(config: Config, key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def written(folder: Path, data: Any) -> Path:
+    path = folder / "theirs.yaml"
+    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+    return path
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, leaf = key.split(".")
+        node = out
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[leaf] = value
+    return out
+
+
+@pytest.mark.parametrize("source", ["file", "environment", "command line"])
+def test_they_are_taken_from_every_source(tmp_path: Path, source: str) -> None:
+    path, environ, overrides = None, {}, []
+    if source == "file":
+        path = written(tmp_path, nested(GIVEN))
+    elif source == "environment":
+        names = {key: key.replace(".", "__").upper() for key in GIVEN}
+        environ = {f"ANY_AGENT_{name}": str(GIVEN[key]) for key, name in names.items()}
+    else:
+        overrides = [f"{key}={value}" for key, value in GIVEN.items()]
+    config = load_config(path, overrides, environ)
+    assert {key: value_of(config, ALIASES[key]) for key in GIVEN} == GIVEN
+    # What is shown and handed on has our names alone.
+    assert load_config(written(tmp_path, config.dump()), environ={}) == config
+
+
+def test_a_nearer_source_wins_under_whichever_name(tmp_path: Path) -> None:
+    path = written(tmp_path, {"sessions": {"group_size": 2}, "actor": {"path": "file"}})
+    environ = {"ANY_AGENT_ROLLOUT__GROUP_SIZE": "4"}
+    assert load_config(path, [], environ).sessions.group_size == 4
+    config = load_config(path, ["sessions.group_size=8", "model.path=line"], environ)
+    assert (config.sessions.group_size, config.model.path) == (8, "line")
+
+
+def test_two_names_of_one_setting_must_agree(tmp_path: Path) -> None:
+    both = {"sessions": {"group_size": 4}, "rollout": {"group_size": 4}, "gconfig": {"n_samples": 4}}
+    assert load_config(written(tmp_path, both), [], {}).sessions.group_size == 4
+    for name in ("rollout.group_size", "gconfig.n_samples"):
+        section, leaf = name.split(".")
+        other = written(tmp_path, {**both, section: {leaf: 8}})
+        with pytest.raises(ConfigError, match=f"{name}=8.* the same setting: leave one of them"):
+            load_config(other, [], {})
+        with pytest.raises(ConfigError, match=f"sessions.group_size=4 and {name}=8 are the same"):
+            load_config(None, ["sessions.group_size=4", f"{name}=8"], {})
+    assert load_config(None, ["seed=1", "seed=2"], {}).train.seed == 2
+
+
+def test_a_scripts_own_settings_keep_their_names() -> None:
+    class Own(GRPOConfig):
+        seed: int = 5
+        actor: dict[str, str] = {}
+
+    config = load_config(None, ["seed=7", "actor={path: x}"], {}, kind=Own)
+    assert (config.seed, config.train.seed, config.model.path) == (7, 0, "")
+    assert config.actor == {"path": "x"}
+
+
+def test_dumped_episodes_may_have_a_tokenizer_of_their_own(tmp_path: Path) -> None:
+    text = 'rollout:\n  dump_to_file: true\n  fileroot: "/path/to/logs"\n'
+    text += '  tokenizer_path: "model/tokenizer" # for texts\n'
+    rollout = load_config(written(tmp_path, text), [], {}).rollout
+    assert (rollout.dump_to_file, rollout.fileroot) == (True, Path("/path/to/logs"))
+    assert rollout.tokenizer_path == "model/tokenizer"
+    assert load_config(environ={}).rollout.tokenizer_path == ""
+
+
+def test_the_tokenizer_is_the_models(tmp_path: Path) -> None:
+    path = written(tmp_path, {"tokenizer_path": "a/b/", "actor": {"path": "a/b"}})
+    assert load_config(path, [], {}).model.path == "a/b"
+    with pytest.raises(ConfigError, match=r"tokenizer_path=a/b/ is not model\.path=c: .* leave it"):
+        load_config(path, ["model.path=c"], {})
+
+
+@pytest.mark.parametrize(
+    ("given", "eta"),
+    [
+        (["async_training=false"], 0),
+        (["async_training=true"], 2),
+        (["async_training=true", "rollout.eta=1"], 1),
+        (["async_training=false", "rollout.max_head_offpolicyness=0"], 0),
+        (["rollout.eta=0"], 0),
+        ([], 2),
+    ],
+)
+def test_training_is_asynchronous_where_tokens_may_be_old(given: list[str], eta: int) -> None:
+    config = load_config(None, given, {}, kind=GRPOConfig)
+    assert (config.rollout.eta, config.async_training) == (eta, eta > 0)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["async_training=false", "rollout.eta=2"],
+        ["async_training=true", "rollout.eta=0"],
+        ["async_training=false", "rollout.max_head_offpolicyness=4"],
+    ],
+)
+def test_a_contradiction_is_refused(tmp_path: Path, given: list[str]) -> None:
+    with pytest.raises(ConfigError, match="contradict each other"):
+        load_config(None, given, {})
+    first, second = given
+    name, _, value = first.partition("=")
+    with pytest.raises(ConfigError, match="contradict each other"):
+        load_config(written(tmp_path, {name: value == "true"}), [second], {})
+    with pytest.raises(ConfigError, match="it is true or false"):
+        load_config(None, ["async_training=maybe"], {})
+
+
+def test_what_schedules_is_said_by_the_launcher() -> None:
+    assert load_config(None, ["scheduler.type=local"], {}) == load_config(environ={})
+    for kind, said in (
+        ("slurm", r"python3 -m any_agent\.launcher\.slurm any_agent_grpo\.py"),
+        ("ray", r"scheduler\.type=ray is not known: .* \(local\), or on the nodes"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_config(None, [f"scheduler.type={kind}"], {})
+    token = SCHEDULER.set("slurm")
+    try:
+        assert load_config(None, ["scheduler.type=slurm"], {}) == load_config(environ={})
+        with pytest.raises(ConfigError, match=r"in Slurm's launcher it is slurm"):
+            load_config(None, ["scheduler.type=local"], {})
+    finally:
+        SCHEDULER.reset(token)
+    with pytest.raises(ConfigError, match=r"unknown key scheduler\.endpoint: leave it out"):
+        load_config(None, ["scheduler.endpoint=x"], {})
+
+
+def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
+    neutral = {name: accepted[0] for name, (accepted, _) in NEUTRAL.items() if accepted}
+    neutral |= dict.fromkeys(("critic", "ref", "reward_model", "teacher"))
+    path = written(tmp_path, nested({**neutral, "actor.kl_ctl": 0.0, "train.kl_coef": 0}))
+    assert load_config(path, [], {}) == load_config(environ={})
+    given = [f"{name}={value}" for name, value in neutral.items() if value is not None]
+    assert load_config(None, given, {}) == load_config(environ={})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"critic": {"path": "x"}}, "critic.path: leave it out: GRPO learns no values"),
+        ({"ref": {"path": "x"}}, "ref.path: leave it out: no reference model"),
+        ({"reward_model": {"path": "x"}}, "reward_model.path: leave it out: rewards are what"),
+        ({"teacher": {}}, "teacher: leave it out: nothing is distilled"),
+        ({"actor": {"kl_ctl": 0.1}}, "actor.kl_ctl: only 0 is known: there is no KL term"),
+        ({"actor": {"gae_lambda": 0.95}}, "actor.gae_lambda: only 1 is known: an answer's tokens"),
+        ({"actor": {"ppo_n_minibatches": 4}}, "only 1 is known: a batch is one optimizer step"),
+        ({"actor": {"use_sapo_loss": True}}, "leave it out: the algorithm is GRPO"),
+        ({"train": {"kl_coef": 0.1}}, "train.kl_coef: there is no KL term to a reference model"),
+        ({"gconfig": {"greedy": True}}, "gconfig.greedy: only false is known"),
+    ],
+)
+def test_what_the_trainer_cannot_do_is_refused_by_name(
+    tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(written(tmp_path, given), [], {}, kind=GRPOConfig)
+    assert said in raised.value.message and "did you mean" not in raised.value.message
