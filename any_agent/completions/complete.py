@@ -152,6 +152,9 @@ class Completer:
         stop_ids = {*call.gconfig.stop_token_ids, *chat.stop_token_ids}
         if call.tools and not call.parallel_tool_calls:
             stop_ids |= set(_one_call_stops(chat))
+        elif call.tools and call.legacy_functions:
+            # Where no token says that one call is complete, only the first one is told.
+            stop_ids |= set(chat.one_call_stop_ids() or ())
         return call.gconfig.new(stop_token_ids=tuple(sorted(stop_ids)))
 
     def _chat_choices(
@@ -301,6 +304,8 @@ class Completer:
             "mixed_cache": self._keeps_cache and len(set(sampled.versions)) > 1,
         }
         request.update(call.kept)  # type: ignore[typeddict-item]
+        if call.ignored:
+            request["ignored"] = list(call.ignored)
         if choice.forced:
             request["forced"] = len(choice.forced)
         if parsed.order:

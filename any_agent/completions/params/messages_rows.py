@@ -23,6 +23,8 @@ from any_agent.completions.params.rows import (
 )
 from any_agent.completions.params.values import Schema
 
+SWITCHES_AS_IN_CHAT = ("chat_template_kwargs", "enable_thinking")
+"""Rows that are those of a chat call."""
 _TEXTS: Schema = {"anyOf": [{"type": "string"}, OBJECTS]}
 _HONOURED = (
     Parameter(

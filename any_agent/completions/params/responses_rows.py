@@ -36,6 +36,8 @@ AS_IN_CHAT = (
     "repetition_penalty",
     "logit_bias",
     "chat_template_kwargs",
+    "enable_thinking",
+    "thinking",
     "priority",
     "prompt_cache_key",
     "prompt_cache_options",
