@@ -170,6 +170,16 @@ class ChatFormat:
         text = self._reader.open_call(plain_ids(prompt_ids[-_TAIL:]), name or None)
         return None if text is None else self.encode(text, special=False)
 
+    def text_or_calls(
+        self, prompt_ids: Sequence[int] | IdArray, text: Mapping[str, Any], names: Sequence[str]
+    ) -> dict[str, Any] | None:
+        """A structural tag for an answer to this prompt that has a form, or calls these tools.
+
+        ``text``: the form, as a part of a structural tag (`json_schema`, `regex`). None where a
+        call of this family could not be told from a text.
+        """
+        return self._reader.text_or_calls(prompt_ids, dict(text), names)
+
     @property
     def spans(self) -> Spans:
         """Which of an output's tokens are reasoning, and which are text."""

@@ -10,6 +10,7 @@ from any_agent.completions.messages.conversation import conversation_of
 from any_agent.completions.messages.thinking import format_of, thinking_of
 from any_agent.completions.messages.tools import messages_tools
 from any_agent.completions.params.call import ChatCall
+from any_agent.completions.params.grammar import unless_forced
 from any_agent.completions.params.parse import sort_out, untrainable_by
 from any_agent.completions.params.rows import UnknownParameters
 from any_agent.completions.params.sampling import sampling_of
@@ -76,13 +77,7 @@ def _call(
     if not messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
     tools = messages_tools(body)
-    grammar, asked_by = format_of(body)
-    if grammar is not None and tools.told:
-        raise InvalidRequest(
-            f"an answer of a given format cannot be a call: leave {asked_by} out, or the tools "
-            "(tool_choice: none)",
-            param=asked_by,
-        )
+    grammar, asked_by = unless_forced(*format_of(body), tools.forced, rest)
     thinking = thinking_of(body, known_settings)
     # Thinking on a template without a switch is no error here.
     switches = body if thinking.template else {**body, "thinking": None}

@@ -32,8 +32,9 @@ def functions_of(body: Mapping[str, Any]) -> tuple[list[Tool] | None, str | None
                 f'functions[{k}] must be {{"name": ..., "parameters": ...}}', param="functions"
             )
     tools = [{"type": "function", "function": each} for each in given]
+    choice = _choice(body.get("function_call"))
     try:
-        return tools_of({"tools": tools, "tool_choice": _choice(body.get("function_call"))})
+        return tools_of({"tools": tools, "tool_choice": choice})
     except InvalidRequest as error:
         said = error.message.replace("tool_choice", "function_call")
         said = said.replace("].function", "]").replace("tools", "functions")

@@ -11,7 +11,7 @@ from any_agent.completions.params.functions import (
     functions_of,
     with_tool_calls,
 )
-from any_agent.completions.params.grammar import grammar_of
+from any_agent.completions.params.grammar import grammar_of, unless_forced
 from any_agent.completions.params.prompts import prompts_of
 from any_agent.completions.params.rows import (
     COMPLETION_TOKENS,
@@ -56,13 +56,7 @@ def parse_chat(
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
     older = asks_for_functions(body)
     tools, forced = functions_of(body) if older else tools_of(body)
-    grammar, asked_by = grammar_of(body)
-    if grammar is not None and tools:
-        raise InvalidRequest(
-            f"an answer of a given format cannot be a call: leave {asked_by} out, or the "
-            "tools (tool_choice: none)",
-            param=asked_by,
-        )
+    grammar, asked_by = unless_forced(*grammar_of(body), forced, rest)
     top = body.get("top_logprobs") or 0
     if top and not body.get("logprobs"):
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")

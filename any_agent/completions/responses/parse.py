@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from any_agent.completions.params import TABLE, ChatCall
-from any_agent.completions.params.grammar import grammar_text, schema_grammar
+from any_agent.completions.params.grammar import grammar_text, schema_grammar, unless_forced
 from any_agent.completions.params.parse import sort_out, untrainable_by
 from any_agent.completions.params.responses_rows import MAX_FORMAT_NAME
 from any_agent.completions.params.rows import MAX_NOTE_BYTES, UnknownParameters
@@ -48,12 +48,7 @@ def parse_responses(
     include = _include(body.get("include"))
     tools, shown_tools, forced, choice = chat_tools_of(body)
     grammar, text = _text(body.get("text"))
-    if grammar is not None and shown_tools:
-        raise InvalidRequest(
-            "an answer of a given format cannot be a call: leave text.format out, or the tools "
-            "(tool_choice: none)",
-            param="text.format",
-        )
+    grammar, asked_by = unless_forced(grammar, "text.format", forced, rest)
     effort, reasoning = _reasoning(body.get("reasoning"))
     _check_stream_options(body.get("stream_options"))
     messages, before = _messages(body, tree, context_length)
@@ -88,7 +83,7 @@ def parse_responses(
         reasoning_effort=effort,
         forced_call=forced,
         parallel_tool_calls=body.get("parallel_tool_calls") is not False,
-        format_parameter="text.format" if grammar is not None else None,
+        format_parameter=asked_by if grammar is not None else None,
         untrainable=untrainable_by(gconfig, forced),
         id_prefix=ID_PREFIX,
         prompt_parameter="input",
