@@ -115,8 +115,8 @@ OVERRIDES = Metric(
 IGNORED = Metric(
     "any_agent_ignored_parameters_total",
     "counter",
-    "Completed calls with a parameter that nobody here knows, which was recorded without effect, "
-    "by its name; of names beyond the first 32, other.",
+    "Completed calls with a parameter that had no effect (see x-any-agent-ignored), by its name; "
+    "of names beyond the first 32, other.",
     ("parameter",),
 )
 UNTRAINABLE = Metric(

@@ -124,7 +124,7 @@ _INTERACTION_HEADERS = {
     "x-any-agent-version": {"description": "The newest weights of its tokens.", "schema": _TEXT},
     "x-any-agent-overrides": {"description": "What the run replaced, as JSON.", "schema": _TEXT},
     "x-any-agent-ignored": {
-        "description": "Parameters without effect that nobody here knows, separated by commas.",
+        "description": "Parameters that had no effect, as nobody here knows them; with commas.",
         "schema": _TEXT,
     },
 }

@@ -176,8 +176,8 @@ class Completer:
         if call.forced_call is not None:
             forced = _forced_ids(past.chat, prompt, call.forced_call)
             prompt = replace(prompt, ids=np.concatenate([prompt.ids, id_array(forced)]))
-        elif gconfig.grammar is not None and call.tools:
-            gconfig = gconfig.new(grammar=_text_or_calls(past.chat, prompt, call, gconfig.grammar))
+        elif gconfig.grammar is not None:
+            gconfig = gconfig.new(grammar=_grammar(past.chat, prompt, call, gconfig.grammar))
         gconfig = self._fitting(gconfig, prompt, call)
         new = call.messages[prompt.covered :]
         return tuple(
@@ -428,10 +428,14 @@ def _forced_ids(chat: ChatFormat, prompt: Prompt, name: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _text_or_calls(chat: ChatFormat, prompt: Prompt, call: ChatCall, grammar: str) -> str:
-    """The grammar of an answer that keeps to this one or calls tools."""
+def _grammar(chat: ChatFormat, prompt: Prompt, call: ChatCall, grammar: str) -> str:
+    """That of the answer's text, or of its calls if there are tools, after open reasoning."""
     names = [tool["function"]["name"] for tool in call.tools or ()]
+    if not names and not chat.ends_in_reasoning(prompt.ids):
+        return grammar
     tag = chat.text_or_calls(prompt.ids, format_part(grammar), names)
+    if tag is None and not names:
+        return grammar
     odd = next((name for name in names if not _PLAIN_NAME.fullmatch(name)), None)
     if tag is None or odd is not None:
         why = "its answers do not tell a call from a text of that format"

@@ -29,20 +29,17 @@ class Choosing:
         self._cut = re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
     def grammar(self, text: Part, names: Sequence[str], *, in_reasoning: bool) -> Part | None:
-        """For an answer that is this text, or calls of these tools, after open reasoning.
+        """For an answer that is this text, or calls of these tools if there are any, after
+        ``in_reasoning``: reasoning that the prompt has opened.
 
         None where a call could not be told from a text: it begins with no token of its own.
         """
+        answer = _row(*self._written(self._grammar.text_opening), text)
         calls = self._grammar.calls
-        if calls is None or self._written(calls.opening + calls.begin)[0]["type"] != "token":
-            return None
-        answer = {
-            "type": "or",
-            "elements": [
-                _row(*self._written(self._grammar.text_opening), text),
-                self._calls(calls, names),
-            ],
-        }
+        if names:
+            if calls is None or self._written(calls.opening + calls.begin)[0]["type"] != "token":
+                return None
+            answer = {"type": "or", "elements": [answer, self._calls(calls, names)]}
         if in_reasoning:
             end, *rest = self._written(self._grammar.leave_reasoning.lstrip())
             answer = _row(self._until(_const(""), end), *rest, answer)

@@ -109,7 +109,7 @@ class OutputReader:
     def text_or_calls(
         self, prompt_ids: Sequence[int] | IdArray, text: Part, names: Sequence[str]
     ) -> Part | None:
-        """A grammar for an answer that is this text or calls these tools; see :class:`Choosing`."""
+        """A grammar of :class:`Choosing`; None where the family is not known."""
         if self._choosing is None:
             return None
         in_reasoning = self.ends_in_reasoning(prompt_ids)

@@ -283,8 +283,9 @@ _HONOURED = (
         "honoured",
         {"type": "object"},
         "`text`; `json_object`; `json_schema`, strict or not, of at most "
-        f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels. Not together with tools that "
-        "the model may call.",
+        f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels. With tools, the answer has "
+        "this format or is calls, whose arguments are JSON then; a call that is forced has no "
+        "format.",
         CHAT,
         untrainable="grammar",
         checked=False,

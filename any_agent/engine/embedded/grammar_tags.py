@@ -22,7 +22,7 @@ def lark_of(tag: Any) -> str:
 def _part(part: Any, rules: list[str]) -> str:
     match part:
         case {"type": "const_string", "value": str(text)}:
-            return json.dumps(text)
+            return json.dumps(text, ensure_ascii=False)
         case {"type": "token", "token": int(token)}:
             return f"<[{token}]>"
         case {"type": "json_schema", "json_schema": schema}:
@@ -48,7 +48,7 @@ def _rule(body: str, rules: list[str]) -> str:
 
 
 def _edge(edge: Any, rules: list[str]) -> str:
-    return json.dumps(edge) if isinstance(edge, str) else _part(edge, rules)
+    return json.dumps(edge, ensure_ascii=False) if isinstance(edge, str) else _part(edge, rules)
 
 
 def _until(end: Any, rules: list[str]) -> str:
