@@ -124,7 +124,7 @@ _INTERACTION_HEADERS = {
     "x-any-agent-version": {"description": "The newest weights of its tokens.", "schema": _TEXT},
     "x-any-agent-overrides": {"description": "What the run replaced, as JSON.", "schema": _TEXT},
     "x-any-agent-ignored": {
-        "description": "Parameters that had no effect, as nobody here knows them; with commas.",
+        "description": "Names of parameters that had no effect, separated by commas.",
         "schema": _TEXT,
     },
 }

@@ -17,8 +17,9 @@ MAX_UNKNOWN = 32
 _MAX_NAME = 64
 _UNPLAIN = re.compile(r"[^A-Za-z0-9._-]")
 _SECRET = re.compile(
-    r"(api|access|private|session).?key|secret|passw|auth|credential|bearer|cookie|"
-    r"(^|[^a-z])(token|sk-)",
+    r"(api|access|private|session).?key|secret|passw|auth|credential|bearer|cookie|header|"
+    r"api_base|base_url|"
+    r"(^|[^a-z])(token(?!s)|sk-)",
     re.I,
 )
 _MEANT = frozenset(row.name for row in PARAMETERS if row.kind != "harmless")
