@@ -87,8 +87,14 @@ def test_keys_are_not_kept(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("told", [{}, REFUSE])
 @pytest.mark.parametrize(
     ("api", "name"),
-    [("chat", "max_output_tokens"), ("messages", "n"), ("responses", "messages")]
-    + [("completions", "tools"), ("messages", "audio"), ("responses", "logprobs")],
+    [
+        ("chat", "max_output_tokens"),
+        ("completions", "tools"),
+        ("responses", "messages"),
+        ("responses", "logprobs"),
+        ("messages", "n"),
+        ("messages", "audio"),
+    ],
 )
 def test_what_means_something_at_another_route_is_refused(
     api: Api, name: str, told: dict[str, Any]

@@ -42,7 +42,9 @@ class Bench:
         self.client = client
         chat = fam.chat
         short = ["}", '{"', '"', ":", "1", "add", ">"]
-        ids = [i for text in short if len(ids := chat.encode(text, special=False)) == 1 for i in ids]
+        ids = [
+            i for text in short if len(ids := chat.encode(text, special=False)) == 1 for i in ids
+        ]
         ids += [chat.tokenizer.get_vocab().get(mark) for mark in MARKS]
         self.bias = {str(i): 4 for i in [*ids, *fam.end_ids] if i is not None}
 

@@ -14,7 +14,7 @@ from any_agent.chat.output.grammar import CallSyntax, OutputGrammar
 
 Part: TypeAlias = dict[str, Any]
 
-_ARGUMENTS: Part = {"type": "json_schema", "json_schema": {"type": "object"}}
+_OBJECT: Part = {"type": "json_schema", "json_schema": {"type": "object"}}
 _KEY: Part = {"type": "regex", "pattern": "[A-Za-z0-9_.-]{1,64}"}
 
 
@@ -39,7 +39,7 @@ class Choosing:
         if names:
             if calls is None or self._written(calls.opening + calls.begin)[0]["type"] != "token":
                 return None
-            answer = {"type": "or", "elements": [answer, self._calls(calls, names)]}
+            answer = _or(answer, self._calls(calls, names))
         if in_reasoning:
             end, *rest = self._written(self._grammar.leave_reasoning.lstrip())
             answer = _row(self._until(_const(""), end), *rest, answer)
@@ -48,9 +48,11 @@ class Choosing:
     def _calls(self, calls: CallSyntax, names: Sequence[str]) -> Part:
         one = _row(
             *self._written(calls.begin),
-            {"type": "or", "elements": [_const(name) for name in names]},
+            _or(*map(_const, names)),
             *self._written(calls.between),
-            _ARGUMENTS if calls.parameter is None else self._parameters(*calls.parameter),
+            _or(_row(_const(" "), _OBJECT), _OBJECT)
+            if calls.parameter is None
+            else self._parameters(*calls.parameter),
             *self._written(calls.end),
         )
         more: list[Part] = []
@@ -85,6 +87,10 @@ class Choosing:
 
 def _const(text: str) -> Part:
     return {"type": "const_string", "value": text}
+
+
+def _or(*parts: Part) -> Part:
+    return {"type": "or", "elements": list(parts)}
 
 
 def _row(*parts: Part) -> Part:

@@ -7,8 +7,8 @@ from typing import Any
 
 from any_agent.chat.output.buffered import BufferedParser, WholeParser
 from any_agent.chat.output.builder import MessageBuilder
-from any_agent.chat.output.choosing import Choosing, Part
 from any_agent.chat.output.callids import CallIds
+from any_agent.chat.output.choosing import Choosing, Part
 from any_agent.chat.output.detokenise import detokeniser_factory
 from any_agent.chat.output.grammar import OutputGrammar
 from any_agent.chat.output.grammars import grammar_of

@@ -62,7 +62,7 @@ def with_tool_calls(messages: list[Message]) -> list[Message]:
             out.append(message)
         elif message.get("role") == "function":
             # Which call it answers, only the order says.
-            answers = {} if last is None else {"tool_call_id": last}
+            answers: dict[str, str] = {} if last is None else {"tool_call_id": last}
             out.append({**message, "role": "tool", **answers})
         else:
             last = f"call_{k}"

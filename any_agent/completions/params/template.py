@@ -72,6 +72,4 @@ def _on(name: str, value: Any) -> bool | None:
 
 def _require_same(name: str, value: Any, other: str, than: Any) -> None:
     if type(value) is not type(than) or value != than:
-        raise InvalidRequest(
-            f"{name} and {other} contradict each other: leave one out", param=name
-        )
+        raise InvalidRequest(f"{name} and {other} contradict each other: leave one out", param=name)
