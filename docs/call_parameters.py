@@ -15,9 +15,16 @@ it. -->
 
 Each route of model calls knows three classes of parameters. Honoured ones shape the call. Harmless
 ones are recorded and change nothing. Refused ones answer 400 `unsupported_parameter`, because
-ignoring them would answer, and train on, something other than what was asked; so does every name
-that is not here, whatever its value. Null is as if a parameter of these tables were left out. A
-value of another form is a 400 `invalid_request`. Each error names the parameter.
+ignoring them would answer, and train on, something other than what was asked. Null is as if a
+parameter were left out. A value of another form is a 400 `invalid_request`. Each error names the
+parameter.
+
+A name that is in none of these tables is recorded and has no effect: the answer's header
+`x-any-agent-ignored` names it, so does the interaction's `ignored`, and
+`any_agent_ignored_parameters_total` counts it. At most 32 such names are taken in one call, each
+cut to 64 letters, digits, `.`, `_` and `-`; their values are recorded up to 16 KiB in all, and
+never where they look like a key. With `server.unknown_parameters=refuse` such a call is a 400
+`unsupported_parameter`, as is always a name that means something at another route here.
 
 In train sessions the run's `sampling` replaces what agents ask for. The answer's header
 `x-any-agent-overrides` lists what was replaced, with what was used, as JSON; the interaction keeps

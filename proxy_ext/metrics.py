@@ -112,6 +112,13 @@ OVERRIDES = Metric(
     "Completed calls in which the run's sampling replaced what the agent asked for.",
     ("parameter",),
 )
+IGNORED = Metric(
+    "any_agent_ignored_parameters_total",
+    "counter",
+    "Completed calls with a parameter that had no effect (see x-any-agent-ignored), by its name; "
+    "of names beyond the first 32, other.",
+    ("parameter",),
+)
 UNTRAINABLE = Metric(
     "any_agent_untrainable_interactions_total",
     "counter",
@@ -359,6 +366,7 @@ def _calls(service: Service) -> Iterable[Reading]:
     yield INTERACTIONS, _by_two(stats.interactions, tuple(SessionMode), CONTINUATIONS)
     yield BRANCHES, _by_one(stats.branches)
     yield OVERRIDES, _by_one(stats.overrides)
+    yield IGNORED, _by_one(stats.ignored)
     lost = Counter(undelivered=service.sessions.undelivered)
     yield UNTRAINABLE, _by_one(stats.untrainable + lost, REASONS)
     yield RETRIES, {(got,): stats.retries[got] for got in get_args(Retried)}

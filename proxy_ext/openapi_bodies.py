@@ -123,6 +123,10 @@ _INTERACTION_HEADERS = {
     "x-any-agent-session": {"description": "Its session.", "schema": _TEXT},
     "x-any-agent-version": {"description": "The newest weights of its tokens.", "schema": _TEXT},
     "x-any-agent-overrides": {"description": "What the run replaced, as JSON.", "schema": _TEXT},
+    "x-any-agent-ignored": {
+        "description": "Names of parameters that had no effect, separated by commas.",
+        "schema": _TEXT,
+    },
 }
 
 

@@ -170,6 +170,21 @@ class ChatFormat:
         text = self._reader.open_call(plain_ids(prompt_ids[-_TAIL:]), name or None)
         return None if text is None else self.encode(text, special=False)
 
+    def ends_in_reasoning(self, prompt_ids: Sequence[int] | IdArray) -> bool:
+        """Whether the prompt has opened the answer's reasoning."""
+        return self._reader.ends_in_reasoning(prompt_ids)
+
+    def text_or_calls(
+        self, prompt_ids: Sequence[int] | IdArray, text: Mapping[str, Any], names: Sequence[str]
+    ) -> dict[str, Any] | None:
+        """A structural tag for an answer to this prompt that has a form, or calls these tools.
+
+        Reasoning that the prompt has opened comes first, and is free. ``text``: the form, as a
+        part of a structural tag (`json_schema`, `regex`). None where a call of this family could
+        not be told from a text.
+        """
+        return self._reader.text_or_calls(prompt_ids, dict(text), names)
+
     @property
     def spans(self) -> Spans:
         """Which of an output's tokens are reasoning, and which are text."""

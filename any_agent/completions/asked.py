@@ -14,7 +14,13 @@ from any_agent.completions.answers import Answer
 from any_agent.completions.answers.chat import ChatAnswer
 from any_agent.completions.answers.logprobs import TokenLogprobs
 from any_agent.completions.answers.text import TextAnswer
-from any_agent.completions.params import TOKEN_LIMITS, ChatCall, parse_chat, parse_completion
+from any_agent.completions.params import (
+    TOKEN_LIMITS,
+    ChatCall,
+    UnknownParameters,
+    parse_chat,
+    parse_completion,
+)
 from any_agent.completions.prepared import Head
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
 
@@ -41,18 +47,33 @@ class Rules:
     sampling: GenerationHyperparameters
     model: str
     """What the policy is called where a request names no model."""
+    unknown: UnknownParameters = "record"
+    """What becomes of parameters that nobody here knows."""
 
 
 def chat_asked(body: Any, rules: Rules, chat: ChatFormat) -> Asked:
     """Of `/chat/completions`; raises as :func:`parse_chat`."""
-    call = parse_chat(body, mode=rules.mode, sampling=rules.sampling, model=rules.model)
+    call = parse_chat(
+        body,
+        mode=rules.mode,
+        sampling=rules.sampling,
+        model=rules.model,
+        known_settings=chat.writer.known_settings,
+        unknown=rules.unknown,
+    )
     logprobs = token_logprobs(chat)
     return Asked(call, lambda head, version: ChatAnswer(call, head, logprobs, f"v{version}"))
 
 
 def text_asked(body: Any, rules: Rules, chat: ChatFormat) -> Asked:
     """Of `/completions`; raises as :func:`parse_completion`."""
-    call = parse_completion(body, mode=rules.mode, sampling=rules.sampling, model=rules.model)
+    call = parse_completion(
+        body,
+        mode=rules.mode,
+        sampling=rules.sampling,
+        model=rules.model,
+        unknown=rules.unknown,
+    )
     logprobs = token_logprobs(chat)
     return Asked(call, lambda head, version: TextAnswer(call, head, logprobs, f"v{version}", chat))
 
@@ -91,4 +112,6 @@ def headers_of(call: ChatCall, head: Head, version: int, session_id: str | None)
             for name in sorted(call.overrides)
         }
         out["x-any-agent-overrides"] = json.dumps(used)
+    if call.ignored:
+        out["x-any-agent-ignored"] = ", ".join(call.ignored)
     return out

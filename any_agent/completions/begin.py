@@ -22,7 +22,12 @@ LONG_TEXT = 65_536
 LONG_WHOLE = 4 * LONG_TEXT
 """Of a whole conversation, which is rendered where its new messages alone cannot be."""
 _NOTHING = Capabilities(
-    top_logprobs=False, penalties=False, min_p=False, logit_bias=False, grammar=False
+    top_logprobs=False,
+    penalties=False,
+    min_p=False,
+    logit_bias=False,
+    grammar=False,
+    structural_tag=False,
 )
 
 

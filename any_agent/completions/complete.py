@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from array import array
@@ -11,10 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import orjson
 
 from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, chain_keys
 from any_agent.chat.output.stream import StreamParser
 from any_agent.completions.params import ChatCall, choice_seed
+from any_agent.completions.params.grammar import format_part
+from any_agent.completions.params.values import shown
 from any_agent.completions.parent import Found
 from any_agent.completions.prepared import (
     Choice,
@@ -54,6 +58,7 @@ from any_agent.types import (
     logprob_array,
 )
 
+_PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)
 VERSION_GONE = "version_gone"
 """Why a call is untrainable that a weight update cut off in a session pinned to one version."""
 
@@ -152,6 +157,9 @@ class Completer:
         stop_ids = {*call.gconfig.stop_token_ids, *chat.stop_token_ids}
         if call.tools and not call.parallel_tool_calls:
             stop_ids |= set(_one_call_stops(chat))
+        elif call.tools and call.legacy_functions:
+            # Where no token says that one call is complete, only the first one is told.
+            stop_ids |= set(chat.one_call_stop_ids() or ())
         return call.gconfig.new(stop_token_ids=tuple(sorted(stop_ids)))
 
     def _chat_choices(
@@ -168,6 +176,8 @@ class Completer:
         if call.forced_call is not None:
             forced = _forced_ids(past.chat, prompt, call.forced_call)
             prompt = replace(prompt, ids=np.concatenate([prompt.ids, id_array(forced)]))
+        elif gconfig.grammar is not None:
+            gconfig = gconfig.new(grammar=_grammar(past.chat, prompt, call, gconfig.grammar))
         gconfig = self._fitting(gconfig, prompt, call)
         new = call.messages[prompt.covered :]
         return tuple(
@@ -301,6 +311,8 @@ class Completer:
             "mixed_cache": self._keeps_cache and len(set(sampled.versions)) > 1,
         }
         request.update(call.kept)  # type: ignore[typeddict-item]
+        if call.ignored:
+            request["ignored"] = list(call.ignored)
         if choice.forced:
             request["forced"] = len(choice.forced)
         if parsed.order:
@@ -414,6 +426,27 @@ def _forced_ids(chat: ChatFormat, prompt: Prompt, name: str) -> tuple[int, ...]:
             param="tool_choice",
         )
     return tuple(ids)
+
+
+def _grammar(chat: ChatFormat, prompt: Prompt, call: ChatCall, grammar: str) -> str:
+    """That of the answer's text, or of its calls if there are tools, after open reasoning."""
+    names = [tool["function"]["name"] for tool in call.tools or ()]
+    if not names and not chat.ends_in_reasoning(prompt.ids):
+        return grammar
+    tag = chat.text_or_calls(prompt.ids, format_part(grammar), names)
+    if tag is None and not names:
+        return grammar
+    odd = next((name for name in names if not _PLAIN_NAME.fullmatch(name)), None)
+    if tag is None or odd is not None:
+        why = "its answers do not tell a call from a text of that format"
+        if tag is not None:
+            why = f"the tool {shown(odd)} is called by more than letters, digits, _, . and -"
+        raise UnsupportedParameter(
+            f"{call.format_parameter} together with tools is not supported for this model here: "
+            f"{why}; leave one of them out, or send tool_choice none or required",
+            param=call.format_parameter,
+        )
+    return orjson.dumps({"structural_tag": tag}).decode()
 
 
 def _message(call: ChatCall, parsed: ParsedMessage) -> Message:

@@ -17,6 +17,9 @@ class RequestRecord(TypedDict, total=False):
     """Parameters without effect, as they came, and those whose effect is in the prompt's ids alone:
     ``reasoning_effort``, ``chat_template_kwargs``, ``tool_choice``; and
     ``parallel_tool_calls: false``, by which the answer ends after one call."""
+    ignored: list[str]
+    """Parameters that nobody here knows, by plain names; values that may be kept are among
+    ``recorded``."""
     forced: int
     """How many ids at the prompt's end open the call that was forced: they are read as output, and
     are no output ids."""

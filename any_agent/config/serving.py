@@ -85,6 +85,9 @@ class ServerConfig(Section):
     not hold on network file systems. null: in the run's folder."""
     drain_timeout: float = Field(20.0, ge=0)
     """Seconds that requests under way have for their end after SIGTERM."""
+    unknown_parameters: Literal["record", "refuse"] = "record"
+    """What a model call gets that has a parameter which nobody here knows: it is recorded without
+    effect and named by the answer's `x-any-agent-ignored`; or the call is a 400 that names it."""
     client_timeout: float = Field(60.0, gt=0)
     """Seconds after which a client that takes no byte of its answer is cut off."""
 

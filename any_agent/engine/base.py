@@ -20,6 +20,8 @@ class Capabilities:
     logit_bias: bool = True
     grammar: bool = True
     """JSON schemas and regular expressions."""
+    structural_tag: bool = True
+    """Grammars by which an answer has a given form or calls tools."""
     seed: bool = True
     """Whether a seed decides the draws; an engine that cannot ignores it."""
 

@@ -68,8 +68,10 @@ def _sampling(g: GenerationHyperparameters) -> dict[str, Any]:
 
 
 def _grammar(text: str) -> dict[str, str]:
-    """SGLang's parameter for a grammar; a schema is a string of JSON there."""
+    """SGLang's parameter for a grammar; a schema or a tag is a string of JSON there."""
     grammar = orjson.loads(text)
+    if "structural_tag" in grammar:
+        return {"structural_tag": orjson.dumps(grammar["structural_tag"]).decode()}
     if "regex" in grammar:
         return {"regex": grammar["regex"]}
     if grammar.get("json_object"):
@@ -101,14 +103,16 @@ def slots_of(info: dict[str, Any]) -> int | None:
 def capabilities_of(info: dict[str, Any]) -> Capabilities:
     """What an engine can do, from its `/server_info`.
 
-    The embedded engine lists it. SGLang can do all but grammars without a backend for them, and
-    seeds without deterministic inference.
+    The embedded engine lists it. SGLang can do all but grammars without a backend for them,
+    those of several parts with another one than xgrammar, and seeds without deterministic
+    inference.
     """
     told = info.get("capabilities")
     if isinstance(told, list):
         return Capabilities(**{name: name in told for name in Capabilities.names()})
     return Capabilities(
         grammar=info.get("grammar_backend") != "none",
+        structural_tag=info.get("grammar_backend", "xgrammar") == "xgrammar",
         seed=info.get("enable_deterministic_inference") is True,
     )
 

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Literal, TypeAlias
 
 from any_agent.completions import Completion, Prepared
-from any_agent.completions.untrainable import code_of
+from any_agent.completions.untrainable import OTHER, code_of
 from any_agent.metrics import Histogram
 from any_agent.types import Continuation, SessionMode
 
@@ -18,6 +18,7 @@ NO_SESSION = "none"
 """The mode of calls without a session: inference, once training is over."""
 FIRST = "first"
 """How the first call of a session continues what was recorded."""
+_MOST_NAMES = 32
 CALL_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
@@ -41,6 +42,9 @@ class CallStats:
         self.output_tokens: Counter[str] = Counter()
         self.overrides: Counter[str] = Counter()
         """Calls in which the run's sampling replaced the agent's, by parameter."""
+        self.ignored: Counter[str] = Counter()
+        """Calls with a parameter that nobody here knows, by its name. Only so many names are told
+        apart: they are clients' own words."""
         self.retries: Counter[Retried] = Counter()
         """Marked retries, by what they got."""
 
@@ -75,6 +79,9 @@ class CallTimer:
         stats.prompt_tokens[self._mode] += self._prepared.prompt_tokens
         for parameter in self._prepared.call.overrides:
             stats.overrides[parameter] += 1
+        for name in self._prepared.call.ignored:
+            known = name in stats.ignored or len(stats.ignored) < _MOST_NAMES
+            stats.ignored[name if known else OTHER] += 1
 
     def recorded(self, completion: Completion, *, earlier: int | None) -> None:
         """A choice is durable; ``earlier``: interactions that its session had before the call, None

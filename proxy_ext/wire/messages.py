@@ -53,6 +53,7 @@ async def count(service: Service, request: Request) -> Response:
             body,
             model=service.config.model.name,
             known_settings=service.completer.chat.writer.known_settings,
+            unknown=service.config.server.unknown_parameters,
         )
         call = await parsed(parse, len(await request.body()))
         with service.sessions.trees.pinned(session) if session is not None else nullcontext():

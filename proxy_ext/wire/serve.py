@@ -54,7 +54,8 @@ class Asking:
             sampling = sampling.new(temperature=1.0)
         elif self.mode is SessionMode.EVAL:
             sampling = self.service.eval_sampling
-        return Rules(self.mode, sampling, self.service.config.model.name)
+        config = self.service.config
+        return Rules(self.mode, sampling, config.model.name, config.server.unknown_parameters)
 
 
 Parse: TypeAlias = Callable[[Asking], Asked]

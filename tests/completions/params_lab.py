@@ -36,9 +36,11 @@ def parse(
     *,
     api: Api = "chat",
     body: Any = _LEAST,
+    told: dict[str, Any] | None = None,
     **fields: Any,
 ) -> ChatCall:
-    """``parse("eval", temperature=0)``: the least that can be asked, and these."""
+    """``parse("eval", temperature=0)``: the least that can be asked, and these. ``told``: further
+    arguments of the parser."""
     if body is _LEAST:
         body = {**BODIES[api], **fields}
-    return PARSERS[api](body, mode=SessionMode(mode), sampling=run, model="policy")
+    return PARSERS[api](body, mode=SessionMode(mode), sampling=run, model="policy", **told or {})

@@ -108,6 +108,7 @@ def test_true_is_no_number() -> None:
 
 BENDING: dict[str, Any] = {
     "tool_choice": "required",
+    "function_call": {"name": "f"},
     "temperature": 0,
     "top_p": 0.5,
     "top_k": 3,
@@ -146,6 +147,8 @@ def test_what_bends_the_distribution_is_untrainable(each: tuple[Api, Parameter])
         return
     assert row.untrainable in REASONS
     fields = {row.name: bending[row.name]}
+    if row.name == "function_call":
+        fields["functions"] = [{"name": "f"}]
     if row.name == "tool_choice":
         fields["tools"] = [TOOLS.get(api, TOOL)]
     assert parse("eval", api=api, **fields).untrainable == row.untrainable
@@ -160,7 +163,7 @@ def test_what_bends_the_distribution_is_untrainable(each: tuple[Api, Parameter])
 @pytest.mark.parametrize("key", ["beam_width", "api_base", "num_retries", "\n" * 500, "x" * 500])
 def test_unknown_ones_are_refused_by_name(key: str) -> None:
     with pytest.raises(UnsupportedParameter, match="unknown parameter") as raised:
-        parse(**{key: 1})
+        parse(told={"unknown": "refuse"}, **{key: 1})
     assert len(raised.value.message) < 200
     assert raised.value.param
     assert raised.value.param.isprintable()
@@ -177,7 +180,7 @@ def test_parameters_of_the_other_route_are_unknown(api: Api, key: str) -> None:
 
 def test_a_misspelt_name_has_a_hint() -> None:
     with pytest.raises(UnsupportedParameter, match="did you mean max_tokens"):
-        parse(max_token=1)
+        parse(told={"unknown": "refuse"}, max_token=1)
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 5, True])

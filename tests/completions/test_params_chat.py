@@ -354,8 +354,18 @@ def test_formats_that_cannot_be_had(asked: dict[str, Any]) -> None:
 def test_one_format_at_a_time() -> None:
     with pytest.raises(InvalidRequest, match="guided_regex and regex contradict"):
         parse(guided_regex="a", regex="a")
-    with pytest.raises(InvalidRequest, match="tool_choice: none"):
-        parse(response_format={"type": "json_object"}, tools=[TOOL])
-    assert parse(
-        response_format={"type": "json_object"}, tools=[TOOL], tool_choice="none"
-    ).gconfig.grammar
+
+
+@pytest.mark.parametrize(
+    ("choice", "grammar", "tools", "why"),
+    [("auto", True, True, "grammar"), ("none", True, False, "grammar")]
+    + [(choice, False, True, "tool_choice") for choice in ("required", {"type": "function"})],
+)
+def test_a_format_and_tools(choice: Any, grammar: bool, tools: bool, why: str) -> None:
+    if isinstance(choice, dict):
+        choice["function"] = {"name": "f"}
+    call = parse(response_format={"type": "json_object"}, tools=[TOOL], tool_choice=choice)
+    assert (call.gconfig.grammar is not None, bool(call.tools)) == (grammar, tools)
+    assert call.untrainable == why
+    # A call that is forced has no format, and says so.
+    assert call.ignored == (() if grammar else ("response_format",))

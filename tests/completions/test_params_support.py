@@ -10,7 +10,7 @@ import pytest
 from any_agent.completions.params import require_supported
 from any_agent.engine import Capabilities
 from any_agent.errors import InvalidRequest, UnsupportedParameter
-from tests.completions.params_lab import parse
+from tests.completions.params_lab import TOOL, parse
 
 ALL = Capabilities()
 
@@ -27,6 +27,11 @@ ALL = Capabilities()
         ("logit_bias", "chat", {"logit_bias": {"5": 1}}),
         ("grammar", "chat", {"response_format": {"type": "json_object"}}),
         ("grammar", "completions", {"guided_regex": "a"}),
+        (
+            "structural_tag",
+            "chat",
+            {"response_format": {"type": "json_object"}, "tools": [TOOL]},
+        ),
     ],
 )
 def test_what_the_engine_cannot_do(capability: str, api: Any, asked: dict[str, Any]) -> None:

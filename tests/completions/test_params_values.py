@@ -112,6 +112,7 @@ def test_the_schemas_of_bodies_are_schemas(api: Any) -> None:
     jsonschema.Draft202012Validator.check_schema(schema)
     least = {"messages": [{}]} if api == "chat" else {"prompt": "x"}
     jsonschema.validate({**least, "temperature": None, "user": ""}, schema)
-    for wrong in ({}, {**least, "unknown": 1}, {**least, "n": 0}, dict.fromkeys(least)):
+    jsonschema.validate({**least, "unknown": 1}, schema)
+    for wrong in ({}, {**least, "n": 0}, dict.fromkeys(least)):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)

@@ -217,6 +217,9 @@ def test_capabilities() -> None:
         (True,) * 3 + (False,)
     )
     assert not capabilities_of({"grammar_backend": "none"}).grammar
+    backends = ("xgrammar", "llguidance", "none")
+    tags = [capabilities_of({"grammar_backend": each}).structural_tag for each in backends]
+    assert tags == [True, False, False]
     assert capabilities_of({"enable_deterministic_inference": True}).seed
     listed = capabilities_of({"capabilities": ["min_p", "seed"]})
     assert (listed.min_p, listed.seed, listed.grammar, listed.top_logprobs) == (

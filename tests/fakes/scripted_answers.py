@@ -30,6 +30,7 @@ _OTHERS = {
     "logit_bias",
     "json_schema",
     "regex",
+    "structural_tag",
 }
 
 

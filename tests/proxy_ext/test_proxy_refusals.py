@@ -55,7 +55,7 @@ async def test_bad_calls(proxy: Proxy, engine: ScriptedEngine) -> None:
         ({"n": 0}, "invalid_request", "n must be an integer from 1 to 128"),
         ({"n": 129}, "invalid_request", "n must be an integer from 1 to 128"),
         ({"best_of": 2}, "unsupported_parameter", "best_of"),
-        ({"no_such_thing": 1}, "unsupported_parameter", "no_such_thing"),
+        ({"max_output_tokens": 1}, "unsupported_parameter", "max_output_tokens"),
         ({"frequency_penalty": 5}, "invalid_request", "frequency_penalty"),
         ({"logit_bias": {"x": 3}}, "invalid_request", "logit_bias"),
         ({"logit_bias": {"999999": 3}}, "invalid_request", "vocabulary"),
@@ -81,7 +81,6 @@ async def test_bad_calls(proxy: Proxy, engine: ScriptedEngine) -> None:
         ({"stream_options": []}, "", ""),
         ({"stream_options": 5}, "invalid_request", "stream_options"),
         ({"model": 5}, "invalid_request", "model must be a string"),
-        ({"api_base": "http://x"}, "unsupported_parameter", "api_base"),
     ]
     for change, code, says in cases:
         body = {"messages": HELLO, "max_tokens": 2} | change

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from any_agent.chat.output.builder import MessageBuilder
+from any_agent.chat.output.jsontext import quoted
 from any_agent.chat.output.machine import CallReader, InReasoning, Machine, OutputMachine
 from any_agent.chat.output.marks import THINK_CLOSE, THINK_OPEN
 from any_agent.types import Tool
@@ -17,18 +18,47 @@ NewMachine = Callable[[MessageBuilder, Sequence[Tool], bool], Machine]
 
 
 @dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """What a family's models write around a call's name and arguments."""
+
+    begin: str
+    """Up to the name."""
+    between: str
+    """From the name to the arguments."""
+    end: str
+    opening: str = ""
+    """Before the first call, ``closing`` after the last."""
+    closing: str = ""
+    separator: str | None = "\n"
+    """Between two calls; None: one at a time."""
+    parameter: tuple[str, str, str] | None = None
+    """Around each argument's name and value; None: the arguments are a JSON object."""
+
+    def open(self, name: str | None) -> str:
+        """The text that makes the model call this tool (any one, if None); where it may write
+        on."""
+        begun = self.opening + self.begin
+        if name is None:
+            return begun
+        # A name in quotes is a JSON string.
+        return begun + (quoted(name)[1:-1] if begun.endswith('"name": "') else name) + self.between
+
+
+@dataclass(frozen=True, slots=True)
 class OutputGrammar:
     """One family's markers, and how its outputs are read and its calls begun."""
 
     marks: Mapping[str, str]
     """The markers' texts and kinds."""
     new_machine: NewMachine
-    open_call: Callable[[str | None], str] | None = None
-    """The text that makes the model call this tool (any one, if None); where it may write on."""
+    calls: CallSyntax | None = None
+    """None: how its models begin a call is not known."""
     one_call_stop: str | None = None
     """The token after which one call is whole."""
     leave_reasoning: str = "\n</think>\n\n"
     """The text that ends open reasoning."""
+    text_opening: str = ""
+    """What stands before an answer in text."""
     turn_start: str | None = None
     """The token from which on a prompt's end is the output's own header; None: no headers."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from any_agent.chat.output.buffered import BufferedParser, WholeParser
 from any_agent.chat.output.builder import MessageBuilder
 from any_agent.chat.output.callids import CallIds
+from any_agent.chat.output.choosing import Choosing, Part
 from any_agent.chat.output.detokenise import detokeniser_factory
 from any_agent.chat.output.grammar import OutputGrammar
 from any_agent.chat.output.grammars import grammar_of
@@ -53,6 +54,7 @@ class OutputReader:
         in_text = {mark: kind for mark, kind in marks.items() if mark not in self._vocab}
         self._markers = Markers(by_id, self._stop_ids, in_text)
         self.spans = Spans(by_id)
+        self._choosing = Choosing(self.grammar, self._vocab) if self.grammar else None
         self.one_call_stop_ids = self._one_call_stop_ids()
         """The tokens after which one call is whole; None if no one token says so."""
 
@@ -99,10 +101,19 @@ class OutputReader:
 
         Special tokens are spelled out. None if no such text is known for this model.
         """
-        if self.grammar is None or self.grammar.open_call is None:
+        if self.grammar is None or self.grammar.calls is None:
             return None
         before = self.grammar.leave_reasoning if self.ends_in_reasoning(prompt_ids) else ""
-        return before + self.grammar.open_call(name)
+        return before + self.grammar.calls.open(name)
+
+    def text_or_calls(
+        self, prompt_ids: Sequence[int] | IdArray, text: Part, names: Sequence[str]
+    ) -> Part | None:
+        """A grammar of :class:`Choosing`; None where the family is not known."""
+        if self._choosing is None:
+            return None
+        in_reasoning = self.ends_in_reasoning(prompt_ids)
+        return self._choosing.grammar(text, names, in_reasoning=in_reasoning)
 
     def _one_call_stop_ids(self) -> tuple[int, ...] | None:
         stop = self.grammar.one_call_stop if self.grammar else None

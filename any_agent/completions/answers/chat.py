@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -63,6 +64,8 @@ class ChatAnswer:
             said = b'{"content":%b}' % orjson.dumps(message.content)
         else:
             fields = {key: value for key in _SAID if (value := getattr(message, key))}
+            if self._call.legacy_functions:
+                fields = _in_older_form(fields)
             if not fields and logprobs is None:
                 return b""
             said = orjson.dumps(fields)
@@ -70,7 +73,7 @@ class ChatAnswer:
 
     def end(self, index: int, interaction: Interaction) -> bytes:
         """The event that ends a choice."""
-        return self._event(index, b"{}", None, orjson.dumps(interaction.finish_reason))
+        return self._event(index, b"{}", None, orjson.dumps(self._finish(interaction)))
 
     def last(self, answers: list[Interaction]) -> bytes:
         """What follows when all choices have ended: the usage, if it was asked for."""
@@ -98,11 +101,19 @@ class ChatAnswer:
             self._end,
         )
 
+    def _finish(self, interaction: Interaction) -> str:
+        reason = interaction.finish_reason
+        older = self._call.legacy_functions and reason == "tool_calls"
+        return "function_call" if older else reason
+
     def _choice(self, index: int, interaction: Interaction) -> bytes:
+        message = interaction.output_message
+        if self._call.legacy_functions:
+            message = _in_older_form(message)
         choice: dict[str, Any] = {
             "index": index,
-            "message": {"refusal": None, **interaction.output_message},
-            "finish_reason": interaction.finish_reason,
+            "message": {"refusal": None, **message},
+            "finish_reason": self._finish(interaction),
         }
         logprobs = b"null"
         if self._call.logprobs:
@@ -112,6 +123,15 @@ class ChatAnswer:
                 top_logprobs_of(interaction),
             )
         return b'%b,"logprobs":%b}' % (orjson.dumps(choice)[:-1], logprobs)
+
+
+def _in_older_form(said: Mapping[str, Any]) -> dict[str, Any]:
+    """A message, or a step of one, with its first call as a `function_call`."""
+    out = dict(said)
+    for call in out.pop("tool_calls", None) or ():
+        if call.get("index", 0) == 0:
+            out.setdefault("function_call", call["function"])
+    return out
 
 
 def error_event(error: AnyAgentError) -> bytes:

@@ -18,5 +18,6 @@ def messages_asked(body: Any, rules: Rules, chat: ChatFormat) -> Asked:
         sampling=rules.sampling,
         model=rules.model,
         known_settings=chat.writer.known_settings,
+        unknown=rules.unknown,
     )
     return Asked(call.chat, lambda head, version: MessagesAnswer(call, head))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,11 @@ from any_agent.completions.messages.conversation import conversation_of
 from any_agent.completions.messages.thinking import format_of, thinking_of
 from any_agent.completions.messages.tools import messages_tools
 from any_agent.completions.params.call import ChatCall
+from any_agent.completions.params.grammar import unless_forced
 from any_agent.completions.params.parse import sort_out, untrainable_by
+from any_agent.completions.params.rows import UnknownParameters
 from any_agent.completions.params.sampling import sampling_of
+from any_agent.completions.params.template import template_kwargs_of
 from any_agent.errors import InvalidRequest
 from any_agent.types import GenerationHyperparameters, SessionMode
 
@@ -34,47 +37,51 @@ def parse_messages(
     sampling: GenerationHyperparameters,
     model: str,
     known_settings: Set[str] = frozenset(),
+    unknown: UnknownParameters = "record",
 ) -> MessagesCall:
     """Check a `/v1/messages` body; ``known_settings``: those of the model's chat template.
 
     In train sessions the run's ``sampling`` replaces the agent's, and tokens are the least of
     both. Raises InvalidRequest or UnsupportedParameter, naming the parameter.
     """
-    body, recorded = sort_out(body, "messages")
+    found = _call(body, mode, sampling, model, known_settings, unknown)
     if body.get("max_tokens") is None:
         raise InvalidRequest(
             "max_tokens is required: the most tokens that the answer may have", param="max_tokens"
         )
-    return _call(body, recorded, mode, sampling, model, known_settings)
+    return found
 
 
-def parse_count(body: Any, *, model: str, known_settings: Set[str] = frozenset()) -> ChatCall:
+def parse_count(
+    body: Any,
+    *,
+    model: str,
+    known_settings: Set[str] = frozenset(),
+    unknown: UnknownParameters = "record",
+) -> ChatCall:
     """Check a `/v1/messages/count_tokens` body, which need not say how much may be answered."""
-    body, recorded = sort_out(body, "messages")
     run = GenerationHyperparameters()
-    return _call(body, recorded, SessionMode.EVAL, run, model, known_settings).chat
+    return _call(body, SessionMode.EVAL, run, model, known_settings, unknown).chat
 
 
 def _call(
-    body: Mapping[str, Any],
-    recorded: dict[str, Any],
+    body: Any,
     mode: SessionMode,
     sampling: GenerationHyperparameters,
     model: str,
     known_settings: Set[str],
+    unknown: UnknownParameters,
 ) -> MessagesCall:
+    body, recorded, rest = sort_out(body, "messages", known_settings, unknown)
     messages = body.get("messages")
     if not messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
     tools = messages_tools(body)
-    grammar, asked_by = format_of(body)
-    if grammar is not None and tools.told:
-        raise InvalidRequest(
-            f"an answer of a given format cannot be a call: leave {asked_by} out, or the tools "
-            "(tool_choice: none)",
-            param=asked_by,
-        )
+    grammar, asked_by = unless_forced(*format_of(body), tools.forced, rest)
     thinking = thinking_of(body, known_settings)
+    # Thinking on a template without a switch is no error here.
+    switches = body if thinking.template else {**body, "thinking": None}
+    template_kwargs = template_kwargs_of(switches, rest, known_settings, unknown)
     asked = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
     gconfig, overrides = sampling_of(
         asked | {"stop": body.get("stop_sequences")},
@@ -92,8 +99,9 @@ def _call(
         include_usage=True,
         logprobs=False,
         overrides=overrides,
-        recorded=recorded | thinking.recorded,
-        template_kwargs=thinking.template,
+        recorded=recorded | rest.recorded | thinking.recorded,
+        ignored=tuple(rest.ignored),
+        template_kwargs=template_kwargs,
         reasoning_effort=thinking.effort,
         forced_call=tools.forced,
         parallel_tool_calls=tools.parallel,

@@ -2,7 +2,7 @@
 
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.parse import parse_chat, parse_completion
-from any_agent.completions.params.rows import Parameter
+from any_agent.completions.params.rows import Parameter, UnknownParameters
 from any_agent.completions.params.sampling import TOKEN_LIMITS, choice_seed
 from any_agent.completions.params.support import require_supported
 from any_agent.completions.params.table import PARAMETERS, TABLE, request_schema
@@ -13,6 +13,7 @@ __all__ = [
     "TOKEN_LIMITS",
     "ChatCall",
     "Parameter",
+    "UnknownParameters",
     "choice_seed",
     "parse_chat",
     "parse_completion",

@@ -30,6 +30,8 @@ class ChatCall:
     """What the agent asked for and the run's sampling replaced, by the request's names."""
     recorded: dict[str, Any] = field(default_factory=dict)
     """Parameters without effect."""
+    ignored: tuple[str, ...] = ()
+    """Names, made plain, of parameters that nobody here knows; of what was not taken up, too."""
     n: int = 1
     """Choices, of each prompt."""
     top_logprobs: int = 0
@@ -41,6 +43,8 @@ class ChatCall:
     forced_call: str | None = None
     """The tool that must be called, "" for any; None where nothing is forced."""
     parallel_tool_calls: bool = True
+    legacy_functions: bool = False
+    """The tools came as `functions`: an answer has one `function_call` at most."""
     format_parameter: str | None = None
     """The one that asked for ``gconfig.grammar``."""
     untrainable: UntrainableReason | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from any_agent.completions.params.rows import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from any_agent.completions.params.table import TABLE
+from any_agent.completions.params.unknown import Rest
 from any_agent.completions.params.values import check, json_text, require_object
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 
@@ -32,6 +33,25 @@ def grammar_of(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
     if len(given) > 1:
         raise InvalidRequest(f"{' and '.join(given)} contradict each other", param=given[1])
     return (found[given[0]], given[0]) if given else (None, None)
+
+
+def format_part(grammar: str) -> dict[str, Any]:
+    """A grammar's text as a part of a structural tag."""
+    given = json.loads(grammar)
+    if "regex" in given:
+        return {"type": "regex", "pattern": given["regex"]}
+    return {"type": "json_schema", "json_schema": given.get("json_schema", {"type": "object"})}
+
+
+def unless_forced(
+    grammar: str | None, asked_by: str | None, forced: str | None, rest: Rest
+) -> tuple[str | None, str | None]:
+    """The grammar and its parameter; neither for an answer that must be a call, as ``rest`` then
+    tells."""
+    if grammar is None or asked_by is None or forced is None:
+        return grammar, asked_by
+    rest.ignored.append(asked_by)
+    return None, None
 
 
 def _response_format(value: Any) -> str | None:

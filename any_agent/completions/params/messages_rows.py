@@ -23,6 +23,8 @@ from any_agent.completions.params.rows import (
 )
 from any_agent.completions.params.values import Schema
 
+SWITCHES_AS_IN_CHAT = ("chat_template_kwargs", "enable_thinking")
+"""Rows that are those of a chat call."""
 _TEXTS: Schema = {"anyOf": [{"type": "string"}, OBJECTS]}
 _HONOURED = (
     Parameter(
@@ -128,8 +130,8 @@ _HONOURED = (
         "honoured",
         {"type": "object"},
         "`effort`, as `reasoning_effort`, without effect where thinking is disabled; `format`: a "
-        f"`json_schema` of at most {MAX_SCHEMA_BYTES >> 10} KiB, not together with tools that the "
-        "model may call.",
+        f"`json_schema` of at most {MAX_SCHEMA_BYTES >> 10} KiB, together with tools as "
+        "`response_format` of a chat call.",
         MESSAGES,
         untrainable="grammar",
         checked=False,

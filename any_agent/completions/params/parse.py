@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from any_agent.completions.params.call import ChatCall
-from any_agent.completions.params.grammar import grammar_of
+from any_agent.completions.params.functions import (
+    asks_for_functions,
+    functions_of,
+    with_tool_calls,
+)
+from any_agent.completions.params.grammar import grammar_of, unless_forced
 from any_agent.completions.params.prompts import prompts_of
-from any_agent.completions.params.rows import COMPLETION_TOKENS, MAX_CHOICES, Api, Parameter
+from any_agent.completions.params.rows import (
+    COMPLETION_TOKENS,
+    MAX_CHOICES,
+    Api,
+    Parameter,
+    UnknownParameters,
+)
 from any_agent.completions.params.sampling import sampling_of
 from any_agent.completions.params.table import TABLE
+from any_agent.completions.params.template import template_kwargs_of
 from any_agent.completions.params.tools import tools_of
+from any_agent.completions.params.unknown import Rest, rest_of
 from any_agent.completions.params.values import check, json_text, require_object, shown
 from any_agent.completions.untrainable import UntrainableReason, bent
 from any_agent.errors import InvalidRequest, UnsupportedParameter
@@ -22,27 +34,29 @@ _STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_sta
 
 
 def parse_chat(
-    body: Any, *, mode: SessionMode, sampling: GenerationHyperparameters, model: str
+    body: Any,
+    *,
+    mode: SessionMode,
+    sampling: GenerationHyperparameters,
+    model: str,
+    known_settings: Set[str] = frozenset(),
+    unknown: UnknownParameters = "record",
 ) -> ChatCall:
     """Check a `/chat/completions` body.
 
     In train sessions the run's ``sampling`` replaces the agent's, and tokens are the least of
     both; eval sessions keep the agent's own, the run's token limit aside, and have the run's
-    temperature where the agent asks for none. Raises InvalidRequest or UnsupportedParameter,
+    temperature where the agent asks for none. ``known_settings``: those of the model's chat
+    template, by which its switches are known. Raises InvalidRequest or UnsupportedParameter,
     naming the parameter.
     """
-    body, recorded = sort_out(body, "chat")
+    body, recorded, rest = sort_out(body, "chat", known_settings, unknown)
     messages = body.get("messages")
     if not messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
-    tools, forced = tools_of(body)
-    grammar, asked_by = grammar_of(body)
-    if grammar is not None and tools:
-        raise InvalidRequest(
-            f"an answer of a given format cannot be a call: leave {asked_by} out, or the "
-            "tools (tool_choice: none)",
-            param=asked_by,
-        )
+    older = asks_for_functions(body)
+    tools, forced = functions_of(body) if older else tools_of(body)
+    grammar, asked_by = unless_forced(*grammar_of(body), forced, rest)
     top = body.get("top_logprobs") or 0
     if top and not body.get("logprobs"):
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -50,21 +64,26 @@ def parse_chat(
         body, mode=mode, run=sampling, tokens=sampling.max_new_tokens, grammar=grammar
     )
     effort = _effort(body)
+    template_kwargs = template_kwargs_of(body, rest, known_settings, unknown)
     return ChatCall(
         model=body.get("model") or model,
-        messages=messages,
+        messages=with_tool_calls(messages),
         tools=tools,
         gconfig=gconfig,
         stream=bool(body.get("stream")),
         include_usage=_include_usage(body),
         logprobs=bool(body.get("logprobs")),
         overrides=overrides,
-        recorded=recorded | ({} if effort is None else {"reasoning_effort": effort}),
+        recorded=recorded
+        | rest.recorded
+        | ({} if effort is None else {"reasoning_effort": effort}),
+        ignored=tuple(rest.ignored),
         n=body.get("n") or 1,
         top_logprobs=top,
-        template_kwargs=body.get("chat_template_kwargs") or {},
+        template_kwargs=template_kwargs,
         reasoning_effort=effort,
         forced_call=forced,
+        legacy_functions=older,
         parallel_tool_calls=body.get("parallel_tool_calls") is not False,
         format_parameter=asked_by,
         untrainable=untrainable_by(gconfig, forced),
@@ -72,10 +91,15 @@ def parse_chat(
 
 
 def parse_completion(
-    body: Any, *, mode: SessionMode, sampling: GenerationHyperparameters, model: str
+    body: Any,
+    *,
+    mode: SessionMode,
+    sampling: GenerationHyperparameters,
+    model: str,
+    unknown: UnknownParameters = "record",
 ) -> ChatCall:
     """Check a legacy `/completions` body; else as :func:`parse_chat`."""
-    body, recorded = sort_out(body, "completions")
+    body, recorded, rest = sort_out(body, "completions", frozenset(), unknown)
     prompts = prompts_of(body.get("prompt"))
     n = body.get("n") or 1
     if n * len(prompts) > MAX_CHOICES:
@@ -105,7 +129,8 @@ def parse_completion(
         include_usage=_include_usage(body),
         logprobs=top is not None,
         overrides=overrides,
-        recorded=recorded,
+        recorded=recorded | rest.recorded,
+        ignored=tuple(rest.ignored),
         n=n,
         top_logprobs=top or 0,
         format_parameter=asked_by,
@@ -117,15 +142,22 @@ def parse_completion(
     )
 
 
-def sort_out(body: Any, api: Api) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The body, each parameter of which may be there, and what of it is only recorded."""
+def sort_out(
+    body: Any, api: Api, known_settings: Set[str], unknown: UnknownParameters
+) -> tuple[dict[str, Any], dict[str, Any], Rest]:
+    """The body, each parameter of which may be there; what of it is only recorded; and what is in
+    no row.
+
+    Raises InvalidRequest or UnsupportedParameter, naming the parameter.
+    """
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
-    table, recorded = TABLE[api], {}
+    table, recorded, others = TABLE[api], {}, {}
     for name, value in body.items():
         row = table.get(name)
         if row is None:
-            raise _unknown(name, table)
+            others[name] = value
+            continue
         if value is None:
             continue
         if row.kind == "refused":
@@ -136,7 +168,7 @@ def sort_out(body: Any, api: Api) -> tuple[dict[str, Any], dict[str, Any]]:
                 json_text(value, name, longest=row.schema["x-max-bytes"])
         if row.kind != "honoured":
             recorded[name] = value
-    return body, recorded
+    return body, recorded, rest_of(others, api, known_settings, unknown) if others else Rest()
 
 
 def _require_neutral(row: Parameter, value: Any) -> None:
@@ -147,14 +179,6 @@ def _require_neutral(row: Parameter, value: Any) -> None:
         raise UnsupportedParameter(
             f"{asked} is not supported here. {row.meaning}", param=row.name, details=row.details
         ) from None
-
-
-def _unknown(name: Any, known: Mapping[str, Parameter]) -> UnsupportedParameter:
-    near = difflib.get_close_matches(str(name)[:64], known, n=1, cutoff=0.8)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return UnsupportedParameter(
-        f"unknown parameter {shown(str(name))}{hint}", param=shown(str(name))[1:-1]
-    )
 
 
 def _include_usage(body: Mapping[str, Any]) -> bool:

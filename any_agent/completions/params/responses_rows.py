@@ -36,6 +36,8 @@ AS_IN_CHAT = (
     "repetition_penalty",
     "logit_bias",
     "chat_template_kwargs",
+    "enable_thinking",
+    "thinking",
     "priority",
     "prompt_cache_key",
     "prompt_cache_options",
@@ -118,8 +120,8 @@ _HONOURED = (
         "`format`: `text`, `json_object`, or `json_schema`, strict or not, of at most "
         f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels, with a `name` of at most "
         f"{MAX_FORMAT_NAME} characters and a `description` of at most {MAX_NOTE_BYTES >> 10} KiB; "
-        "not together with tools that the model may call. `verbosity` is recorded: say it in a "
-        "message.",
+        "together with tools as `response_format` of a chat call. `verbosity` is recorded: say it "
+        "in a message.",
         RESPONSES,
         untrainable="grammar",
         checked=False,

@@ -10,6 +10,8 @@ from any_agent.completions.untrainable import UntrainableReason
 
 Class: TypeAlias = Literal["honoured", "harmless", "refused"]
 Api: TypeAlias = Literal["chat", "completions", "responses", "messages"]
+UnknownParameters: TypeAlias = Literal["record", "refuse"]
+"""`server.unknown_parameters`: what becomes of names that no row has."""
 APIS: tuple[Api, ...] = get_args(Api)
 BOTH: tuple[Api, ...] = ("chat", "completions")
 CHAT: tuple[Api, ...] = ("chat",)

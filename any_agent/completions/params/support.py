@@ -20,6 +20,13 @@ def require_supported(call: ChatCall, engine: Capabilities, *, vocab_size: int) 
         raise _unsupported("logit_bias")
     if gconfig.grammar is not None and not engine.grammar:
         raise _unsupported(call.format_parameter or "response_format")
+    if gconfig.grammar is not None and call.tools and not engine.structural_tag:
+        name = call.format_parameter or "response_format"
+        raise UnsupportedParameter(
+            f"{name} together with tools is not supported by this engine: leave one of them out, "
+            "or start SGLang with --grammar-backend xgrammar",
+            param=name,
+        )
     neutral = {"repetition_penalty": 1.0}
     for name in _PENALTIES:
         if getattr(gconfig, name) != neutral.get(name, 0.0) and not engine.penalties:

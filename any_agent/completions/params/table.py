@@ -3,7 +3,7 @@
 Honoured ones shape the call. Harmless ones are recorded and change nothing. Refused ones may be
 null or say what is the case anyway (recorded, too); anything else is a 400 that names them, because
 ignoring it would answer, and train on, something other than what was asked. Names that are not here
-are refused as unknown.
+are recorded, or refused as unknown: see `unknown.py`.
 
 docs/parameters.md, the request bodies of `/openapi.json` and the checks are made from it. The rows
 here are those of OpenAI's two older routes; `responses_rows.py` and `messages_rows.py` hold those
@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from any_agent.chat.settings import EFFORTS
-from any_agent.completions.params.messages_rows import MESSAGES_ROWS
+from any_agent.completions.params.messages_rows import MESSAGES_ROWS, SWITCHES_AS_IN_CHAT
 from any_agent.completions.params.responses_rows import AS_IN_CHAT, RESPONSES_ROWS
 from any_agent.completions.params.rows import (
     APIS,
@@ -36,6 +36,7 @@ from any_agent.completions.params.rows import (
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
     MAX_TOP_LOGPROBS,
+    MESSAGES,
     NOTE,
     OBJECTS,
     OVERRIDDEN,
@@ -110,6 +111,24 @@ _HONOURED = (
         BOOLEAN,
         "`false`: the answer ends after one call.",
         CHAT,
+    ),
+    Parameter(
+        "functions",
+        "honoured",
+        {**OBJECTS, "maxItems": MAX_TOOLS},
+        "The older form of `tools`, not together with them. The answer then has the older "
+        "`function_call`, at most one, and that finish reason.",
+        CHAT,
+        checked=False,
+    ),
+    Parameter(
+        "function_call",
+        "honoured",
+        {"anyOf": [{"enum": ["none", "auto"]}, {"type": "object"}]},
+        "The older form of `tool_choice`; a function as `{name}`.",
+        CHAT,
+        untrainable="tool_choice",
+        checked=False,
     ),
     Parameter("stream", "honoured", BOOLEAN, "Server-sent events, as the tokens come."),
     Parameter(
@@ -264,8 +283,9 @@ _HONOURED = (
         "honoured",
         {"type": "object"},
         "`text`; `json_object`; `json_schema`, strict or not, of at most "
-        f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels. Not together with tools that "
-        "the model may call.",
+        f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels. With tools, the answer has "
+        "this format or is calls, whose arguments are JSON then; a call that is forced has no "
+        "format.",
         CHAT,
         untrainable="grammar",
         checked=False,
@@ -291,8 +311,28 @@ _HONOURED = (
         "chat_template_kwargs",
         "honoured",
         NOTE,
-        "Arguments of the model's chat template; one that it does not know is refused.",
+        "Arguments of the model's chat template; one that it does not know is refused. Each name "
+        "that the template reads may also stand at the top level, if no row here has it.",
         CHAT,
+    ),
+    Parameter(
+        "enable_thinking",
+        "honoured",
+        BOOLEAN,
+        "Turns the model's thinking on or off, as its template's own switch in "
+        "`chat_template_kwargs`; what that one contradicts is refused. Where the template has no "
+        "switch, it is treated as an unknown parameter.",
+        CHAT,
+    ),
+    Parameter(
+        "thinking",
+        "honoured",
+        {"anyOf": [BOOLEAN, {"type": "object"}]},
+        "The same, as some clients write it: true, false, or `{type}` with `enabled`, `disabled`, "
+        "`adaptive` or `auto`, of which the last two leave it as the run has it. What else the "
+        "object has is recorded.",
+        CHAT,
+        checked=False,
     ),
 )
 _GRAMMARS = (
@@ -360,8 +400,6 @@ _GRAMMAR = "Use `response_format` or `guided_regex`."
 _TEMPLATE = "Use `chat_template_kwargs`."
 _RECORDED = "Token ids are in the record: export the session."
 _REFUSED = (
-    only("functions", [], then="Use `tools`.", apis=CHAT),
-    only("function_call", "none", "auto", then="Use `tool_choice`.", apis=CHAT),
     only("modalities", ["text"], then="Text is all that the policy writes.", apis=CHAT),
     never("audio", "Text is all that the policy writes.", CHAT),
     never("prediction", "Leave it out: it would make the answer no faster here.", CHAT),
@@ -374,8 +412,6 @@ _REFUSED = (
     never("cache_salt", "Identical prompts share a cache; those who must not need other services."),
     never("chat_template", "The template is the model's; " + _TEMPLATE[0].lower() + _TEMPLATE[1:]),
     never("documents", "Put them into a message.", CHAT),
-    never("thinking", _TEMPLATE, CHAT),
-    never("enable_thinking", _TEMPLATE, CHAT),
     only("separate_reasoning", True, then="It is in `reasoning_content`.", apis=CHAT),
     only("stream_reasoning", True, then="It comes as it is sampled.", apis=CHAT),
     only("include_reasoning", True, then="Leave it out where you read the answer.", apis=CHAT),
@@ -407,6 +443,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     *_HARMLESS,
     *_REFUSED,
     *(replace(_OF_CHAT[name], apis=RESPONSES) for name in AS_IN_CHAT),
+    *(replace(_OF_CHAT[name], apis=MESSAGES) for name in SWITCHES_AS_IN_CHAT),
     *RESPONSES_ROWS,
     *MESSAGES_ROWS,
 )
@@ -433,7 +470,8 @@ def request_schema(api: Api) -> Schema:
     return {
         "type": "object",
         "required": list(required),
-        "additionalProperties": False,
+        # Unknown ones are recorded, if `server.unknown_parameters` does not refuse them.
+        "additionalProperties": True,
         "properties": properties,
     }
 

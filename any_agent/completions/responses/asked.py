@@ -26,6 +26,8 @@ def responses_asked(
         sampling=rules.sampling,
         model=rules.model,
         tree=tree,
+        known_settings=chat.writer.known_settings,
+        unknown=rules.unknown,
         context_length=context_length,
     )
     logprobs = token_logprobs(chat)

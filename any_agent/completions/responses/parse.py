@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from any_agent.completions.params import TABLE, ChatCall
-from any_agent.completions.params.grammar import grammar_text, schema_grammar
+from any_agent.completions.params.grammar import grammar_text, schema_grammar, unless_forced
 from any_agent.completions.params.parse import sort_out, untrainable_by
 from any_agent.completions.params.responses_rows import MAX_FORMAT_NAME
-from any_agent.completions.params.rows import MAX_NOTE_BYTES
+from any_agent.completions.params.rows import MAX_NOTE_BYTES, UnknownParameters
 from any_agent.completions.params.sampling import sampling_of
+from any_agent.completions.params.template import template_kwargs_of
 from any_agent.completions.params.values import check, json_text, require_object, shown
 from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
 from any_agent.completions.responses.history import ID_PREFIX, Items, full_lines, messages_before
@@ -35,22 +36,19 @@ def parse_responses(
     model: str,
     tree: InteractionTree | None = None,
     context_length: int = 1 << 31,
+    known_settings: Set[str] = frozenset(),
+    unknown: UnknownParameters = "record",
 ) -> ResponsesCall:
     """Check a `/responses` body; sampling as in :func:`any_agent.completions.parse_chat`.
 
     ``tree``: of the session, in which earlier answers are looked up. Raises InvalidRequest,
     UnsupportedParameter or NotFound, naming the parameter.
     """
-    body, recorded = sort_out(body, "responses")
+    body, recorded, rest = sort_out(body, "responses", known_settings, unknown)
     include = _include(body.get("include"))
     tools, shown_tools, forced, choice = chat_tools_of(body)
     grammar, text = _text(body.get("text"))
-    if grammar is not None and shown_tools:
-        raise InvalidRequest(
-            "an answer of a given format cannot be a call: leave text.format out, or the tools "
-            "(tool_choice: none)",
-            param="text.format",
-        )
+    grammar, asked_by = unless_forced(grammar, "text.format", forced, rest)
     effort, reasoning = _reasoning(body.get("reasoning"))
     _check_stream_options(body.get("stream_options"))
     messages, before = _messages(body, tree, context_length)
@@ -66,6 +64,7 @@ def parse_responses(
     if kept.get("instructions"):
         # They are among the messages, whose first ones have so many lines of them.
         kept["instructions"] = full_lines(kept["instructions"])
+    template_kwargs = template_kwargs_of(body, rest, known_settings, unknown)
     chat = ChatCall(
         model=body.get("model") or model,
         messages=messages,
@@ -75,13 +74,16 @@ def parse_responses(
         include_usage=False,
         logprobs=logprobs,
         overrides=overrides,
-        recorded=recorded | ({} if effort is None else {"reasoning_effort": effort}),
+        recorded=recorded
+        | rest.recorded
+        | ({} if effort is None else {"reasoning_effort": effort}),
+        ignored=tuple(rest.ignored),
         top_logprobs=(body.get("top_logprobs") or 0) if logprobs else 0,
-        template_kwargs=body.get("chat_template_kwargs") or {},
+        template_kwargs=template_kwargs,
         reasoning_effort=effort,
         forced_call=forced,
         parallel_tool_calls=body.get("parallel_tool_calls") is not False,
-        format_parameter="text.format" if grammar is not None else None,
+        format_parameter=asked_by if grammar is not None else None,
         untrainable=untrainable_by(gconfig, forced),
         id_prefix=ID_PREFIX,
         prompt_parameter="input",

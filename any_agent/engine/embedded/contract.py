@@ -41,10 +41,9 @@ _NEUTRAL: Mapping[str, Any] = {
     "n": 1,
     "stop_regex": None,
     "ebnf": None,
-    "structural_tag": None,
     "custom_params": None,
 }
-_GRAMMARS = ("json_schema", "regex")
+_GRAMMARS = ("json_schema", "regex", "structural_tag")
 _OUR_NAMES = {"sampling_seed": "seed"}
 _IGNORED = frozenset({"spaces_between_special_tokens", "stream_interval"})
 
@@ -135,19 +134,20 @@ def _hyperparameters(given: Mapping[str, Any]) -> GenerationHyperparameters:
 
 
 def _grammar(given: Mapping[str, Any]) -> str | None:
-    """As in SGLang an empty one is none, and a schema is a string of JSON."""
+    """As in SGLang an empty one is none, and a schema or a tag is a string of JSON."""
     found = [(name, text) for name in _GRAMMARS if (text := _value(given, name, str, None))]
     if not found:
         return None
     if len(found) > 1:
-        raise InvalidRequest("only one of json_schema and regex can be given", param="regex")
+        names = " and ".join(name for name, _ in found)
+        raise InvalidRequest(f"only one of {names} can be given", param=found[1][0])
     ((name, text),) = found
     if name == "regex":
         return orjson.dumps({"regex": text}).decode()
     try:
-        return orjson.dumps({"json_schema": orjson.loads(text)}).decode()
+        return orjson.dumps({name: orjson.loads(text)}).decode()
     except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"json_schema is not JSON: {error}", param="json_schema") from None
+        raise InvalidRequest(f"{name} is not JSON: {error}", param=name) from None
 
 
 def _biases(given: dict[str, Any]) -> tuple[tuple[int, float], ...]:

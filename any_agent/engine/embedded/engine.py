@@ -222,7 +222,8 @@ class EmbeddedEngine:
 
     @property
     def can(self) -> Capabilities:
-        return Capabilities(grammar=self._grammars.available)
+        available = self._grammars.available
+        return Capabilities(grammar=available, structural_tag=available)
 
     async def generate(
         self, request: ModelRequest, *, stream: bool = True

@@ -1,4 +1,5 @@
-"""Grammars that an output must keep to: JSON schemas and regular expressions, by llguidance."""
+"""Grammars that an output must keep to: JSON schemas, regular expressions and structural tags, by
+llguidance."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from any_agent.engine.embedded.grammar_tags import lark_of
 from any_agent.engine.embedded.grammar_tokens import tokens_of
 from any_agent.errors import AnyAgentError, EngineMismatch, InvalidRequest, UnsupportedParameter
 
@@ -53,6 +55,8 @@ class Grammars:
             raise UnsupportedParameter("this model's tokenizer knows no grammars", param="grammar")
         try:
             given = orjson.loads(grammar)
+            if "structural_tag" in given:
+                return str(LLMatcher.grammar_from_lark(lark_of(given["structural_tag"])))
             if "regex" in given:
                 return str(LLMatcher.grammar_from_regex(given["regex"]))
             # A schema's references to other documents are never fetched.

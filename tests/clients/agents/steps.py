@@ -83,7 +83,7 @@ async def structured(api: str) -> dict[str, Any]:
 
 
 async def refused(api: str) -> dict[str, Any]:
-    settings = ModelSettings(extra_body={"surprise": 1})
+    settings = ModelSettings(extra_body={"suffix": 1})
     try:
         await Runner.run(agent(api, model_settings=settings), ASK)
     except BadRequestError as error:

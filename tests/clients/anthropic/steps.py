@@ -142,7 +142,7 @@ def refused() -> dict[str, Any]:
         "image": {
             "messages": [{"role": "user", "content": [{"type": "image", "source": image}]}],
         },
-        "unknown": {"messages": ASK, "extra_body": {"surprise": 1}},
+        "unknown": {"messages": ASK, "extra_body": {"suffix": 1}},
     }.items():
         try:
             Anthropic().messages.create(**CALL, **fields)

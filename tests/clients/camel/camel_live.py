@@ -58,5 +58,5 @@ def test_a_tools_round_trip_in_streams(live: Live, agent: Agent, api: str) -> No
 def test_refusals(agent: Agent, api: str) -> None:
     said = agent("refused")
     assert "BadRequestError" in said["kinds"]
-    assert "surprise" in said["said"]
+    assert "suffix" in said["said"]
     assert agent.recorded == {}

@@ -93,7 +93,7 @@ def _parts(answers: list[Any]) -> list[str]:
 
 def refused() -> dict[str, Any]:
     try:
-        agent(extra_body={"surprise": 1}).step(ASK)
+        agent(extra_body={"suffix": 1}).step(ASK)
     except Exception as error:
         return {"kinds": [kind.__name__ for kind in type(error).__mro__], "said": str(error)}
     return {}

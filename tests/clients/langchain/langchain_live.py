@@ -76,5 +76,5 @@ def test_turns_that_name_the_one_before(live: Live, agent: Agent) -> None:
 def test_refusals(agent: Agent, api: str) -> None:
     said = agent("refused", api)
     assert "BadRequestError" in said["kinds"]
-    assert "surprise" in said["said"]
+    assert "suffix" in said["said"]
     assert agent.recorded == {}

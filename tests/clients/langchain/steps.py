@@ -95,7 +95,7 @@ def previous() -> dict[str, Any]:
 
 
 def refused(api: str) -> dict[str, Any]:
-    more: dict[str, Any] = {"extra_body": {"surprise": 1}}
+    more: dict[str, Any] = {"extra_body": {"suffix": 1}}
     if api == "messages":
         more = {"model_kwargs": more}
     try:

@@ -142,7 +142,7 @@ def refused() -> dict[str, Any]:
             "input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
         },
         "tool": {"input": ASK, "tools": [{"type": "web_search"}]},
-        "unknown": {"input": ASK, "extra_body": {"surprise": 1}},
+        "unknown": {"input": ASK, "extra_body": {"suffix": 1}},
         "previous": {"input": ASK, "previous_response_id": f"resp_{'0' * 32}"},
     }.items():
         try:

@@ -143,7 +143,7 @@ def refused() -> dict[str, Any]:
                 }
             ]
         },
-        "unknown": {"messages": ASK, "extra_body": {"surprise": 1}},
+        "unknown": {"messages": ASK, "extra_body": {"suffix": 1}},
     }.items():
         try:
             OpenAI().chat.completions.create(model=MODEL, **fields)

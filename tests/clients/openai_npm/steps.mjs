@@ -172,8 +172,8 @@ export async function legacy() {
 export async function refused(api) {
   const client = new OpenAI();
   const calls = {
-    chat: () => client.chat.completions.create(chat({ surprise: 1 })),
-    responses: () => client.responses.create(items({ surprise: 1 })),
+    chat: () => client.chat.completions.create(chat({ suffix: 1 })),
+    responses: () => client.responses.create(items({ suffix: 1 })),
   };
   try {
     await calls[api]();

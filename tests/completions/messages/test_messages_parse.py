@@ -194,7 +194,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"output_config": {"format": {"type": "text"}}}, "output_config.format must be of type"),
     ({"output_format": {"type": "json_schema"}}, "the schema of output_format must be an object"),
     ({"output_config": {"format": FORMAT}, "output_format": FORMAT}, "contradict each other"),
-    ({"output_format": FORMAT, "tools": [TOOL]}, "an answer of a given format cannot be a call"),
     ({"max_tokens": None}, "max_tokens is required"),
     ({"max_tokens": True}, "max_tokens must be"),
     ({"stream": "yes"}, "stream must be"),

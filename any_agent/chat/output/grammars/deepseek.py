@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from any_agent.chat.output.builder import MessageBuilder, Trimmed
-from any_agent.chat.output.grammar import THINK, OutputGrammar, marked
+from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
 from any_agent.chat.output.jsontext import ValueScanner
 from any_agent.chat.output.machine import InReasoning, Status
 from any_agent.chat.output.marks import (
@@ -120,11 +120,6 @@ class DeepSeekReader:
             self._builder.open_call(name)
 
 
-def _open_call(name: str | None) -> str:
-    begun = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
-    return begun if name is None else f"{begun}{name}\n```json\n"
-
-
 GRAMMAR = OutputGrammar(
     marks={
         **THINK,
@@ -135,6 +130,12 @@ GRAMMAR = OutputGrammar(
         "<｜tool▁sep｜>": SEPARATOR,
     },
     new_machine=marked(DeepSeekReader, in_reasoning=InReasoning.DRAFT),
-    open_call=_open_call,
+    calls=CallSyntax(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        "\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        opening="<｜tool▁calls▁begin｜>",
+        closing="<｜tool▁calls▁end｜>",
+    ),
     one_call_stop="<｜tool▁call▁end｜>",
 )

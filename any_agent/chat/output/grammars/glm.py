@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from any_agent.chat.output.arguments import ArgumentsWriter
 from any_agent.chat.output.builder import MessageBuilder
-from any_agent.chat.output.grammar import THINK, OutputGrammar, marked
+from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
 from any_agent.chat.output.machine import InReasoning, Status
 from any_agent.chat.output.marks import (
     KEY_CLOSE,
@@ -89,10 +89,6 @@ class GlmReader:
         return Status.READING if kind == TEXT else self.push(text, kind)
 
 
-def _open_call(name: str | None) -> str:
-    return "<tool_call>" + ("" if name is None else f"{name}\n")
-
-
 GRAMMAR = OutputGrammar(
     marks={
         **THINK,
@@ -104,6 +100,11 @@ GRAMMAR = OutputGrammar(
         "</arg_value>": VALUE_CLOSE,
     },
     new_machine=marked(GlmReader, in_reasoning=InReasoning.CALL),
-    open_call=_open_call,
+    calls=CallSyntax(
+        "<tool_call>",
+        "\n",
+        "</tool_call>",
+        parameter=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
     one_call_stop="</tool_call>",
 )

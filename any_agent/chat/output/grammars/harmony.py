@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from any_agent.chat.output.builder import MessageBuilder, Trimmed
-from any_agent.chat.output.grammar import OutputGrammar, declared_names
+from any_agent.chat.output.grammar import CallSyntax, OutputGrammar, declared_names
 from any_agent.chat.output.marks import (
     CALLS_OPEN,
     SEPARATOR,
@@ -116,11 +116,6 @@ class HarmonyMachine:
             self._builder.content(written)
 
 
-def _open_call(name: str | None) -> str:
-    begun = "<|channel|>commentary to=functions."
-    return begun if name is None else f"{begun}{name} <|constrain|>json<|message|>"
-
-
 GRAMMAR = OutputGrammar(
     marks={
         "<|start|>": START,
@@ -131,8 +126,14 @@ GRAMMAR = OutputGrammar(
         "<|call|>": END,
     },
     new_machine=HarmonyMachine,
-    open_call=_open_call,
+    calls=CallSyntax(
+        "<|channel|>commentary to=functions.",
+        " <|constrain|>json<|message|>",
+        "",
+        separator=None,
+    ),
     one_call_stop="<|call|>",
     leave_reasoning="<|end|><|start|>assistant",
+    text_opening="<|channel|>final<|message|>",
     turn_start="<|start|>",
 )

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from any_agent.chat.output.builder import MessageBuilder
 from any_agent.chat.output.callobject import CallObject
-from any_agent.chat.output.grammar import THINK, OutputGrammar, marked
-from any_agent.chat.output.jsontext import quoted
+from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
 from any_agent.chat.output.machine import Status
 from any_agent.chat.output.marks import TOOL_CLOSE, TOOL_OPEN
 from any_agent.types import Tool
@@ -41,16 +40,10 @@ class HermesReader:
         self._object.end()
 
 
-def _open_call(name: str | None) -> str:
-    # The space before the arguments belongs to their first token, so the model writes it.
-    return "<tool_call>\n" + (
-        '{"name": "' if name is None else f'{{"name": {quoted(name)}, "arguments":'
-    )
-
-
 GRAMMAR = OutputGrammar(
     marks={**THINK, "<tool_call>": TOOL_OPEN, "</tool_call>": TOOL_CLOSE},
     new_machine=marked(HermesReader),
-    open_call=_open_call,
+    # The space before the arguments belongs to their first token, so the model writes it.
+    calls=CallSyntax('<tool_call>\n{"name": "', '", "arguments":', "}\n</tool_call>"),
     one_call_stop="</tool_call>",
 )

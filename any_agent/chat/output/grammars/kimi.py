@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from any_agent.chat.output.builder import MessageBuilder, Trimmed
-from any_agent.chat.output.grammar import THINK, OutputGrammar, marked
+from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
 from any_agent.chat.output.machine import Status
 from any_agent.chat.output.marks import (
     CALLS_CLOSE,
@@ -57,11 +57,6 @@ class KimiReader:
         """All has left."""
 
 
-def _open_call(name: str | None) -> str:
-    begun = "<|tool_calls_section_begin|><|tool_call_begin|>functions."
-    return begun if name is None else f"{begun}{name}:0<|tool_call_argument_begin|>"
-
-
 GRAMMAR = OutputGrammar(
     marks={
         **THINK,
@@ -72,6 +67,13 @@ GRAMMAR = OutputGrammar(
         "<|tool_call_argument_begin|>": SEPARATOR,
     },
     new_machine=marked(KimiReader),
-    open_call=_open_call,
+    calls=CallSyntax(
+        "<|tool_call_begin|>functions.",
+        ":0<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        opening="<|tool_calls_section_begin|>",
+        closing="<|tool_calls_section_end|>",
+        separator=None,
+    ),
     one_call_stop="<|tool_call_end|>",
 )

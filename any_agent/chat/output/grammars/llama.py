@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from any_agent.chat.output.builder import MessageBuilder
 from any_agent.chat.output.callobject import CallObject
-from any_agent.chat.output.grammar import THINK, OutputGrammar, declared_names, marked
-from any_agent.chat.output.jsontext import quoted
+from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, declared_names, marked
 from any_agent.chat.output.machine import Status
 from any_agent.chat.output.marks import TOOL_OPEN
 from any_agent.types import Tool
@@ -44,12 +43,8 @@ class LlamaReader:
         self._object.end()
 
 
-def _open_call(name: str | None) -> str:
-    return '{"name": "' if name is None else f'{{"name": {quoted(name)}, "parameters":'
-
-
 GRAMMAR = OutputGrammar(
     marks={**THINK, "<|python_tag|>": TOOL_OPEN},
     new_machine=marked(LlamaReader, bare=True),
-    open_call=_open_call,
+    calls=CallSyntax('{"name": "', '", "parameters":', "}"),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from any_agent.chat.output.arguments import ArgumentsWriter
 from any_agent.chat.output.builder import MessageBuilder
-from any_agent.chat.output.grammar import THINK, OutputGrammar, marked
+from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
 from any_agent.chat.output.machine import Status
 from any_agent.chat.output.marks import TOOL_CLOSE, TOOL_OPEN, MarkFinder
 from any_agent.types import Tool
@@ -163,14 +163,15 @@ class XmlReader:
 
 
 def _grammar(tags: Tags, opening: str, closing: str) -> OutputGrammar:
-    def open_call(name: str | None) -> str:
-        begun = f"{opening}\n{tags.function}"
-        return begun if name is None else f"{begun}{name}{tags.quote}\n"
-
     return OutputGrammar(
         marks={**THINK, opening: TOOL_OPEN, closing: TOOL_CLOSE},
         new_machine=marked(lambda builder, tools: XmlReader(tags, builder, tools)),
-        open_call=open_call,
+        calls=CallSyntax(
+            f"{opening}\n{tags.function}",
+            f"{tags.quote}\n",
+            f"{tags.function_end}\n{closing}",
+            parameter=(tags.parameter, f"{tags.quote}\n", f"{tags.parameter_end}\n"),
+        ),
         one_call_stop=closing,
     )
 

@@ -1,0 +1,101 @@
+"""A grammar that leaves the model its choice: a text of a given form, or calls of its tools.
+
+In SGLang's (xgrammar's) form of a structural tag, of which the embedded engine reads the same
+parts. Markers stand in it as token ids: a text that spells one is none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from any_agent.chat.output.grammar import CallSyntax, OutputGrammar
+
+Part: TypeAlias = dict[str, Any]
+
+_OBJECT: Part = {"type": "json_schema", "json_schema": {"type": "object"}}
+_KEY: Part = {"type": "regex", "pattern": "[A-Za-z0-9_.-]{1,64}"}
+
+
+class Choosing:
+    """Writes such grammars for one family and vocabulary."""
+
+    def __init__(self, grammar: OutputGrammar, vocab: Mapping[str, int]) -> None:
+        self._grammar = grammar
+        self._marks = {mark: vocab[mark] for mark in grammar.marks if mark in vocab}
+        longest_first = sorted(self._marks, key=len, reverse=True)
+        # Without markers it finds nothing.
+        self._cut = re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
+
+    def grammar(self, text: Part, names: Sequence[str], *, in_reasoning: bool) -> Part | None:
+        """For an answer that is this text, or calls of these tools if there are any, after
+        ``in_reasoning``: reasoning that the prompt has opened.
+
+        None where a call could not be told from a text: it begins with no token of its own.
+        """
+        answer = _row(*self._written(self._grammar.text_opening), text)
+        calls = self._grammar.calls
+        if names:
+            if calls is None or self._written(calls.opening + calls.begin)[0]["type"] != "token":
+                return None
+            answer = _or(answer, self._calls(calls, names))
+        if in_reasoning:
+            end, *rest = self._written(self._grammar.leave_reasoning.lstrip())
+            answer = _row(self._until(_const(""), end), *rest, answer)
+        return {"type": "structural_tag", "format": answer}
+
+    def _calls(self, calls: CallSyntax, names: Sequence[str]) -> Part:
+        one = _row(
+            *self._written(calls.begin),
+            _or(*map(_const, names)),
+            *self._written(calls.between),
+            _or(_row(_const(" "), _OBJECT), _OBJECT)
+            if calls.parameter is None
+            else self._parameters(*calls.parameter),
+            *self._written(calls.end),
+        )
+        more: list[Part] = []
+        if calls.separator is not None:
+            more = [{"type": "star", "content": _row(_const(calls.separator), one)}]
+        return _row(*self._written(calls.opening), one, *more, *self._written(calls.closing))
+
+    def _parameters(self, before: str, between: str, after: str) -> Part:
+        *first, begin = self._written(between)
+        end, *rest = self._written(after)
+        one = _row(*self._written(before), _KEY, *first, self._until(begin, end), *rest)
+        return {"type": "star", "content": one}
+
+    def _written(self, text: str) -> list[Part]:
+        """A fixed text, its markers as tokens."""
+        return [
+            {"type": "token", "token": self._marks[piece]}
+            if piece in self._marks
+            else _const(piece)
+            for piece in self._cut.split(text)
+            if piece
+        ]
+
+    def _until(self, begin: Part, end: Part) -> Part:
+        """Any text between these two, up to the first of the latter."""
+        content: Part = {"type": "any_text"}
+        if end["type"] == "token":
+            # xgrammar's text holds markers, too: then nothing would ever end it.
+            content["excludes"] = [m for m, i in self._marks.items() if i == end["token"]]
+        return {"type": "tag", "begin": _edge(begin), "content": content, "end": _edge(end)}
+
+
+def _const(text: str) -> Part:
+    return {"type": "const_string", "value": text}
+
+
+def _or(*parts: Part) -> Part:
+    return {"type": "or", "elements": list(parts)}
+
+
+def _row(*parts: Part) -> Part:
+    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": list(parts)}
+
+
+def _edge(part: Part) -> Any:
+    return part["value"] if part["type"] == "const_string" else part

@@ -1,0 +1,84 @@
+"""Parameters that no row has: recorded and named in the answer, or refused by name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from any_agent.completions.params.rows import MAX_NOTE_BYTES, Api, UnknownParameters
+from any_agent.completions.params.table import PARAMETERS, TABLE
+from any_agent.completions.params.values import json_text, shown
+from any_agent.errors import InvalidRequest, UnsupportedParameter
+
+MAX_UNKNOWN = 32
+_MAX_NAME = 64
+_UNPLAIN = re.compile(r"[^A-Za-z0-9._-]")
+_SECRET = re.compile(
+    r"(api|access|private|session).?key|secret|passw|auth|credential|bearer|cookie|header|"
+    r"api_base|base_url|"
+    r"(^|[^a-z])(token(?!s)|sk-)",
+    re.I,
+)
+_MEANT = frozenset(row.name for row in PARAMETERS if row.kind != "harmless")
+"""These shape, or would shape, an answer at some route: at another one they are no noise."""
+
+
+@dataclass(slots=True)
+class Rest:
+    """The fields of a body that are in no row of its route's table."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Those that the model's chat template reads."""
+    recorded: dict[str, Any] = field(default_factory=dict)
+    """By plain names: the others' values, but for secrets and what is too large."""
+    ignored: list[str] = field(default_factory=list)
+    """The plain names of all that has no effect."""
+
+    def ignore(self, name: str, value: Any) -> None:
+        """Record one; InvalidRequest for more than ``MAX_UNKNOWN``."""
+        if len(self.ignored) >= MAX_UNKNOWN:
+            raise InvalidRequest(
+                f"the body has more than {MAX_UNKNOWN} unknown parameters: leave them out",
+                param=shown(name)[1:-1],
+            )
+        plain = _UNPLAIN.sub("_", name[:_MAX_NAME]) or "_"
+        if plain in self.ignored:
+            return
+        self.ignored.append(plain)
+        try:
+            text = json_text({**self.recorded, plain: value}, plain, longest=MAX_NOTE_BYTES)
+        except InvalidRequest:
+            return
+        # A key that was sent by mistake is nobody's to keep.
+        if not _SECRET.search(text):
+            self.recorded[plain] = value
+
+
+def rest_of(
+    given: Mapping[str, Any], api: Api, known_settings: Set[str], unknown: UnknownParameters
+) -> Rest:
+    """Sort the fields without a row.
+
+    Raises UnsupportedParameter for a name that means something at another route, and for any
+    where unknown ones are refused; InvalidRequest for too many.
+    """
+    rest = Rest()
+    for name, value in given.items():
+        if name in known_settings:
+            rest.settings[name] = value
+        elif unknown == "refuse" or name in _MEANT:
+            raise _unknown(name, api)
+        elif value is not None:
+            rest.ignore(name, value)
+    return rest
+
+
+def _unknown(name: Any, api: Api) -> UnsupportedParameter:
+    near = difflib.get_close_matches(str(name)[:64], TABLE[api], n=1, cutoff=0.8)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return UnsupportedParameter(
+        f"unknown parameter {shown(str(name))}{hint}", param=shown(str(name))[1:-1]
+    )
