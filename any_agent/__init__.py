@@ -14,15 +14,9 @@ if TYPE_CHECKING:
     from any_agent.direct import EngineOpenAI
     from any_agent.errors import AnyAgentError
     from any_agent.experiment import GRPOConfig, load_expr_config
-<<<<<<< HEAD
     from any_agent.inference import LocalModel, RemoteSGLangEngine, load_engine
-    from any_agent.record import InteractionWithTokenLogpReward
-    from any_agent.reward import AsyncRewardWrapper, gsm8k_reward_fn
-=======
-    from any_agent.inference import LocalModel, load_engine
     from any_agent.record import CompletionWithTokenLogpReward, InteractionWithTokenLogpReward
-    from any_agent.reward import AsyncRewardWrapper
->>>>>>> wt-server
+    from any_agent.reward import AsyncRewardWrapper, gsm8k_reward_fn
     from any_agent.sdk import AgentRunner, AgentSession
     from any_agent.types import (
         GenerationHyperparameters,

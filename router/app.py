@@ -97,12 +97,7 @@ class Router:
             ("POST", START): opens.open,
             **FanOut(ranks, forwarder, replies).routes,
             **Leasing(affinity, ranks, forwarder, replies).routes,
-<<<<<<< HEAD
             **ArealRoutes(affinity, ranks, forwarder, replies, access).routes,
-            ("GET", "/metrics"): MetricsRoute(self, upstream, access, audit).show,
-=======
-            **ArealRoutes(affinity, ranks, forwarder, replies).routes,
->>>>>>> wt-server
             **{(m, "/healthz"): self._healthz for m in ("GET", "HEAD")},
             **{(m, "/readyz"): self._readyz for m in ("GET", "HEAD")},
         }
