@@ -67,7 +67,11 @@ def test_a_nearer_source_wins_under_whichever_name(tmp_path: Path) -> None:
 
 
 def test_two_names_of_one_setting_must_agree(tmp_path: Path) -> None:
-    both = {"sessions": {"group_size": 4}, "rollout": {"group_size": 4}, "gconfig": {"n_samples": 4}}
+    both = {
+        "sessions": {"group_size": 4},
+        "rollout": {"group_size": 4},
+        "gconfig": {"n_samples": 4},
+    }
     assert load_config(written(tmp_path, both), [], {}).sessions.group_size == 4
     for name in ("rollout.group_size", "gconfig.n_samples"):
         section, leaf = name.split(".")

@@ -17,7 +17,7 @@ from any_agent.completions.untrainable import bent
 from any_agent.config import NAME_PATTERN, SamplingConfig
 from any_agent.direct.session import DirectSession, checked_discount, checked_reward
 from any_agent.direct.transport import BASE_URL, InProcessClient
-from any_agent.engine import InferenceEngine
+from any_agent.engine import InferenceEngine, ScriptEngine
 from any_agent.errors import ConfigError
 from any_agent.record import InteractionWithTokenLogpReward
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode, Trajectory
@@ -48,7 +48,7 @@ class EngineOpenAI(AsyncOpenAI):
 
     def __init__(
         self,
-        engine: InferenceEngine,
+        engine: InferenceEngine | ScriptEngine,
         tokenizer: ChatFormat | str | PathLike[str] | Any,
         *,
         mode: SessionMode | Literal["train", "eval"] | None = None,
@@ -67,7 +67,7 @@ class EngineOpenAI(AsyncOpenAI):
             _refuse_http(options)
             session = DirectSession(
                 _session_id(session_id),
-                engine,
+                _inference_engine(engine),
                 chat_format_for(
                     tokenizer,
                     renderer=renderer,
@@ -168,6 +168,12 @@ class EngineOpenAI(AsyncOpenAI):
         """The session as workflows hand it to the trainer, which applies the discount itself: the
         interactions have their own rewards. Without ``group_id`` it is a group of its own."""
         return self._session.trajectory(group_id, task_id, metadata or {})
+
+
+def _inference_engine(engine: Any) -> InferenceEngine:
+    """Return the engine itself, or that of a script, which runs on an event loop of its own."""
+    found: InferenceEngine = getattr(engine, "inference_engine", engine)
+    return found
 
 
 def _refuse_http(options: Mapping[str, Any]) -> None:

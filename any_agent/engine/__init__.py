@@ -1,6 +1,12 @@
 """Inference engines: the interface, and the clients that implement it."""
 
-from any_agent.engine.base import Capabilities, InferenceEngine, RolloutEngine, agenerate
+from any_agent.engine.base import (
+    Capabilities,
+    InferenceEngine,
+    RolloutEngine,
+    ScriptEngine,
+    agenerate,
+)
 from any_agent.engine.pool import EnginePool
 from any_agent.engine.sglang import SGLangEngine
 
@@ -10,5 +16,6 @@ __all__ = [
     "InferenceEngine",
     "RolloutEngine",
     "SGLangEngine",
+    "ScriptEngine",
     "agenerate",
 ]

@@ -63,6 +63,15 @@ class InferenceEngine(Protocol):
         ...
 
 
+class ScriptEngine(Protocol):
+    """An engine of a script, which runs on an event loop of its own."""
+
+    @property
+    def inference_engine(self) -> InferenceEngine:
+        """The same engine, for callers on any event loop."""
+        ...
+
+
 class RolloutEngine(InferenceEngine, Protocol):
     """What workflows are given: an engine, or several as one, whose completions come whole."""
 

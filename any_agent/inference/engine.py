@@ -18,6 +18,7 @@ from any_agent.config import Config, RolloutConfig
 from any_agent.engine import EnginePool, InferenceEngine
 from any_agent.engine.shape import shape_of
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable
+from any_agent.inference.any_loop import AnyLoopEngine
 from any_agent.inference.kept import Kept, named, require_weights
 from any_agent.inference.started import chosen, own_engine
 from any_agent.inference.words import TextChunk, Words, asked_for, words_of
@@ -233,6 +234,11 @@ class RemoteSGLangEngine:
         """The model's, of transformers."""
         return self._words.tokenizer
 
+    @property
+    def inference_engine(self) -> AnyLoopEngine:
+        """The same engine for recording clients, such as `EngineOpenAI`, on any event loop."""
+        return AnyLoopEngine(self)
+
     # -- answers -------------------------------------------------------------------------------
 
     async def agenerate(
@@ -252,7 +258,7 @@ class RemoteSGLangEngine:
         EngineUnavailable; TypeError and ValueError for what contradicts itself.
         """
         asked = asked_for(request, prompt, messages, input_ids, sampling)
-        return await self._ask(lambda pool: pool.agenerate(asked))
+        return await self.ask(lambda pool: pool.agenerate(asked))
 
     async def agenerate_stream(
         self,
@@ -277,7 +283,7 @@ class RemoteSGLangEngine:
                 async for chunk in chunks:
                     home.call_soon_threadsafe(news.put_nowait, chunk)
 
-        work = asyncio.create_task(self._ask(pump))
+        work = asyncio.create_task(self.ask(pump))
         work.add_done_callback(lambda _: news.put_nowait(None))
         try:
             while (chunk := await news.get()) is not None:
@@ -347,7 +353,7 @@ class RemoteSGLangEngine:
         tokenizer = request.tokenizer if request.tokenizer is not None else self.tokenizer
         return replace(request, input_ids=ids, prompt=None, gconfig=g, tokenizer=tokenizer)
 
-    async def _ask(self, ask: Callable[[EnginePool], Coroutine[Any, Any, T]]) -> T:
+    async def ask(self, ask: Callable[[EnginePool], Coroutine[Any, Any, T]]) -> T:
         """Its result, on whichever event loop this is awaited."""
         try:
             return await asyncio.wrap_future(self._begun(ask))

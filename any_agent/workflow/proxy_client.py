@@ -150,9 +150,7 @@ class OpenAIProxyClient:
         answer = await self._post(
             "/export_trajectories", body, self._admin_key, limit=_EXPORT_TIMEOUT
         )
-        return InteractionWithTokenLogpReward.link(
-            {id: _interaction(id, one) for id, one in answer["interactions"].items()}
-        )
+        return exported_interactions(answer)
 
     async def discard(self, error: BaseException) -> None:
         """Let go of an ended session that this kept from being exported: it would wait for that
@@ -265,6 +263,16 @@ def _reason(error: BaseException) -> str:
     except Exception:
         text = type(error).__name__
     return Redactor().text(text)[:200].encode(errors="replace").decode()
+
+
+def exported_interactions(answer: dict[str, Any]) -> dict[str, InteractionWithTokenLogpReward]:
+    """Return the interactions of an answer of `/export_trajectories`, by id.
+
+    Raises AnyAgentError for an answer that holds no tensors.
+    """
+    return InteractionWithTokenLogpReward.link(
+        {id: _interaction(id, one) for id, one in answer["interactions"].items()}
+    )
 
 
 def _interaction(id: str, exported: dict[str, Any]) -> InteractionWithTokenLogpReward:

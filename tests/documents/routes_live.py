@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from any_agent import InteractionWithTokenLogpReward
-from any_agent.workflow.proxy_client import interactions_of
+from any_agent.workflow.proxy_client import exported_interactions
 from tests.documents import text
 from tests.documents.service import Service
 
@@ -69,11 +69,12 @@ def run_all(code: str, episode: Episode) -> dict[str, Any]:
 @pytest.mark.block(0, 378, 402)
 def test_a_sessions_lifecycle(code: str, service: Service) -> None:
     episode = Episode(service)
-    code += 'POST /export_trajectories\n  Body: {"session_id": "..."}\n'
+    export = "POST /export_trajectories\n"
+    code = code.replace(export, f'{export}Body: {{"session_id": "..."}}\n')
     answers = run_all(code, episode)
     assert re.fullmatch(r"task-\d-\d+", episode.session_id), episode.session_id
     assert answers["/{session_id}/rl/end_session"]["interaction_count"] == 1
-    (exported,) = interactions_of(answers["/export_trajectories"]).values()
+    (exported,) = exported_interactions(answers["/export_trajectories"]).values()
     assert isinstance(exported, InteractionWithTokenLogpReward)
     assert exported.reward == 0.5, "the second body names the same, last completion"
     response = exported.model_response
@@ -135,7 +136,7 @@ def test_rewards_run_back_along_three_turns(service: Service) -> None:
     episode.post("/{session_id}/rl/set_reward", '{"reward": 1.0}')
     episode.post("/{session_id}/rl/end_session")
     body = text.cut(0, 483, 484).partition("Body: ")[2]
-    turns = list(interactions_of(episode.post("/export_trajectories", body)).values())
+    turns = list(exported_interactions(episode.post("/export_trajectories", body)).values())
     assert [turn.reward for turn in turns] == pytest.approx(shown[::-1])
     assert [len(turn.messages) for turn in turns] == [1, 3, 5]
     assert [turn.parent for turn in turns] == [None, turns[0], turns[1]]

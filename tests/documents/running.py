@@ -9,7 +9,8 @@ from typing import Any
 
 async def running(code: str, given: dict[str, Any]) -> dict[str, Any]:
     """Run the code among the given names, in the running event loop; return all names then."""
-    names = {"__name__": "documents", **given}
+    # Dataclasses look their module up.
+    names = {"__name__": __name__, **given}
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     program = compile(code, "<document>", "exec", flags=flags, dont_inherit=True)
     result = eval(program, names)

@@ -287,8 +287,8 @@ async def test_the_example_of_a_returned_value(code: str, rollout: RemoteSGLangE
     body = textwrap.indent(code.partition("}Inside")[0] + "}", "        ")
     head = "class Example(RolloutWorkflow):\n    async def arun_episode(self, engine, data):\n"
     found = await running(head + body, GIVEN | {"torch": torch})
-    batch = rollout.rollout_batch([ITEM], workflow=found["Example"]())
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5]] * len(batch["input_ids"])
+    (batch,) = rollout.rollout_batch([ITEM], workflow=found["Example"]())
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5]]
 
 
 @pytest.mark.block(2, 70, 81, changes="indentation, inside a workflow")
@@ -406,7 +406,7 @@ def multi_turn() -> str:
 
 def loader(default: bool) -> DataLoader[Any]:
     """Torch's, with its own collation, or with that which AReaL's scripts give it."""
-    items = [ITEM, ITEM | {"answer": "4"}]
+    items = [{"messages": ASK, "answer": answer} for answer in ("3", "4")]
     if default:
         return DataLoader(items, batch_size=2)  # type: ignore[arg-type]
     return DataLoader(items, batch_size=2, collate_fn=lambda x: x)  # type: ignore[arg-type]
@@ -420,8 +420,10 @@ def loader(default: bool) -> DataLoader[Any]:
 @pytest.mark.parametrize("default", [False, True], ids=["items", "collated"])
 @pytest.mark.parametrize("eta", [0, 2])
 def test_the_multi_turn_workflow(
-    default: bool, eta: int, rollout: RemoteSGLangEngine, tokenizer: Any, config: GRPOConfig
+    default: bool, eta: int, service: Service, tokenizer: Any, config: GRPOConfig
 ) -> None:
+    rollout = RemoteSGLangEngine(config.rollout)
+    rollout.initialize(urls=service.engines, tokenizer=str(service.model))
     names: dict[str, Any] = {
         **{name: getattr(any_agent, name) for name in ("LLMRequest", "RolloutWorkflow")},
         "GenerationHyperparameters": GenerationHyperparameters,
@@ -446,9 +448,10 @@ def test_the_multi_turn_workflow(
     )
     exec(multi_turn() + training, names)
     names["main"]([])
+    rollout.close()
     assert len(names["batches"]) == 2
     for batch in names["batches"]:
-        is_exact(batch, len(batch["rewards"]))
+        is_exact(concat_padded_tensors(batch), sum(len(one["rewards"]) for one in batch))
 
 
 @pytest.mark.block(3, 15, 24)
