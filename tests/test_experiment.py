@@ -107,7 +107,9 @@ def test_names_of_other_trainers_are_answered_with_ours(name: str, ours: str) ->
 
 def test_what_nothing_corresponds_to_is_told_to_be_left_out(tmp_path: Path) -> None:
     path = tmp_path / "theirs.yaml"
-    path.write_text("allocation_mode: d1\nactor: {path: x, backend: y, odd: 1}\ncritic: {path: z}\n")
+    path.write_text(
+        "allocation_mode: d1\nactor: {path: x, backend: y, odd: 1}\ncritic: {path: z}\n"
+    )
     with pytest.raises(ConfigError) as raised:
         load_expr_config(["--config", str(path)], GRPOConfig)
     for line in (

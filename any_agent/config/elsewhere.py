@@ -1,4 +1,4 @@
-"""Settings under AReaL's names: taken where they mean just what ours do, else answered with ours."""
+"""Settings under AReaL's names: taken where they mean what ours do, else answered with ours."""
 
 from __future__ import annotations
 
@@ -227,8 +227,8 @@ def _settle_tokenizer(data: dict[str, Any], path: object) -> None:
         return
     raise ConfigError(
         f"tokenizer_path={path} is not model.path={model}: a model is trained with its own "
-        "tokenizer, whose ids its weights know; leave it out (rollout.tokenizer_path is what dumped "
-        "episodes are decoded with)"
+        "tokenizer, whose ids its weights know; leave it out (rollout.tokenizer_path is what "
+        "dumped episodes are decoded with)"
     )
 
 

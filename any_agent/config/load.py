@@ -142,9 +142,7 @@ def _from_environ(environ: Mapping[str, str], kind: type[BaseModel]) -> Iterator
                 raise ConfigError(f"{name} is no setting: did you mean {right}?")
 
 
-def _from_overrides(
-    overrides: Sequence[str], kind: type[BaseModel]
-) -> Iterator[tuple[str, Any]]:
+def _from_overrides(overrides: Sequence[str], kind: type[BaseModel]) -> Iterator[tuple[str, Any]]:
     for item in overrides:
         key, sep, value = item.partition("=")
         if not sep:
