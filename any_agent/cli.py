@@ -137,6 +137,7 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     at once.
     """
     from any_agent.launcher import Node, NodeOptions
+    from any_agent.launcher.address import listening
     from any_agent.launcher.stopping import terminate
     from any_agent.launcher.trial import resolve_config
     from any_agent.logs import set_up_logging
@@ -148,7 +149,7 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     if not train:
         options = replace(options, weights=_served_weights(config))
     with Node(config, options) as node:
-        print(f"any-agent server listening at {node.url}", flush=True)
+        print(listening(node.url), flush=True)
         options.say(_who_may(config))
         node.watch(until_trained=not stay)
     return 0

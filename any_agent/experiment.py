@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -70,7 +72,8 @@ def load_expr_config(argv: Sequence[str], config_cls: type[_ConfigT]) -> tuple[_
 
     ``argv``: ``--config FILE``, which may be missing, and any number of ``key=value``. Returns the
     settings and the file's path, empty if there was none. From here on the script ends by errors of
-    ours in one line, unless ``log_level=debug``, which keeps their traces.
+    ours in one line, unless ``log_level=debug``, which keeps their traces, and what settings name
+    (`workflow`) is also found in the current folder, after all other places.
 
     Raises ConfigError naming the setting and what to do; SystemExit for ``--help``.
     """
@@ -84,6 +87,8 @@ def load_expr_config(argv: Sequence[str], config_cls: type[_ConfigT]) -> tuple[_
         raise ConfigError(f"{config_cls!r} must be GRPOConfig or a class derived from it")
     arguments, overrides = _parser().parse_known_args(_without_script(argv))
     config = load_config(arguments.config, overrides, kind=config_cls)
+    if not {"", os.getcwd()}.intersection(sys.path):
+        sys.path.append(os.getcwd())
     one_line_errors(debug=config.log_level == "debug")
     return config, arguments.config or ""
 

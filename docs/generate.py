@@ -56,11 +56,13 @@ known one. `any-agent config` prints what would be used. Without `--config`, `an
 
 ALIASES_HEAD = """## AReaL's names
 
-These are taken, too, in the file, the environment and on the command line. In one of them a setting may stand under one
-name, or under both with the same value. What AReaL calls otherwise and means otherwise is refused with what to set
-instead. Three names say what others say, and are refused where they contradict them: `async_training` (false:
-`rollout.eta=0`), `tokenizer_path` (the model's) and `scheduler.type` (`local`; in Slurm's launcher `slurm`). What a GRPO run
-does not have (`critic`, `ref`, `actor.kl_ctl`, `actor.gae_lambda`, ...) may stand there with the value that changes nothing.
+These are taken, too, in the file, the environment and on the command line. In one of them a setting
+may stand under one name, or under both with the same value. What AReaL calls otherwise and means
+otherwise is refused with what to set instead. Three names say what others say, and are refused
+where they contradict them: `async_training` (false: `rollout.eta=0`), `tokenizer_path` (the
+model's) and `scheduler.type` (`local`; in Slurm's launcher `slurm`). What a GRPO run does not have
+(`critic`, `ref`, `actor.kl_ctl`, `actor.gae_lambda`, ...) may stand there with the value that
+changes nothing.
 
 | AReaL's | ours |
 |---|---|"""

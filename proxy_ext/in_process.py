@@ -6,6 +6,7 @@ Everything may be used from any event loop: what waits does so on the app's own.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -30,6 +31,11 @@ class RankApp(Front):
 
     _service: Service | None = None
     _loop: asyncio.AbstractEventLoop | None = None
+
+    def __init__(self, *parts: Any, **settings: Any) -> None:
+        super().__init__(*parts, **settings)
+        self.waiting: Counter[str] = Counter()
+        """Groups that each workflow waits for, by its owner."""
 
     def began(self, service: Service) -> None:
         """It runs on this event loop, with these parts."""
@@ -90,13 +96,13 @@ class RankApp(Front):
 
         await self._run(given)
 
-    async def admit(self, groups: int, *, seconds: float) -> None:
-        """Let so many groups' sessions be open or waiting to be leased, for so many seconds; those
-        that are there already count. A running trainer's own number would be overwritten."""
+    async def admit(self, *, seconds: float) -> None:
+        """Let the sessions of as many groups as are waited for be open or ready to be leased, for
+        so many seconds. Those that are there count. A trainer's own limit is overwritten."""
 
         async def admitted(service: Service) -> None:
             now = service.leases.capacity()
-            wanted = groups * service.config.sessions.group_size
+            wanted = self.waiting.total() * service.config.sessions.group_size
             free = max(0, wanted - now.running - now.buffered - now.reserved)
             service.sessions.admission.set_limit(now.admitted + free, seconds + _SLACK)
 

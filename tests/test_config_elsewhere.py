@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import Field
 
 from any_agent.config import Config, load_config
 from any_agent.config.elsewhere import ALIASES, NEUTRAL, SCHEDULER
@@ -86,7 +87,7 @@ def test_two_names_of_one_setting_must_agree(tmp_path: Path) -> None:
 def test_a_scripts_own_settings_keep_their_names() -> None:
     class Own(GRPOConfig):
         seed: int = 5
-        actor: dict[str, str] = {}
+        actor: dict[str, str] = Field(default_factory=dict)
 
     config = load_config(None, ["seed=7", "actor={path: x}"], {}, kind=Own)
     assert (config.seed, config.train.seed, config.model.path) == (7, 0, "")

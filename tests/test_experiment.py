@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from any_agent.by_name import import_by_name
 from any_agent.config import Config, load_config, load_resolved
 from any_agent.errors import ConfigError
 from any_agent.experiment import GRPOConfig, load_expr_config
@@ -140,3 +142,27 @@ def test_every_name_that_is_answered_with_is_a_setting() -> None:
 def test_agents_outside_need_no_mode() -> None:
     with pytest.raises(ConfigError, match="leave out the dataset and the workflow"):
         load_expr_config(["rollout.agent.mode=online"], GRPOConfig)
+
+
+def test_a_workflow_is_named_in_the_script_or_declared() -> None:
+    given = ["workflow=my_agent.MathAgent", "eval_workflow=my_agent.Other"]
+    config, _ = load_expr_config(given, GRPOConfig)
+    assert (config.workflow, config.eval_workflow) == ("my_agent.MathAgent", "my_agent.Other")
+    assert load_expr_config([], GRPOConfig)[0].workflow == ""
+    with pytest.raises(
+        ConfigError, match="unknown key workflow: it is for a script with a dataset"
+    ):
+        load_config(None, given, {})
+
+
+def test_what_settings_name_is_found_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "found_here.py").write_text("class Agent: ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = list(sys.path)
+    for _ in range(2):
+        load_expr_config([], GRPOConfig)
+        assert sys.path == [*before, str(tmp_path)]
+    assert import_by_name("found_here.Agent").__name__ == "Agent"

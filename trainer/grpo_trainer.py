@@ -17,6 +17,7 @@ from any_agent.access import run_dir_of, signer_of
 from any_agent.config import Config
 from any_agent.data import as_dataset
 from any_agent.errors import ConfigError
+from any_agent.launcher.address import listening
 from any_agent.launcher.trial import require_same_trial
 from any_agent.logs import logging_to
 from any_agent.rollout import RolloutExecutor
@@ -33,7 +34,7 @@ from trainer.parallel.world import World
 from trainer.presence import Presence
 from trainer.rollouts import agent_service, workflow_executor
 from trainer.service import Service
-from trainer.settings import policy_config
+from trainer.settings import chosen_workflow, policy_config
 from trainer.signals import Signals, Stopped
 from trainer.source import ProxyFed, Source
 
@@ -162,11 +163,15 @@ class GRPOTrainer:
         Where ``eval.every`` says so, ``eval_workflow`` (else ``workflow``) runs on all items of the
         validation dataset, with ``eval_workflow_kwargs``, before training goes on.
 
-        Raises ConfigError for what cannot be run, before anything is started for it, TrainingError
-        when nothing but failures comes of it, or nothing to learn from, StartupError when a part of
-        the service ends for good, and Stopped, a SystemExit, when Ctrl-C or SIGTERM ended it, after
-        the step under way and with a checkpoint.
+        What is not given here is what the settings `workflow` and `eval_workflow` name.
+
+        Raises ConfigError for what cannot be run, and for two different workflows, before anything
+        is started for it, TrainingError when nothing but failures comes of it, or nothing to learn
+        from, StartupError when a part of the service ends for good, and Stopped, a SystemExit, when
+        Ctrl-C or SIGTERM ended it, after the step under way and with a checkpoint.
         """
+        workflow = chosen_workflow(self.config, "workflow", workflow)
+        eval_workflow = chosen_workflow(self.config, "eval_workflow", eval_workflow)
         self._require_runnable(workflow, workflow_kwargs, eval_workflow, eval_workflow_kwargs)
         if self._led:
             return self._follow()
@@ -216,7 +221,7 @@ class GRPOTrainer:
             self._service.start()
             self._serving = True
             self._stack.enter_context(self._logging())
-            self._say(f"any-agent server listening at {self._service.url}")
+            self._say(listening(self._service.url))
 
     def _require_runnable(
         self,
@@ -232,8 +237,8 @@ class GRPOTrainer:
                 has, lacks = lacks, has
             raise ConfigError(
                 f"a {has} was given, but no {lacks}: a workflow is run on the items of a dataset, "
-                "GRPOTrainer(config, train_dataset=...).train(workflow=...). With neither, agents "
-                "outside are trained on"
+                "GRPOTrainer(config, train_dataset=...).train(workflow=...), or the setting "
+                "workflow=my_agent.MyAgent. With neither, agents outside are trained on"
             )
         if workflow is not None:
             require_workflow(workflow, kwargs)

@@ -9,12 +9,30 @@ from dataclasses import asdict, replace
 import numpy as np
 import torch
 
-from any_agent.config import TrainConfig
+from any_agent.config import Config, TrainConfig
 from any_agent.errors import ConfigError
+from any_agent.workflow import WorkflowLike
 from trainer.loss import LossConfig, preset
 from trainer.policy import Policy, PolicyConfig
 
 log = logging.getLogger(__name__)
+
+
+def chosen_workflow(
+    config: Config, setting: str, given: WorkflowLike | None
+) -> WorkflowLike | None:
+    """What a script gives, else what its settings name; ConfigError for two that differ."""
+    named: str = getattr(config, setting, "")
+    if given is None or not named:
+        return named or None if given is None else given
+    kind = given if isinstance(given, type) else type(given)
+    called = given if isinstance(given, str) else f"{kind.__module__}.{kind.__qualname__}"
+    if called != named:
+        raise ConfigError(
+            f"the script trains {setting}={called}, and its settings say {setting}={named}: leave "
+            f"the setting out, or have the script call trainer.train() without {setting}"
+        )
+    return given
 
 
 def loss_config(c: TrainConfig) -> LossConfig:

@@ -1,4 +1,4 @@
-"""Settings under AReaL's names: accepted where they mean just what ours do, else refused."""
+"""Settings under AReaL's names: taken where they mean what ours do, else answered with ours."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ _NO_GAE = f"only 1 is known: an answer's tokens share one advantage; {_NO_CRITIC
 _NO_KL = "only 0 is known: there is no KL term to a reference model"
 _NO_OTHER = "leave it out: the algorithm is GRPO (train.preset), with its own loss"
 _SCRIPT = (
-    "is for a script with a dataset, as examples/experimental/proxy/train.py, whose settings are a "
-    "GRPOConfig; agents outside need none"
+    "it is for a script with a dataset, as examples/experimental/proxy/train.py, whose settings "
+    "are a GRPOConfig; agents outside need none"
 )
 NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "actor.kl_ctl": ((0,), _NO_KL),

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import http.client
 import socket
+import time
 import urllib.error
 import urllib.request
+
+LISTENING = "any-agent server listening at "
+"""What stands before the URL in that line."""
 
 
 def reachable(host: str) -> str:
@@ -16,6 +20,11 @@ def reachable(host: str) -> str:
 def from_here(host: str) -> str:
     """What this machine itself may call it."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def listening(url: str) -> str:
+    """The line that says where agents find a service."""
+    return f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] INFO: {LISTENING}{url}"
 
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))

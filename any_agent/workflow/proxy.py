@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ _POLL_HERE = 5.0
 class ProxyApp(Protocol):
     """A rank's app in this process, as `proxy_ext.app.create_app` makes it."""
 
+    waiting: Counter[str]
+
     @property
     def engine(self) -> Any: ...
 
@@ -32,7 +34,7 @@ class ProxyApp(Protocol):
 
     async def give_back(self, *, owner: str) -> None: ...
 
-    async def admit(self, groups: int, *, seconds: float) -> None: ...
+    async def admit(self, *, seconds: float) -> None: ...
 
 
 class ProxyWorkflow(RolloutWorkflow):
@@ -62,7 +64,6 @@ class ProxyWorkflow(RolloutWorkflow):
         self._poll = poll
         self._client = source if isinstance(source, RLClient) else None
         self._app = None if isinstance(source, RLClient) else source
-        self._waiting = 0
         self._returned: deque[Episode] = deque()
         """Handed over to somebody who was gone by then."""
 
@@ -88,39 +89,42 @@ class ProxyWorkflow(RolloutWorkflow):
             raise ConfigError(
                 "this engine is not the one that the app samples with: give app.engine, or None"
             )
-        self._waiting += 1
-        try:
-            return await self._handed_over(self._app)
-        finally:
-            self._waiting -= 1
+        return await self._handed_over(self._app)
 
     async def _handed_over(self, app: ProxyApp) -> Episode:
         """A group whose leases have ended; of whoever is cancelled nothing stays leased."""
         holder = f"{self.owner}-{uuid.uuid4().hex[:12]}"[-64:]
+        app.waiting[self.owner] += 1
         packed = None
         try:
-            while packed is None:
-                if self._returned:
-                    return self._returned.popleft()
-                await app.admit(self._waiting, seconds=_POLL_HERE)
+            while packed is None and not self._returned:
+                await app.admit(seconds=_POLL_HERE)
                 packed = await app.lease(owner=holder, wait=min(self._poll, _POLL_HERE))
         except BaseException:
-            await asyncio.shield(self._withdraw(app, holder))
+            await asyncio.shield(self._leave(app, holder, []))
             raise
+        if packed is None:
+            app.waiting[self.owner] -= 1
+            return self._returned.popleft()
         episode = unpack_trajectories(packed)
-        ids = [trajectory.session_id for trajectory in episode]
-        ended = asyncio.ensure_future(app.ack(owner=holder, trained=ids, rejected=[]))
+        taken = [trajectory.session_id for trajectory in episode]
+        left = asyncio.ensure_future(self._leave(app, holder, taken))
         try:
-            await asyncio.shield(ended)
+            await asyncio.shield(left)
         except asyncio.CancelledError:
-            await asyncio.wait([ended])
-            if not ended.cancelled() and ended.exception() is None:
+            await asyncio.wait([left])
+            if not left.cancelled() and left.exception() is None:
                 self._returned.append(episode)
             raise
         return episode
 
-    async def _withdraw(self, app: ProxyApp, holder: str) -> None:
+    async def _leave(self, app: ProxyApp, holder: str, taken: list[str]) -> None:
+        """End the leases and the wait."""
+        app.waiting[self.owner] -= 1
+        if taken:
+            await app.ack(owner=holder, trained=taken, rejected=[])
         # An app that has ended holds nothing for anybody.
         with suppress(AnyAgentError):
-            await app.give_back(owner=holder)
-            await app.admit(self._waiting - 1, seconds=_POLL_HERE)
+            if not taken:
+                await app.give_back(owner=holder)
+            await app.admit(seconds=_POLL_HERE)

@@ -13,7 +13,7 @@ logs=$(mktemp -d)
 trap 'kill "$trainer" 2> /dev/null || true; rm -rf "$logs"' EXIT
 while read -r line <&"$said"; do
   echo "$line"
-  if [[ $line == 'any-agent server listening at '* ]]; then
+  if [[ $line == *'any-agent server listening at '* ]]; then
     export ANY_AGENT_URL=${line##* }
     break
   fi

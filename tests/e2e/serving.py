@@ -89,7 +89,7 @@ def _url(process: subprocess.Popen[str], output: Path) -> str:
     deadline = time.monotonic() + START_TIMEOUT
     while True:
         for line in output.read_text().splitlines():
-            if line.startswith("any-agent server listening at "):
+            if "INFO: any-agent server listening at " in line:
                 return line.rpartition(" ")[2]
         text = output.read_text()
         assert process.poll() is None, text

@@ -18,7 +18,7 @@ case "$*" in
 esac
 """,
     "squeue": 'cat "$HERE/queue" 2>/dev/null || :\n',
-    "sbatch": 'cp "$1" "$HERE/submitted"; echo "7 PENDING" > "$HERE/queue"\n',
+    "sbatch": 'cp "$1" "$HERE/submitted"; echo "7 PENDING" > "$HERE/queue"; . "$HERE/then"\n',
     "srun": "",
 }
 
@@ -28,12 +28,17 @@ class Programs:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder.mkdir()
+        (folder / "then").touch()
         self._folder = folder
         for name, source in _PROGRAMS.items():
             path = folder / name
             path.write_text(f"#!/bin/sh\nHERE={folder}\n{source}")
             path.chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    def then(self, source: str) -> None:
+        """What a job that was submitted does, as lines of a shell; `$1` is its script."""
+        (self._folder / "then").write_text(source)
 
     @property
     def submitted(self) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from any_agent.errors import StartupError
 from any_agent.launcher.slurm import __main__ as command
 from any_agent.launcher.slurm import submit
 from any_agent.launcher.slurm.submit import script
@@ -33,9 +35,9 @@ def submitted(lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> 
     settings = lab.home / "my.yaml"
     settings.write_text(f"root: {lab.home / 'runs'}\nmodel: {{path: {lab.home / 'model'}}}\n")
 
-    def run(*arguments: str) -> int:
+    def run(*arguments: str, wait: bool = False) -> int:
         told = [text.replace("MY", str(settings)) for text in arguments]
-        return command.main(told)
+        return command.main(told if wait else [*told, "--no-wait"])
 
     return run
 
@@ -122,3 +124,54 @@ def test_a_job_has_its_nodes_alone_unless_it_is_told_how_much_of_them(
     lines = script(lab.config(f"cluster.sbatch={told}"), [], lab.home / "log").splitlines()
     assert ("#SBATCH --exclusive" in lines) == whole
     assert ("#SBATCH --mem=0" in lines) == whole
+
+
+def test_who_submits_is_told_where_the_service_is(
+    submitted: Submit, lab: Lab, programs: Programs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "[2026-11-23 12:34:56] INFO: any-agent server listening at http://10.1.0.1:8000"
+    log = the_run(lab).logs / "job-7.log"
+    programs.then(f"echo 'role n1' > {log}; echo '{line}' >> {log}\n")
+    assert submitted("any_agent_grpo.py", "--config", "MY", wait=True) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == line
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str] | BaseException]:
+    """What Slurm answers to each look for the job, one after the other."""
+    answers: list[dict[str, str] | BaseException] = []
+
+    def jobs(name: str) -> dict[str, str]:
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(submit, "_jobs", jobs)
+    monkeypatch.setattr(submit, "_LOOK_EVERY", 0.0)
+    return answers
+
+
+@pytest.mark.parametrize(("last", "state"), [({"7": "FAILED"}, "failed"), ({}, "gone")])
+def test_a_job_that_ends_before_its_service_listens(
+    looks: list[Any], tmp_path: Path, last: dict[str, str], state: str
+) -> None:
+    looks += [{"7": "PENDING"}, {"7": "RUNNING"}, last]
+    with pytest.raises(StartupError, match=rf"job 7 has ended \({state}\): {tmp_path}/log says"):
+        submit._until_listening("name", "7", tmp_path / "log", print)
+
+
+def test_a_wait_can_be_left(
+    looks: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks += [{"7": "PENDING"}, KeyboardInterrupt()]
+    assert submit._until_listening("name", "7", tmp_path / "log", print) == 0
+    assert "goes on, nobody waits for it here; scancel 7" in capsys.readouterr().out
+
+
+def test_slurm_may_be_away_for_a_moment(looks: list[Any], tmp_path: Path) -> None:
+    away = [StartupError("squeue failed")] * submit._MAX_FAILURES
+    looks += [*away, {"7": "RUNNING"}, *away, StartupError("squeue failed for good")]
+    with pytest.raises(StartupError, match="for good"):
+        submit._until_listening("name", "7", tmp_path / "log", print)
+    assert looks == []

@@ -97,13 +97,16 @@ async def test_an_episode_blocks_until_an_agent_finalizes(start: Start) -> None:
 
 async def test_many_episodes_at_once_share_nothing_and_lose_nothing(start: Start) -> None:
     proxy = await start()
-    workflow = ProxyWorkflow(proxy.front)
-    episodes = [asyncio.create_task(workflow.arun_episode(None, None)) for _ in range(6)]
+    workflows = [ProxyWorkflow(proxy.front) for _ in range(2)]
+    episodes = [asyncio.create_task(workflows[k % 2].arun_episode(None, None)) for k in range(6)]
     made = await asyncio.gather(*(attempt(proxy, k) for k in range(6)))
     async with asyncio.timeout(LIMIT):
         taken = await asyncio.gather(*episodes)
     assert Counter(t.session_id for episode in taken for t in episode) == Counter(made)
     assert not proxy.front.session_cache
+    # Nobody waits any more, so nobody is admitted.
+    assert proxy.front.waiting.total() == 0
+    assert (await proxy.http.post("/rl/v1/start_session", json={})).status_code == 429
 
 
 async def test_who_is_cancelled_holds_nothing(start: Start) -> None:

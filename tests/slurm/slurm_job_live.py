@@ -75,7 +75,7 @@ def submit(cluster: Slurm, path: Path) -> subprocess.CompletedProcess[str]:
     """By the launcher, outside of a job."""
     command = [sys.executable, "-m", "any_agent.launcher.slurm", "trainer/any_agent_grpo.py"]
     return subprocess.run(
-        [*command, "--config", str(path)],
+        [*command, "--config", str(path), "--no-wait"],
         cwd=REPOSITORY,
         env=variables(cluster),
         capture_output=True,

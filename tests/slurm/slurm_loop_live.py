@@ -105,7 +105,7 @@ def test_its_log_shows_it(run: Run) -> None:
     assert "role      n1 (127.0.0.1): engines and proxies of ranks 0, 1; the router" in run.log
     assert "role      n2: the trainer" in run.log
     assert f"job       {run.job} on n1, n2, started again for the 1. time" in run.log
-    urls = re.findall(r"^any-agent server listening at (\S+)$", run.log, re.MULTILINE)
+    urls = re.findall(r"INFO: any-agent server listening at (\S+)$", run.log, re.MULTILINE)
     assert len(urls) == 2
     assert run.dir.url.read_text().strip() == urls[-1]
     shown = re.findall(r"^step +(\d+)/12  reward ", run.log, re.MULTILINE)

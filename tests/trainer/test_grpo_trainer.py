@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 import trainer
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, StartupError
+from any_agent.experiment import GRPOConfig
 from any_agent.workflow import RolloutWorkflow
 from trainer import GRPOTrainer, grpo_trainer
 from trainer.signals import Stopped
@@ -168,7 +170,12 @@ def test_whoever_asks_for_the_url_has_a_service(config: Config, fakes: None) -> 
         assert service_of(trainer).calls == []
         assert trainer.url == trainer.url == "http://127.0.0.1:1"
         assert service_of(trainer).calls == ["start"]
-    assert said == ["any-agent server listening at http://127.0.0.1:1"]
+    (line,) = said
+    assert re.fullmatch(
+        r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] INFO: any-agent server listening at "
+        r"http://127\.0\.0\.1:1",
+        line,
+    )
 
 
 def test_a_gpu_that_is_not_there(
@@ -211,7 +218,8 @@ def test_told_to_stop(config: Config, fakes: None, number: int, code: int, end: 
         trainer.train(workflow=Nothing)
     assert stopped.value.code == code
     assert service_of(trainer).calls == ["start", end]
-    assert [line.split()[0] for line in said] == ["any-agent", "trainer"]
+    listening, told = said
+    assert "any-agent server listening at" in listening and told.startswith("trainer ")
 
 
 def test_a_service_that_is_gone_ends_training_whatever_it_is_at(
@@ -259,3 +267,36 @@ def test_which_workflow_is_evaluated(
         runs, eval_runs = trainer._resolve(Numbered, kwargs, evaluated, eval_kwargs)
     assert isinstance(eval_runs, Numbered) and eval_runs.x == x
     assert (runs is eval_runs) == same
+
+
+def named(config: Config, **settings: str) -> GRPOConfig:
+    return GRPOConfig.model_validate({**dict(config), **settings})
+
+
+def test_what_is_trained_may_be_named_by_the_settings(config: Config, fakes: None) -> None:
+    name = f"{__name__}.Nothing"
+    runs: list[Any] = []
+
+    class Noting(GRPOTrainer):
+        def _make_loop(self, workflow: Any, *rest: Any) -> Any:
+            runs.append((workflow, rest[2]))
+            self._signals.asked = None
+            return SimpleNamespace(metrics=None, loaded=True, train=lambda: True)
+
+    with Noting(named(config, workflow=name, eval_workflow="x.y"), train_dataset=[{}]) as trainer:
+        with pytest.raises(ConfigError, match="x"):
+            trainer.train()
+        assert runs == []
+    with Noting(named(config, workflow=name), train_dataset=[{}]) as trainer:
+        assert trainer.train()
+        assert trainer.train(workflow=name)
+        assert trainer.train(workflow=Nothing)
+        assert runs == [(name, None), (name, None), (Nothing, None)]
+        with pytest.raises(ConfigError, match=r"the script trains workflow=other\.Agent, and its"):
+            trainer.train(workflow="other.Agent")
+
+
+def test_a_workflow_in_the_settings_needs_a_dataset(config: Config, fakes: None) -> None:
+    trainer = GRPOTrainer(named(config, workflow=f"{__name__}.Nothing"))
+    with trainer, pytest.raises(ConfigError, match="a workflow was given, but no train_dataset"):
+        trainer.train()

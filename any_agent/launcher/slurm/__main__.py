@@ -11,17 +11,15 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from any_agent.arguments import add_service_arguments, guarded, overrides_of, parse
 from any_agent.errors import ConfigError
+from any_agent.launcher.script import SERVICE, found_script, is_service
 
 if TYPE_CHECKING:
     from any_agent.config import Config
     from any_agent.launcher.slurm.job import Job
-
-_SCRIPT = "any_agent_grpo.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,26 +35,32 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve and train one run on the nodes of a Slurm job; outside of one, submit "
         "it. The settings cluster.* say which nodes.",
     )
-    parser.add_argument("script", help="trainer/any_agent_grpo.py")
+    parser.add_argument("script", help=f"{SERVICE}, the trainer's own")
     add_service_arguments(parser)
     parser.add_argument(
         "--stay",
         action="store_true",
         help="serve the trained model on after the last step, instead of ending the job",
     )
+    parser.add_argument(
+        "--no-wait",
+        action="store_true",
+        help="end when the job is queued, instead of when its service listens",
+    )
     return parser
 
 
 def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from any_agent.config.elsewhere import SCHEDULER
     from any_agent.launcher.slurm.coordinator import run_job
     from any_agent.launcher.slurm.job import current_job
     from any_agent.launcher.slurm.submit import submit
     from any_agent.logs import set_up_logging
 
-    if Path(args.script).name != _SCRIPT:
+    if not is_service(found_script(args.script)):
         raise ConfigError(
-            f"{args.script} cannot be spread over nodes: trainer/{_SCRIPT} is what is; a script "
-            "with a GRPOTrainer of its own runs on one machine, by `python` in a job's script"
+            f"{args.script} cannot be spread over nodes: the trainer's own {SERVICE} is what is; a "
+            "script with a GRPOTrainer of its own runs on one machine: `python` in a job's script"
         )
     if any(text.startswith("server.admin_key=") for text in args.overrides):
         raise ConfigError(
@@ -65,9 +69,13 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         )
     say = partial(print, flush=True)
     job = current_job()
-    config = _settings(args, job)
+    scheduler = SCHEDULER.set("slurm")
+    try:
+        config = _settings(args, job)
+    finally:
+        SCHEDULER.reset(scheduler)
     if job is None:
-        return submit(config, arguments, say)
+        return submit(config, arguments, say, wait=not args.no_wait)
     set_up_logging(config.log_level, secrets=config.secrets())
     return run_job(config, job, stay=args.stay, say=say)
 

@@ -9,6 +9,7 @@ from types import FrameType
 
 from any_agent.config import LOOPBACK, SECRET_VARIABLES, Config, ServerConfig
 from any_agent.errors import ConfigError
+from any_agent.launcher.address import listening
 from any_agent.launcher.node import Node, NodeOptions
 from any_agent.launcher.part import Part
 from any_agent.launcher.place import LOCAL, Place
@@ -221,7 +222,7 @@ def run_job(config: Config, job: Job, *, stay: bool, say: Callable[[str], None])
     began = time.monotonic()
     try:
         with node:
-            say(f"any-agent server listening at {node.url}")
+            say(listening(node.url))
             say(f"url       {node.url} is in {node.dir.url}")
             node.watch(until_trained=not stay)
     except Warned:

@@ -82,7 +82,8 @@ def require_program(name: str) -> None:
     if shutil.which(name) is None:
         raise ConfigError(
             f"{name} is not found: this machine has no Slurm, or its programs are not in PATH "
-            "(`module load slurm`, say); without Slurm, `any-agent train` runs all of it here"
+            "(`module load slurm`, say). Without Slurm, `python3 -m any_agent.launcher.local "
+            "any_agent_grpo.py --config FILE` runs all of it here, and so does `any-agent train`"
         )
 
 

@@ -14,6 +14,7 @@ from any_agent.access import require_key
 from any_agent.atomic import write_whole
 from any_agent.config import Config
 from any_agent.errors import StartupError
+from any_agent.launcher.address import LISTENING
 from any_agent.launcher.model import check_model
 from any_agent.launcher.slurm.job import ask, require_program
 from any_agent.launcher.trial import newest_weights, trial_dir
@@ -24,6 +25,9 @@ _SEEN_WITHIN = 30.0
 """Seconds until the queue must show a job that was taken."""
 _SETTLED = 3.0
 """Seconds after which a controller that dies loses no job any more that it has shown."""
+_LOOK_EVERY = 2.0
+_MAX_FAILURES = 30
+"""Times in a row that Slurm may not say what becomes of a job."""
 _OVER = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED", "NODE_FAIL"),
     *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
@@ -67,8 +71,12 @@ def script(config: Config, arguments: Sequence[str], log: Path) -> str:
     )
 
 
-def submit(config: Config, arguments: Sequence[str], say: Callable[[str], None]) -> int:
+def submit(
+    config: Config, arguments: Sequence[str], say: Callable[[str], None], *, wait: bool = True
+) -> int:
     """Submit a job that runs the coordinator with these arguments; the exit code.
+
+    ``wait``: for its service to listen, which may be hours; Ctrl-C ends the wait, not the job.
 
     Raises ConfigError without Slurm and for numbers that do not fit, StartupError if there is no
     job in the end, or the trial has one.
@@ -98,7 +106,41 @@ def submit(config: Config, arguments: Sequence[str], say: Callable[[str], None])
     say(f"job       {found}: {name}, {config.cluster.nodes} nodes")
     say(f"log       {run.logs / f'job-{found}.log'}")
     say(f"url       will be in {run.url}")
-    return 0
+    return _until_listening(name, found, run.logs / f"job-{found}.log", say) if wait else 0
+
+
+def _until_listening(name: str, job: str, log: Path, say: Callable[[str], None]) -> int:
+    """Say the line of the job's log that tells where its service is.
+
+    StartupError if the job ends without, or Slurm does not answer for a while.
+    """
+    failures = 0
+    try:
+        while True:
+            try:
+                state, failures = _jobs(name).get(job, "GONE"), 0
+            except StartupError:
+                # A controller that starts again answers in a moment.
+                state, failures = "", failures + 1
+                if failures > _MAX_FAILURES:
+                    raise
+            if line := _listening_in(log):
+                say(line)
+                return 0
+            if state == "GONE" or state in _OVER:
+                raise StartupError(f"job {job} has ended ({state.lower()}): {log} says why")
+            time.sleep(_LOOK_EVERY)
+    except KeyboardInterrupt:
+        say(f"job       {job} goes on, nobody waits for it here; scancel {job} ends it")
+        return 0
+
+
+def _listening_in(log: Path) -> str | None:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return None
+    return next((line for line in lines if LISTENING in line), None)
 
 
 def _sbatch(path: Path) -> str:

@@ -1,7 +1,6 @@
 """The training script of AReaL's guide (Apache-2.0) with imports from here.
 
-The guide's command names the agent, ``workflow=...``, so `AgentConfig` has a field of that name, as
-the script that it stands for has.
+The guide's command names the agent: ``workflow=...``.
 """
 
 import sys
@@ -10,12 +9,8 @@ from any_agent import GRPOConfig, get_custom_dataset, load_expr_config, load_hf_
 from trainer import PPOTrainer
 
 
-class AgentConfig(GRPOConfig):
-    workflow: str = "my_agent.MathAgent"
-
-
 def main(args):
-    config, _ = load_expr_config(args, AgentConfig)
+    config, _ = load_expr_config(args, GRPOConfig)
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
 
     train_dataset = get_custom_dataset(
@@ -25,7 +20,7 @@ def main(args):
     )
 
     with PPOTrainer(config, train_dataset=train_dataset) as trainer:
-        trainer.train(workflow=config.workflow)
+        trainer.train()
 
 
 if __name__ == "__main__":
