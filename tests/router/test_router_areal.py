@@ -11,6 +11,7 @@ import pytest
 
 from any_agent.protocol import GRANT_ONLY_HEADER
 from router.affinity import home_of
+from router.grants import GRANT
 from tests.router.conftest import StartLab
 from tests.router.router_lab import FakeRank, Lab, Received
 
@@ -36,7 +37,7 @@ class Slots:
 
     async def answer(self, received: Received) -> None:
         only = bool(received.values(GRANT_ONLY_HEADER))
-        if received.target == "/rl/v1/grants":
+        if received.target == GRANT:
             assert received.json["of"] == "others"
             assert received.values("authorization")[0].startswith("Bearer sk-trainer.run.")
             if self.grants + received.json["change"] < 0:
@@ -135,7 +136,7 @@ async def test_with_an_idempotency_key_the_grant_comes_home(pair: Lab, task: boo
     assert await opened(pair, body, **key) == on(home, granted=False)
     assert await opened(pair, body, **key) == 429
     asked = {r.target for r in pair.ranks[1 - home].received}
-    assert asked == {"/rl/v1/grants"}
+    assert asked == {GRANT}
     sent = [r for r in pair.ranks[home].received if r.target == START]
     assert {r.body for r in sent} == {json.dumps(body).encode()}, "the same for its key"
 
@@ -199,7 +200,7 @@ async def test_a_slot_that_cannot_arrive_goes_back(pair: Lab) -> None:
     home = Slots(pair.ranks[0])
 
     async def takes_none(received: Received) -> None:
-        if received.target == "/rl/v1/grants":
+        if received.target == GRANT:
             await received.answer({"error": {"code": "store_full"}}, status=507)
         else:
             await home.answer(received)
@@ -214,7 +215,7 @@ async def test_a_grant_goes_where_an_open_waits(pair: Lab) -> None:
     granted = asyncio.Event()
 
     async def wait(received: Received) -> None:
-        if received.target == "/grant_capacity":
+        if received.target == GRANT and "change" not in received.json:
             granted.set()
             await received.answer({"capacity": 1})
         elif received.values(GRANT_ONLY_HEADER) or received.target != START:
