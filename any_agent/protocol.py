@@ -455,15 +455,6 @@ class Capacity(BaseModel):
     none of the trainer's is held for them."""
 
 
-class MoveGrant(_Body):
-    """How a router brings a granted slot to the rank where a session has to be opened."""
-
-    change: Literal[-1, 1]
-    """-1 takes one away from this rank, 1 adds one."""
-    of: Literal["run", "others"]
-    """Whose: those of the run's own trainer, or everybody else's."""
-
-
 class Lease(_Body):
     owner: str = Field(max_length=64)
     wait: float = Field(30.0, ge=0, le=300)

@@ -70,7 +70,8 @@ strict ([calls.md](calls.md)).
 `POST /grant_capacity` grants one slot beside the trainer's; `POST /rl/start_session` takes it, on
 whichever rank it is, before any open may take one of the trainer's, or a place in a group. An open
 with an `Idempotency-Key`, or with the `api_key` of an earlier session, belongs to one rank, which
-alone keeps its answer; there the router brings the slot (`POST /rl/v1/grants`), one at a time. A
+alone keeps its answer; there the router brings the slot, one at a time
+(`POST /grant_capacity` with `"change": -1` at one rank, then with 1 at the other). A
 rank that is away is passed over, but for the one that such an open belongs to, which is waited for.
 A slot is lost if the router, or the rank that gives it away, dies at that moment. A grant that
 nobody uses holds nothing up; `GET /rl/v1/capacity` shows how many there are (`grants`).

@@ -81,7 +81,6 @@ _TABLE: dict[str, tuple[str, str]] = {
     "POST /rl/v1/ack": ("trainer", "404 409 410 507"),
     "POST /rl/v1/export_trajectories": ("trainer", "404 409 410 422 507"),
     "POST /grant_capacity": ("as AReaL has it", "507"),
-    "POST /rl/v1/grants": ("trainer", "409 507"),
     "POST /rl/start_session": ("as AReaL has it", "409 422 429 507"),
     "POST /rl/set_reward": ("as AReaL has it", "404 410 507"),
     "POST /rl/end_session": ("as AReaL has it", "404 409 410 507"),

@@ -246,7 +246,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "Pause": {"ttl": 30},
     "PublishedVersion": {"version": 3, "path": "weights/v00000003", "step": 2},
     "SetRun": {"state": "training", "step": 2},
-    "MoveGrant": {"change": -1, "of": "others"},
+    "ArealGrant": {"task_id": "task-0"},
     "ArealStart": {"task_id": "task-0"},
     "ArealReward": {"reward": 1.0},
     "ArealExport": {"session_id": "task-0-0", "discount": 0.9, "style": "individual"},

@@ -88,7 +88,6 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     "POST /rl/set_reward": (AGENTS, ""),
     "POST /rl/end_session": (AGENTS, ""),
     "POST /grant_capacity": (TRAINERS, ""),
-    "POST /rl/v1/grants": (TRAINERS, ""),
     "POST /export_trajectories": (TRAINERS, _AUDITED),
     "GET /health": (EVERYBODY, ""),
     # What tells how the service is.

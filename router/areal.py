@@ -31,7 +31,7 @@ from router.affinity import Affinity, home_of
 from router.body import Body, Fields
 from router.fanout import Handler
 from router.forward import Forwarder
-from router.grants import Grants
+from router.grants import GRANT, Grants
 from router.health import Ranks
 from router.opens import MAX_BYTES, not_begun
 from router.repeats import IDEMPOTENCY_KEY
@@ -71,7 +71,7 @@ class ArealRoutes:
         """Opens that only this rank can serve, and that may wait there."""
         self._turn = 0
         self.routes: dict[tuple[str, str], Handler] = {
-            ("POST", "/grant_capacity"): self.grant,
+            ("POST", GRANT): self.grant,
             ("POST", AREAL_START): self.open,
             ("POST", "/export_trajectories"): self.export,
             ("GET", "/health"): self.health,

@@ -11,12 +11,11 @@ from aiohttp import web
 
 from any_agent.access import RUN, Access
 from any_agent.errors import AnyAgentError
-from any_agent.protocol import MoveGrant
 from router.affinity import key_in
 from router.forward import Forwarder
 from router.health import Ranks
 
-_MOVE = "/rl/v1/grants"
+GRANT = "/grant_capacity"
 _PATIENCE = 10.0
 """Seconds with each rank."""
 Owner: TypeAlias = Literal["run", "others"]
@@ -54,11 +53,11 @@ class Grants:
         return False
 
     async def _change(self, rank: int, change: Literal[-1, 1], of: Owner) -> bool:
-        content = orjson.dumps(MoveGrant(change=change, of=of).model_dump())
+        content = orjson.dumps({"change": change, "of": of})
         try:
             async with asyncio.timeout(_PATIENCE):
                 answer = await self._forwarder.tell(
-                    rank, _MOVE, content, self._access.signer.run_key
+                    rank, GRANT, content, self._access.signer.run_key
                 )
         except (AnyAgentError, TimeoutError):
             return False

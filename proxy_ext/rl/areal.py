@@ -20,7 +20,6 @@ from any_agent.errors import AnyAgentError, RunFinished, TooManyRequests
 from any_agent.protocol import (
     GRANT_ONLY_HEADER,
     Ack,
-    MoveGrant,
     SessionInfo,
     SessionStarted,
     StartSession,
@@ -63,6 +62,10 @@ class _ArealBody(BaseModel):
 class ArealGrant(_ArealBody):
     task_id: Task | None = None
     """Whose session it is for: behind a router the slot is where that task's sessions are."""
+    change: Literal[-1, 1] = 1
+    """-1 takes one back that is not used yet. So a router brings it to where it is needed."""
+    of: Literal["run", "others"] | None = None
+    """Whose: the run's own trainer's, or everybody else's; None: the caller's."""
 
 
 class ArealStart(_ArealBody):
@@ -123,22 +126,16 @@ async def health(service: Anyone) -> ArealHealth:
 
 
 @router.post("/grant_capacity", response_model=Granted)
-async def grant_capacity(_: Grant, service: Anyone, caller: Who, receipt: Once) -> Response:
+async def grant_capacity(body: Grant, service: Anyone, caller: Who, receipt: Once) -> Response:
     """One more train session may be opened by `/rl/start_session`, without a group.
 
-    What the run's own trainer grants, it alone can take.
-    """
-    return receipt.response(await service.sessions.grants_of(caller).add(receipt.keep))
-
-
-@router.post("/rl/v1/grants", response_model=Granted)
-async def move_grant(body: MoveGrant, service: Anyone, receipt: Once) -> Response:
-    """Take a granted slot away from this rank, or add one: routers bring them where they are used.
-
-    Conflict (`no_grant`) where there is none to take away.
+    What the run's own trainer grants, it alone can take. Conflict (`no_grant`) where there is none
+    to take back.
     """
     sessions = service.sessions
-    grants = sessions.run_grants if body.of == "run" else sessions.grants
+    grants = sessions.grants_of(caller)
+    if body.of is not None:
+        grants = sessions.run_grants if body.of == "run" else sessions.grants
     return receipt.response(await grants.add(receipt.keep, body.change))
 
 

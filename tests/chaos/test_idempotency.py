@@ -185,17 +185,7 @@ async def grant(lab: Lab) -> Post:
     async def effects() -> int:
         return lab.proxy.service.sessions.grants.left - before
 
-    return Post("/grant_capacity", {}, None, effects)
-
-
-async def move_grant(lab: Lab) -> Post:
-    before = lab.proxy.service.sessions.grants.left
-
-    async def effects() -> int:
-        return lab.proxy.service.sessions.grants.left - before
-
-    body = {"change": 1, "of": "others"}
-    return Post("/rl/v1/grants", body, None, effects, other=body | {"of": "run"})
+    return Post("/grant_capacity", {}, None, effects, other={"of": "run"})
 
 
 ROUTES: dict[str, Callable[[Lab], Awaitable[Post]]] = {
@@ -214,7 +204,6 @@ ROUTES: dict[str, Callable[[Lab], Awaitable[Post]]] = {
     "POST /rl/set_reward": areal_reward,
     "POST /rl/end_session": areal_end,
     "POST /grant_capacity": grant,
-    "POST /rl/v1/grants": move_grant,
 }
 EXEMPT = {
     "POST /rl/v1/lease": "a long poll",

@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from any_agent.errors import StoreUnavailable
+from any_agent.protocol import GRANT_ONLY_HEADER
 from any_agent.types import SessionState
 from proxy_ext.rl import areal
 from proxy_ext.sessions.owners import EXPORT_OWNER, GRANT_OWNER
@@ -159,3 +161,49 @@ async def test_a_grant_that_another_open_takes_is_not_counted_on(start: Start) -
         opens = (proxy.post("/rl/start_session", body) for _ in range(4))
         answers: list[httpx.Response] = await asyncio.gather(*opens)
     assert sorted(answer.status_code for answer in answers) == [200, 409, 409, 409]
+
+
+async def test_a_grant_that_is_not_used_can_be_taken_back(proxy: Proxy, start: Start) -> None:
+    async with ArealClient(proxy.url, None) as client:
+        assert await client.grant_capacity() == {"capacity": 1}
+        assert (await proxy.capacity())["grants"] == 1
+        back = {"change": -1}
+        for body, left in (({"of": "run"}, 1), (back | {"of": "run"}, 0), (back, 0)):
+            response = await proxy.post("/grant_capacity", body)
+            assert response.json() == {"capacity": left}
+        refusal(await proxy.post("/grant_capacity", back), 409, "no_grant", "no granted slot")
+        refusal(await proxy.post("/grant_capacity", {"change": 2}), 400, "invalid_request", "")
+        assert (await proxy.capacity())["grants"] == 0
+    again = await start()
+    assert (await again.capacity())["grants"] == 0
+
+
+async def test_what_is_taken_back_stays_if_that_cannot_be_written(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise StoreUnavailable("no room")
+
+    async with ArealClient(proxy.url, None) as client:
+        await client.grant_capacity()
+        with monkeypatch.context() as broken:
+            broken.setattr(proxy.service.journal, "commit", fail)
+            response = await proxy.post("/grant_capacity", {"change": -1})
+            assert response.json()["error"]["code"] == "store_unavailable"
+        await proxy.admit(0)
+        assert (await client.start("task")).session_id == "task-0-0"
+
+
+async def test_an_open_for_a_grant_alone_ends_nothing_without_one(proxy: Proxy) -> None:
+    """The session before goes on: nobody was given the next one."""
+    async with ArealClient(proxy.url, None) as client:
+        episode = await granted(client, end=False)
+        body = {"task_id": "task", "api_key": episode.api_key}
+        for more, headers in (({"grant_only": True}, {}), ({}, {GRANT_ONLY_HEADER: "1"})):
+            response = await proxy.post("/rl/start_session", body | more, **headers)
+            refusal(response, 429, "no_capacity", "no slot is granted here")
+        assert (await state_of(proxy, episode))[0] is SessionState.OPEN
+        await client.grant_capacity()
+        response = await proxy.post("/rl/start_session", body, **{GRANT_ONLY_HEADER: "1"})
+        assert response.json()["session_id"] == "task-0-1"
+        assert (await state_of(proxy, episode))[0] is SessionState.FINALIZED

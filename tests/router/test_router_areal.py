@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from any_agent.protocol import GRANT_ONLY_HEADER
 from router.affinity import home_of
+from router.grants import GRANT
 from tests.router.conftest import StartLab
 from tests.router.router_lab import FakeRank, Lab, Received
 
@@ -36,13 +38,15 @@ class Slots:
 
     async def answer(self, received: Received) -> None:
         only = bool(received.values(GRANT_ONLY_HEADER))
-        if received.target == "/rl/v1/grants":
-            assert received.json["of"] == "others"
-            assert received.values("authorization")[0].startswith("Bearer sk-trainer.run.")
-            if self.grants + received.json["change"] < 0:
+        if received.target == GRANT:
+            change = received.json.get("change")
+            if change is not None:
+                assert received.json["of"] == "others"
+                assert received.values("authorization")[0].startswith("Bearer sk-trainer.run.")
+            if self.grants + (change or 1) < 0:
                 await received.answer({"error": {"code": "no_grant"}}, status=409)
                 return
-            self.grants += received.json["change"]
+            self.grants += change or 1
             await received.answer({"capacity": self.grants})
         elif self.grants:
             self.grants -= 1
@@ -96,6 +100,34 @@ async def test_a_granted_slot_is_taken_before_any_of_the_trainers(pair: Lab, how
     assert response.json() == on(0, granted=False)
 
 
+@pytest.mark.parametrize(
+    ("headers", "time", "rank"), [({}, 1, 1), ({}, 2, 1), ({"Idempotency-Key": "k"}, 1, 0)]
+)
+async def test_a_slot_granted_behind_an_opens_back_is_found(
+    start_lab: StartLab, headers: dict[str, str], time: int, rank: int
+) -> None:
+    """Rank 1 has none when it is asked, and one by the time that rank 2 has said so, too."""
+    lab = await start_lab(ranks=3)
+    asked, go_on = asyncio.Event(), asyncio.Event()
+    for each in lab.ranks[:2]:
+        Slots(each, trainers=5)
+    empty, times = Slots(lab.ranks[2]), itertools.count(1)
+
+    async def slow(received: Received) -> None:
+        if next(times) == time:
+            asked.set()
+            await go_on.wait()
+        await empty.answer(received)
+
+    lab.ranks[2].handler = slow
+    opening = asyncio.create_task(opened(lab, {"task_id": task_of(0, 3)}, **headers))
+    await asked.wait()
+    granted = await lab.post("/grant_capacity", {"task_id": task_of(1, 3)})
+    assert granted.json() == {"capacity": 1}
+    go_on.set()
+    assert await opening == on(rank, granted=True)
+
+
 async def test_without_a_task_and_grants_any_ranks_slot_will_do(pair: Lab) -> None:
     Slots(pair.ranks[0])
     Slots(pair.ranks[1], trainers=3)
@@ -135,7 +167,7 @@ async def test_with_an_idempotency_key_the_grant_comes_home(pair: Lab, task: boo
     assert await opened(pair, body, **key) == on(home, granted=False)
     assert await opened(pair, body, **key) == 429
     asked = {r.target for r in pair.ranks[1 - home].received}
-    assert asked == {"/rl/v1/grants"}
+    assert asked == {GRANT}
     sent = [r for r in pair.ranks[home].received if r.target == START]
     assert {r.body for r in sent} == {json.dumps(body).encode()}, "the same for its key"
 
@@ -199,7 +231,7 @@ async def test_a_slot_that_cannot_arrive_goes_back(pair: Lab) -> None:
     home = Slots(pair.ranks[0])
 
     async def takes_none(received: Received) -> None:
-        if received.target == "/rl/v1/grants":
+        if received.target == GRANT:
             await received.answer({"error": {"code": "store_full"}}, status=507)
         else:
             await home.answer(received)
@@ -214,7 +246,7 @@ async def test_a_grant_goes_where_an_open_waits(pair: Lab) -> None:
     granted = asyncio.Event()
 
     async def wait(received: Received) -> None:
-        if received.target == "/grant_capacity":
+        if received.target == GRANT and "change" not in received.json:
             granted.set()
             await received.answer({"capacity": 1})
         elif received.values(GRANT_ONLY_HEADER) or received.target != START:
