@@ -137,8 +137,9 @@ async def test_a_format_with_tools_reaches_the_engine(
     sent = engine.requests[-1]["sampling_params"]
     assert "json_schema" not in sent
     tag = orjson.loads(sent["structural_tag"])
-    text, calls = tag["format"]["elements"]
-    assert tag["type"] == "structural_tag" and tag["format"]["type"] == "or"
+    _, either = tag["format"]["elements"]
+    text, calls = either["elements"]
+    assert tag["type"] == "structural_tag" and either["type"] == "or"
     assert text == {"type": "json_schema", "json_schema": SCHEMA}
     vocab = chat.tokenizer.get_vocab()
     assert calls["elements"][0]["elements"][0] == {"type": "token", "token": vocab["<tool_call>"]}
