@@ -17,6 +17,7 @@ import orjson
 from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, chain_keys
 from any_agent.chat.output.stream import StreamParser
 from any_agent.completions.params import ChatCall, choice_seed
+from any_agent.completions.params.enforced import require_enforced
 from any_agent.completions.params.grammar import format_part
 from any_agent.completions.params.values import shown
 from any_agent.completions.parent import Found
@@ -433,7 +434,10 @@ def _grammar(chat: ChatFormat, prompt: Prompt, call: ChatCall, grammar: str) -> 
     names = [tool["function"]["name"] for tool in call.tools or ()]
     if not names and not chat.ends_in_reasoning(prompt.ids):
         return grammar
-    tag = chat.text_or_calls(prompt.ids, format_part(grammar), names)
+    text = format_part(grammar)
+    if names:
+        require_enforced(text.get("json_schema"), call.format_parameter or "response_format")
+    tag = chat.text_or_calls(prompt.ids, text, names)
     if tag is None and not names:
         return grammar
     odd = next((name for name in names if not _PLAIN_NAME.fullmatch(name)), None)
