@@ -10,39 +10,16 @@ from typing import Any
 
 from any_agent.errors import UnsupportedParameter
 
-_KEYWORDS = frozenset(
-    [
-        "contains",
-        "dependentRequired",
-        "dependentSchemas",
-        "else",
-        "if",
-        "maxContains",
-        "minContains",
-        "multipleOf",
-        "not",
-        "then",
-        "uniqueItems",
-    ]
-)
-_FORMATS = frozenset(
-    [
-        "date",
-        "date-time",
-        "duration",
-        "email",
-        "hostname",
-        "ipv4",
-        "ipv6",
-        "json-pointer",
-        "relative-json-pointer",
-        "time",
-        "uri",
-        "uri-reference",
-        "uri-template",
-        "uuid",
-    ]
-)
+# fmt: off
+_KEYWORDS = {
+    "contains", "dependentRequired", "dependentSchemas", "else", "if", "maxContains",
+    "minContains", "multipleOf", "not", "then", "uniqueItems",
+}
+_FORMATS = {
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer",
+    "relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid",
+}
+# fmt: on
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependencies")
 """Keywords whose values hold schemas by names of the schema's author."""
 _DATA = ("const", "enum", "default", "examples")
