@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from array import array
@@ -12,13 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import orjson
 
 from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, chain_keys
 from any_agent.chat.output.stream import StreamParser
+from any_agent.completions.bound import forced_ids, grammar_of_answer, one_call_stops
 from any_agent.completions.params import ChatCall, choice_seed
-from any_agent.completions.params.grammar import format_part
-from any_agent.completions.params.values import shown
 from any_agent.completions.parent import Found
 from any_agent.completions.prepared import (
     Choice,
@@ -44,7 +41,6 @@ from any_agent.errors import (
     ContextLengthExceeded,
     EngineUnavailable,
     InvalidRequest,
-    UnsupportedParameter,
     VersionGone,
 )
 from any_agent.record import InteractionTree, lacks_texts
@@ -58,7 +54,6 @@ from any_agent.types import (
     logprob_array,
 )
 
-_PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)
 VERSION_GONE = "version_gone"
 """Why a call is untrainable that a weight update cut off in a session pinned to one version."""
 
@@ -156,7 +151,7 @@ class Completer:
     def _sampling(self, call: ChatCall, chat: ChatFormat) -> GenerationHyperparameters:
         stop_ids = {*call.gconfig.stop_token_ids, *chat.stop_token_ids}
         if call.tools and not call.parallel_tool_calls:
-            stop_ids |= set(_one_call_stops(chat))
+            stop_ids |= set(one_call_stops(chat))
         elif call.tools and call.legacy_functions:
             # Where no token says that one call is complete, only the first one is told.
             stop_ids |= set(chat.one_call_stop_ids() or ())
@@ -174,10 +169,12 @@ class Completer:
         prompt = prompt_of(call, found, tree, past.chat)
         forced: tuple[int, ...] = ()
         if call.forced_call is not None:
-            forced = _forced_ids(past.chat, prompt, call.forced_call)
+            forced = forced_ids(past.chat, prompt, call.forced_call)
             prompt = replace(prompt, ids=np.concatenate([prompt.ids, id_array(forced)]))
         elif gconfig.grammar is not None:
-            gconfig = gconfig.new(grammar=_grammar(past.chat, prompt, call, gconfig.grammar))
+            gconfig = gconfig.new(
+                grammar=grammar_of_answer(past.chat, prompt, call, gconfig.grammar)
+            )
         gconfig = self._fitting(gconfig, prompt, call)
         new = call.messages[prompt.covered :]
         return tuple(
@@ -404,49 +401,6 @@ def _require_agreement(effort: str, by_effort: Mapping[str, Any], asked: Mapping
                 "other: leave one out",
                 param="reasoning_effort",
             )
-
-
-def _one_call_stops(chat: ChatFormat) -> tuple[int, ...]:
-    stops = chat.one_call_stop_ids()
-    if stops is None:
-        raise UnsupportedParameter(
-            "parallel_tool_calls=false is not supported for this model: nothing in its output "
-            "says that one call is complete",
-            param="parallel_tool_calls",
-        )
-    return stops
-
-
-def _forced_ids(chat: ChatFormat, prompt: Prompt, name: str) -> tuple[int, ...]:
-    ids = chat.forced_call_ids(prompt.ids.tolist(), name)
-    if ids is None:
-        raise UnsupportedParameter(
-            "a forced tool_choice is not supported for this model: how it begins a call is not "
-            "known; use auto",
-            param="tool_choice",
-        )
-    return tuple(ids)
-
-
-def _grammar(chat: ChatFormat, prompt: Prompt, call: ChatCall, grammar: str) -> str:
-    """That of the answer's text, or of its calls if there are tools, after open reasoning."""
-    names = [tool["function"]["name"] for tool in call.tools or ()]
-    if not names and not chat.ends_in_reasoning(prompt.ids):
-        return grammar
-    tag = chat.text_or_calls(prompt.ids, format_part(grammar), names)
-    if tag is None and not names:
-        return grammar
-    odd = next((name for name in names if not _PLAIN_NAME.fullmatch(name)), None)
-    if tag is None or odd is not None:
-        why = "its answers do not tell a call from a text of that format"
-        if tag is not None:
-            why = f"the tool {shown(odd)} is called by more than letters, digits, _, . and -"
-        raise UnsupportedParameter(
-            f"{call.format_parameter} together with tools is not supported for this model here: "
-            f"{why}; leave one of them out, or send tool_choice none or required",
-            param=call.format_parameter,
-        )
-    return orjson.dumps({"structural_tag": tag}).decode()
 
 
 def _message(call: ChatCall, parsed: ParsedMessage) -> Message:

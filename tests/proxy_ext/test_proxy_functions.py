@@ -15,7 +15,7 @@ from tests.proxy_ext.proxy_lab import HELLO, Proxy
 from tests.proxy_ext.test_proxy_chat import say
 from tests.proxy_ext.test_proxy_metrics import scrape
 from tests.proxy_ext.test_proxy_refusals import refusal
-from tests.proxy_ext.test_proxy_streams import ARGUMENTS, CALL, TOOLS
+from tests.proxy_ext.test_proxy_streams import ARGUMENTS, CALL, PARAMETERS, TOOLS
 
 FUNCTIONS = [tool["function"] for tool in TOOLS]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -137,8 +137,9 @@ async def test_a_format_with_tools_reaches_the_engine(
     sent = engine.requests[-1]["sampling_params"]
     assert "json_schema" not in sent
     tag = orjson.loads(sent["structural_tag"])
-    text, calls = tag["format"]["elements"]
-    assert tag["type"] == "structural_tag" and tag["format"]["type"] == "or"
+    _, either = tag["format"]["elements"]
+    text, calls = either["elements"]
+    assert tag["type"] == "structural_tag" and either["type"] == "or"
     assert text == {"type": "json_schema", "json_schema": SCHEMA}
     vocab = chat.tokenizer.get_vocab()
     assert calls["elements"][0]["elements"][0] == {"type": "token", "token": vocab["<tool_call>"]}
@@ -147,8 +148,36 @@ async def test_a_format_with_tools_reaches_the_engine(
     assert orjson.loads(interaction.gconfig.grammar)["structural_tag"] == tag
     odd = [{"type": "function", "function": {"name": 'say "a"'}}]
     response = await proxy.call(session["api_key"], tools=odd, response_format=FORMAT)
-    error = refusal(response, 400, "unsupported_parameter", "response_format together with tools")
-    assert error is None or "say" in response.text
+    refusal(response, 400, "unsupported_parameter", "response_format together with tools")
+    assert "letters, digits" in response.text
+    wanted = {"type": "json_schema", "schema": {"uniqueItems": True}, "name": "a"}
+    body = {"input": "hi", "text": {"format": wanted}, "tools": [{"type": "function", "name": "f"}]}
+    response = await proxy.post("/v1/responses", body, session["api_key"])
+    refusal(response, 400, "unsupported_parameter", "uniqueItems")
+    assert response.json()["error"]["param"] == "text.format"
+
+
+async def test_a_format_with_tools_at_the_other_routes(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    key = (await proxy.open())["api_key"]
+    tools = [{"type": "function", "name": "find", "parameters": PARAMETERS}]
+    wanted = {"type": "json_schema", "schema": SCHEMA, "name": "a"}
+    say(engine, chat, CALL)
+    body = {"input": "hi", "text": {"format": wanted}, "tools": tools, "max_output_tokens": 200}
+    response = await proxy.post("/v1/responses", body, key)
+    assert [item["type"] for item in response.json()["output"]] == ["function_call"]
+    say(engine, chat, '{"a": 1}')
+    body = {
+        "messages": HELLO,
+        "max_tokens": 200,
+        "tools": [{"name": "find", "input_schema": PARAMETERS}],
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    }
+    response = await proxy.post("/v1/messages", body, key)
+    assert [block["type"] for block in response.json()["content"]] == ["text"]
+    one, other = (request["sampling_params"]["structural_tag"] for request in engine.requests)
+    assert one == other
 
 
 async def test_an_engine_without_such_grammars(proxy: Proxy, engine: ScriptedEngine) -> None:

@@ -40,6 +40,8 @@ class Choosing:
             if calls is None or self._written(calls.opening + calls.begin)[0]["type"] != "token":
                 return None
             answer = _or(answer, self._calls(calls, names))
+        # Some families begin each answer with a line break.
+        answer = _row(_maybe("\n"), answer)
         if in_reasoning:
             end, *rest = self._written(self._grammar.leave_reasoning.lstrip())
             answer = _row(self._until(_const(""), end), *rest, answer)
@@ -50,7 +52,7 @@ class Choosing:
             *self._written(calls.begin),
             _or(*map(_const, names)),
             *self._written(calls.between),
-            _or(_row(_const(" "), _OBJECT), _OBJECT)
+            _row(_maybe(" "), _OBJECT)
             if calls.parameter is None
             else self._parameters(*calls.parameter),
             *self._written(calls.end),
@@ -87,6 +89,10 @@ class Choosing:
 
 def _const(text: str) -> Part:
     return {"type": "const_string", "value": text}
+
+
+def _maybe(text: str) -> Part:
+    return {"type": "optional", "content": _const(text)}
 
 
 def _or(*parts: Part) -> Part:

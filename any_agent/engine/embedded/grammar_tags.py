@@ -33,6 +33,8 @@ def _part(part: Any, rules: list[str]) -> str:
             return _rule(": " + " ".join(_part(each, rules) for each in parts), rules)
         case {"type": "or", "elements": [*parts]}:
             return _rule(": " + " | ".join(_part(each, rules) for each in parts), rules)
+        case {"type": "optional", "content": content}:
+            return _rule(f": ({_part(content, rules)})?", rules)
         case {"type": "star", "content": content}:
             return _rule(f": ({_part(content, rules)})*", rules)
         case {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}:

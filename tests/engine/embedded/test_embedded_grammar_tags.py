@@ -45,6 +45,7 @@ def takes(loaded: LoadedModel, part: Any, *pieces: str | int) -> bool:
     [
         (const('a "b"\n\\é'), 'a "b"\n\\é', "a"),
         ({"type": "regex", "pattern": r"a/b\/c\d+"}, "a/b/c12", "a/bc1"),
+        (row({"type": "optional", "content": const("\n")}, const("x")), "\nx", "\n\nx"),
         ({"type": "or", "elements": [const("x"), OBJECT]}, '{"a": [1]}', "y"),
         (row(const("x"), {"type": "star", "content": const("yz")}, const("!")), "xyzyz!", "xy!"),
         (

@@ -1,0 +1,42 @@
+"""Schemas beside tools: what would not be enforced is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from any_agent.completions.params.enforced import require_enforced
+from any_agent.errors import UnsupportedParameter
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        None,
+        True,
+        {"type": "string", "format": "uuid"},
+        {"properties": {"if": {"type": "integer", "minimum": 1}, "not": {"const": 1}}},
+        {"enum": [{"not": 1}], "$defs": {"then": {"pattern": "a+"}}, "default": {"if": 1}},
+    ],
+)
+def test_what_is_enforced(schema: Any) -> None:
+    require_enforced(schema, "response_format")
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"uniqueItems": True}, "uniqueItems"),
+        ({"properties": {"a": {"multipleOf": 2}}}, "multipleOf"),
+        ({"anyOf": [{"$defs": {"a": {"not": {}}}}]}, "not"),
+        ({"items": {"type": "string", "format": "regex"}}, "format"),
+        ({"format": []}, "format"),
+        ({"pattern": "a", "maxLength": 3}, "lengths of one text"),
+    ],
+)
+def test_what_is_not(schema: Any, says: str) -> None:
+    with pytest.raises(UnsupportedParameter, match=says) as raised:
+        require_enforced(schema, "text.format")
+    assert raised.value.param == "text.format"
+    assert raised.value.message.startswith("text.format together with tools cannot have")
