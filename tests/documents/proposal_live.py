@@ -55,7 +55,7 @@ def agents_are_recorded(
         assert session["state"] in ("finalized", "leased", "trained", "rejected"), session
         assert session["final_reward"] == 1.0
         assert session["interactions"] == 1
-        assert [given["reward"] for given in session["rewards"]] == [0.5], session
+        assert list(session["rewards"].values()) == [0.5], session
 
 
 @pytest.mark.block(4, 50, 95, changes=GIVEN)
@@ -144,7 +144,7 @@ def test_step_1_on_the_real_routes(service: Service) -> None:
         ending = query | {"final_reward": 1.0}
         assert client.post("/rl/v1/finalize", params=ending).json()["status"] == "success"
     session = service.session(session_id)
-    assert (session["final_reward"], session["rewards"][0]["reward"]) == (1.0, 0.5)
+    assert (session["final_reward"], session["rewards"]) == (1.0, {answer["id"]: 0.5})
 
 
 @pytest.mark.block(4, 292, 389, changes="app of step 1")
