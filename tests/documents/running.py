@@ -7,10 +7,16 @@ import inspect
 from typing import Any
 
 
-async def running(code: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Run the code among the given names, in the running event loop; return all names then."""
+async def running(
+    code: str, given: dict[str, Any], names: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Run the code among the given names, in the running event loop; return all names then.
+
+    ``names`` are those of the module that it stands for.
+    """
     # Dataclasses look their module up.
-    names = {"__name__": __name__, **given}
+    names = {"__name__": __name__} if names is None else names
+    names |= given
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     program = compile(code, "<document>", "exec", flags=flags, dont_inherit=True)
     result = eval(program, names)
