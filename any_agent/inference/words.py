@@ -119,9 +119,7 @@ def asked_for(
             raise ValueError(f"{', '.join(sampling)}: give it in the request's gconfig")
         return request
     if "stream" in sampling:
-        raise TypeError(
-            "stream: iterate over agenerate_stream(...), which is asked the same"
-        )
+        raise TypeError("stream: iterate over agenerate_stream(...), which is asked the same")
     if "max_tokens" in sampling:
         if "max_new_tokens" in sampling:
             raise ValueError("max_tokens and max_new_tokens are the same: give one of them")
