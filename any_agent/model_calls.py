@@ -55,7 +55,7 @@ def token_ids(given: Any) -> list[int] | IdArray:
 
 def _no_ids(what: str) -> InvalidRequest:
     return InvalidRequest(
-        f"input_ids is {what}: it must be one prompt's token ids, whole numbers, as a list, an "
+        f"input_ids is {what}: it must be one prompt's token ids, integers in a list, an "
         "array or a tensor of the shape [length] or [1, length]",
         param="input_ids",
     )

@@ -10,7 +10,6 @@ from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import update_wrapper
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from any_agent.chat import ChatFormat
@@ -109,7 +108,11 @@ class RemoteSGLangEngine:
             raise RuntimeError("it is initialized already: close() it first, or make another one")
         there = [*([url] if url else []), *urls]
         if not (there or experiment_name or trial_name or model) and self._given is not None:
-            there, model = list(self._given.engine.urls), self._given.model.path or None
+            there, own = list(self._given.engine.urls), self._given.model.path or None
+            if there:  # whose weights are the training's, and change
+                tokenizer = own if tokenizer is None else tokenizer
+            else:
+                model = own
         kept = named(
             experiment_name,
             trial_name,
@@ -145,23 +148,13 @@ class RemoteSGLangEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await asyncio.to_thread(self.close)
 
     def _open(

@@ -52,8 +52,11 @@ class Words:
     def reader(self, stop: tuple[str, ...]) -> Callable[[list[int], bool], str]:
         """Of one output: gives the text that became certain by more tokens; True at the end.
 
-        Special tokens give none, and the text ends before a stop string.
+        Special tokens give none, and the text ends before a stop string. Without a chat format all
+        of it comes at the end.
         """
+        if self._chat is None:
+            return self._at_the_end(stop)
         parser = self.chat.text_parser(stop)
 
         def read(ids: list[int], ended: bool) -> str:
@@ -61,6 +64,18 @@ class Words:
             if ended:
                 deltas += parser.finish(matched_stop=None)[0]
             return "".join(delta.content or "" for delta in deltas)
+
+        return read
+
+    def _at_the_end(self, stop: tuple[str, ...]) -> Callable[[list[int], bool], str]:
+        seen: list[int] = []
+
+        def read(ids: list[int], ended: bool) -> str:
+            seen.extend(ids)
+            if not ended:
+                return ""
+            text = self.decode([i for i in seen if i not in self._special])
+            return min((text.partition(one)[0] for one in stop), key=len, default=text)
 
         return read
 
@@ -103,6 +118,8 @@ def asked_for(
         if sampling:
             raise ValueError(f"{', '.join(sampling)}: give it in the request's gconfig")
         return request
+    if "stream" in sampling:
+        raise TypeError("stream: iterate over agenerate_stream(...), which is asked the same")
     if "max_tokens" in sampling:
         if "max_new_tokens" in sampling:
             raise ValueError("max_tokens and max_new_tokens are the same: give one of them")

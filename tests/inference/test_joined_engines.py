@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from any_agent import RemoteSGLangEngine
+from any_agent import GRPOConfig, RemoteSGLangEngine
 from any_agent.config import RolloutConfig
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.embedded.server import EngineServer, listen
@@ -75,6 +75,15 @@ async def test_an_engine_as_it_is(models: list[Path], urls: list[str]) -> None:
         assert engine.path is not None and engine.path.name == "step-00000020"
 
 
+async def test_the_engines_of_a_scripts_configuration(models: list[Path], urls: list[str]) -> None:
+    """Training changes their weights: whatever version they are at, they are the right ones."""
+    engine = {"urls": urls[:2]}
+    config = GRPOConfig.model_validate({"engine": engine, "model": {"path": str(models[0])}})
+    async with RemoteSGLangEngine(config).initialize() as rollout:
+        response = await rollout.agenerate(prompt=QUESTION, max_tokens=4)
+    check(response, models[0], 1.0, response.output_versions[0])
+
+
 @pytest.mark.parametrize("which", [1, 2])
 def test_an_engine_with_other_weights(trial: RunDir, urls: list[str], which: int) -> None:
     says = r"serves version (0|21) of .*, and asked for was version (11|21), .* or start it with"
@@ -124,6 +133,9 @@ async def test_a_model_without_a_chat_template(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
     async with RemoteSGLangEngine().initialize(url=urls[0], tokenizer=str(tmp_path)) as engine:
         assert isinstance((await engine.agenerate(input_ids=[5, 6], max_tokens=3)).text, str)
+        asked: Any = {"input_ids": [5, 6], "max_tokens": 8, "seed": 1}
+        whole = await engine.agenerate(**asked)
+        assert "".join([c.text async for c in engine.agenerate_stream(**asked)]) == whole.text
         with pytest.raises(ConfigError, match="has no chat template"):
             await engine.agenerate(prompt=QUESTION)
 

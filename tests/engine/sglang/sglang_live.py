@@ -12,16 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from any_agent import RemoteSGLangEngine
 from any_agent.engine import Capabilities, SGLangEngine, agenerate
 from any_agent.errors import InvalidRequest
 from any_agent.types import GenerationChunk, ModelRequest
 from tests.engine.embedded.sglang_contract import SamplingContract, body, call, check_answer
 from tests.engine.embedded.updates_contract import UpdatesContract, load
+from tests.engine.sglang.real_sglang import OPTIONS, VARIABLES, python
 from tests.engine.sglang_lab import all_of, joined, request
 from tests.fakes.true_logprobs import TrueModel
+from tests.inference.trials import save_trial
 from tests.proxy_ext.proxy_lab import until
 
 ROUNDING = 0.1
@@ -187,3 +191,28 @@ async def test_in_place_versions_are_right_in_a_whole_answer(url: str, models: l
     finally:
         await client.close()
     raise AssertionError("no update came amid a call")
+
+
+async def test_an_engine_object_starts_one_of_its_own(models: list[Path], tmp_path: Path) -> None:
+    """Of a trial that SGLang served, by the interpreter that it is told; it ends with it."""
+    settings = ["engine.kind=sglang", "engine.device=cpu", "model.dtype=bfloat16"]
+    settings += [f"engine.arguments={' '.join(OPTIONS)}"]
+    settings += [f"engine.environment={json.dumps(VARIABLES)}"]
+    save_trial(tmp_path, {(10, 11): models[1]}, *settings, base=models[0])
+    engine = RemoteSGLangEngine()
+    # It takes a minute, and the event loop of these tests goes on meanwhile.
+    await asyncio.to_thread(
+        engine.initialize, "exp", "one", user="me", root=tmp_path, python=str(python())
+    )
+    async with engine:
+        response = await engine.agenerate(prompt="hi", max_tokens=20, ignore_eos=True)
+        assert response.output_versions == [11] * 20
+        table = TrueModel(models[1]).logprobs(response.input_tokens, response.token_ids, {})
+        ids = torch.tensor(response.token_ids)[:, None]
+        expected = table.gather(-1, ids)[:, 0].tolist()
+        assert response.logprobs == pytest.approx(expected, abs=ROUNDING)
+        chunks = [chunk async for chunk in engine.agenerate_stream(prompt="hi", max_tokens=20)]
+        assert chunks[-1].stop_reason is not None
+        before = {child.pid for child in psutil.Process().children(recursive=True)}
+    gone = before - {child.pid for child in psutil.Process().children(recursive=True)}
+    assert gone, "its processes are ended"
