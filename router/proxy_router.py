@@ -135,8 +135,10 @@ class _Proxies(Registry):
                 self._seen[name] = Seen((0, 0, b""), time.monotonic(), entry)
 
     def require_all(self) -> bool:
-        """Return True if the proxies ask for keys; StartupError if one does not answer, ConfigError for
-        those that are not the ranks of one service."""
+        """Return True if the proxies ask for keys.
+
+        StartupError if one does not answer, ConfigError unless they are all ranks of one service.
+        """
         told = list(self._threads.map(self._health, self._urls))
         if missing := [url for url, said in zip(self._urls, told, strict=True) if said is None]:
             raise StartupError(
