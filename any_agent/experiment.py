@@ -34,7 +34,7 @@ class GRPOConfig(Config):
 
     @property
     def async_training(self) -> bool:
-        """Whether tokens may be older than the step that trains on them (`rollout.eta`). Given as a
+        """True if tokens may be older than the step that trains on them (`rollout.eta`). Given as a
         setting, false means `rollout.eta=0`."""
         return self.rollout.eta > 0
 

@@ -97,7 +97,7 @@ def read_stamp(folder: Path, name: str) -> Stamp | None:
 
 @dataclass(slots=True)
 class Seen:
-    """What a reader knows of a part."""
+    """A reader's knowledge of a part."""
 
     stamp: Stamp
     at: float

@@ -46,7 +46,7 @@ class Health(BaseModel):
 
     status: Literal["ok"] = "ok"
     rank: int
-    """Which of the service's ranks it is."""
+    """The number of the rank in its service."""
     open: int
     """Sessions."""
     open_train: int

@@ -55,7 +55,7 @@ class RankApp(Front):
 
     @property
     def engine(self) -> SGLangEngine:
-        """What its calls are sampled by: token ids in, token ids out."""
+        """The engine that samples its calls: token ids in, token ids out."""
         return self.service.engine
 
     @property

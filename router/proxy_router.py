@@ -113,7 +113,7 @@ class ProxyRouter:
 
 
 class _Proxies(Registry):
-    """Which of the URLs answer, and which rank each says that it is."""
+    """The URLs that answer, and the rank that each says it is."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = urls
@@ -135,8 +135,10 @@ class _Proxies(Registry):
                 self._seen[name] = Seen((0, 0, b""), time.monotonic(), entry)
 
     def require_all(self) -> bool:
-        """Whether the proxies ask for keys; StartupError if one does not answer, ConfigError for
-        those that are not the ranks of one service."""
+        """Return True if the proxies ask for keys.
+
+        StartupError if one does not answer, ConfigError unless they are all ranks of one service.
+        """
         told = list(self._threads.map(self._health, self._urls))
         if missing := [url for url, said in zip(self._urls, told, strict=True) if said is None]:
             raise StartupError(

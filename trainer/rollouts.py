@@ -56,7 +56,7 @@ def workflow_executor(c: Config, service: Service) -> WorkflowExecutor:
 
 
 def _dumped_by(c: Config, tokenizer: Any) -> Any:
-    """What dumped episodes are decoded with; the model's own tokenizer is there already."""
+    """Return the tokenizer of dumped episodes; the model's own is there already."""
     path = c.rollout.tokenizer_path
     if not path or not c.rollout.dump_to_file:
         return tokenizer

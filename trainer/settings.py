@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def chosen_workflow(
     config: Config, setting: str, given: WorkflowLike | None
 ) -> WorkflowLike | None:
-    """What a script gives, else what its settings name; ConfigError for two that differ."""
+    """Return what a script gives, else what settings name; ConfigError for two that differ."""
     named: str = getattr(config, setting, "")
     if given is None or not named:
         return named or None if given is None else given

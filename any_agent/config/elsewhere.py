@@ -171,7 +171,7 @@ def ours(name: str, value: object, own: Callable[[str], bool]) -> str | None:
 
 
 def is_taken(name: str) -> bool:
-    """Whether it is a name of AReaL's that is taken here."""
+    """Say if it is a name of AReaL's that is taken here."""
     return name in ALIASES or name in NEUTRAL or name in SPECIAL
 
 
@@ -286,7 +286,7 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 
 
 def _at(data: Mapping[str, Any], name: str) -> tuple[bool, Any]:
-    """Whether it is there, and its value."""
+    """Look up a dotted name: if it is there, and its value."""
     *sections, leaf = name.split(".")
     for section in sections:
         part = data.get(section)

@@ -152,7 +152,7 @@ def _from_overrides(overrides: Sequence[str], kind: type[BaseModel]) -> Iterator
 
 
 def _is_own(kind: type[BaseModel], name: str) -> bool:
-    """Whether a script's own class has this setting, or one that it is a part of."""
+    """Say if the class has this setting, or one that it is a part of."""
     known = _names(kind)
     parts = name.split(".")
     return any(".".join(parts[: k + 1]) in known for k in range(len(parts)))

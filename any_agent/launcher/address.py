@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 
 LISTENING = "any-agent server listening at "
-"""What stands before the URL in that line."""
+"""The words before the URL in that line."""
 
 
 def reachable(host: str) -> str:

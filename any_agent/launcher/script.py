@@ -41,5 +41,5 @@ def service_script() -> Path:
 
 
 def is_service(script: Path) -> bool:
-    """Whether it is the trainer's own, or a copy of it."""
+    """Say if it is the trainer's own, or a copy of it."""
     return filecmp.cmp(script, service_script(), shallow=False)

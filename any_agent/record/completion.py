@@ -14,7 +14,7 @@ _ENDINGS = ("stop", "length", "tool_calls", "content_filter", "function_call")
 
 @dataclass(eq=False)
 class CompletionWithTokenLogpReward:
-    """What one model call sampled, without its place among the others of its session.
+    """One model call's output, without its place among the others of its session.
 
     An :class:`~any_agent.record.InteractionWithTokenLogpReward` also knows its prompt and its
     parent.
@@ -23,13 +23,13 @@ class CompletionWithTokenLogpReward:
     id: str
     text: str
     token_ids: list[int]
-    """Of the output, shape [output length]."""
+    """The output's, shape [output length]."""
     logprobs: list[float]
-    """Of these tokens, in nats, shape [output length]."""
+    """These tokens', in nats, shape [output length]."""
     reward: float | None = None
     """Its own, before anything runs back through the session."""
     versions: list[int] = field(default_factory=list)
-    """Of the weights that sampled each token, shape [output length]; empty: not known."""
+    """The version that sampled each token, shape [output length]; empty: not known."""
     messages: list[Message] = field(default_factory=list)
     """The request's; empty: not known."""
 

@@ -206,7 +206,7 @@ class InteractionWithTokenLogpReward:
 
     @property
     def temperature(self) -> float | None:
-        """What its tokens were sampled at, where its record is known."""
+        """The one that its tokens were sampled at, where its record is known."""
         return None if self.interaction is None else self.interaction.gconfig.temperature
 
     def rewarded_row(self) -> Row:

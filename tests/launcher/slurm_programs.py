@@ -37,7 +37,7 @@ class Programs:
         monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
     def then(self, source: str) -> None:
-        """What a job that was submitted does, as lines of a shell; `$1` is its script."""
+        """Set what a submitted job does, as lines of a shell; `$1` is its script."""
         (self._folder / "then").write_text(source)
 
     @property

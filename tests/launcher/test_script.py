@@ -1,4 +1,4 @@
-"""Which script a launcher is told to start, and the launcher of this machine."""
+"""The script that a launcher is told to start, and the launcher of this machine."""
 
 from __future__ import annotations
 

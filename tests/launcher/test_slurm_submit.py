@@ -138,7 +138,7 @@ def test_who_submits_is_told_where_the_service_is(
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str] | BaseException]:
-    """What Slurm answers to each look for the job, one after the other."""
+    """Slurm's answers to each look for the job, one after the other."""
     answers: list[dict[str, str] | BaseException] = []
 
     def jobs(name: str) -> dict[str, str]:

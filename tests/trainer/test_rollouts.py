@@ -1,4 +1,4 @@
-"""What a trainer's workflows are run with."""
+"""The parts that a trainer's workflows are run with."""
 
 from __future__ import annotations
 
