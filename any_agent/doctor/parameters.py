@@ -15,7 +15,8 @@ _MEANING = {
     "penalties": "frequency_penalty, presence_penalty, repetition_penalty",
     "min_p": "min_p",
     "logit_bias": "logit_bias",
-    "grammar": "response_format, tool_choice",
+    "grammar": "response_format",
+    "structural_tag": "response_format together with tools",
     "seed": "seed in eval sessions",
 }
 

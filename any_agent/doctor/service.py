@@ -198,7 +198,7 @@ class _Talk:
         user = [probes.USER]
         image = {"type": "image_url", "image_url": {"url": "data:,"}}
         cases: list[tuple[dict[str, Any], str | None]] = [
-            ({"messages": user, "no_such_parameter": 1}, "unsupported_parameter"),
+            ({"messages": user, "modalities": ["audio"]}, "unsupported_parameter"),
             ({"messages": [{"role": "user", "content": [image]}]}, None),
             ({"messages": []}, None),
         ]

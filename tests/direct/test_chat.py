@@ -182,7 +182,7 @@ async def test_what_is_wrong_is_said_by_the_sdks_exceptions(
         ({"messages": []}, "invalid_request", "messages"),
         ({"modalities": ["audio"]}, "unsupported_parameter", "modalities"),
         ({"temperature": 3}, "invalid_request", "temperature"),
-        ({"extra_body": {"temprature": 1}}, "unsupported_parameter", "temprature"),
+        ({"extra_body": {"suffix": "x"}}, "unsupported_parameter", "suffix"),
         (
             {"messages": [{"role": "user", "content": "many words " * 2000}]},
             "context_length_exceeded",

@@ -275,7 +275,6 @@ WRONG = "invalid_request"
         ({"include": ["everything"]}, UNKNOWN, "include"),
         ({"text": {"format": {"type": "xml"}}}, UNKNOWN, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, WRONG, "text.format"),
-        ({"text": {"format": {"type": "json_object"}}, "tools": TOOLS}, WRONG, "text.format"),
         ({"max_output_tokens": 0}, WRONG, "max_output_tokens"),
         ({"instructions": ["x"]}, WRONG, "instructions"),
         ({"stream": "yes"}, WRONG, "stream"),
