@@ -195,7 +195,9 @@ class RLClient:
         """End a session, or with ``await_reward`` its calls: rewards may come then for ``deadline``
         seconds (default: as long as the service allows).
 
-        With an ``idempotency_key`` of the caller's it may be asked again, also by its next process.
+        Of one that was finalized already it tells how it is now; Conflict (`already_finalized`) if
+        another final reward stands. With an ``idempotency_key`` of the caller's it may be asked
+        again, also by its next process.
         """
         body = Finalize(
             final_reward=final_reward,

@@ -106,8 +106,8 @@ class ArealRoutes:
         that it never opens twice: a granted slot is brought there. Any other one goes to the slot.
         """
         said = Fields(request, await body.whole(MAX_BYTES))
-        if said.body is None:
-            # Any rank says what is wrong with it.
+        if said.body is None or self._ranks.count == 1:
+            # Any rank says what is wrong with it; a single one takes its granted slots first.
             return await self._forwarder.pass_on(request, None, body, content=said.content)
         task, key = said.text("task_id"), said.text("api_key")
         home = home_of(task, self._ranks.count) if task is not None else None

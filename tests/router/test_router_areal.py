@@ -87,6 +87,14 @@ async def test_a_task_is_opened_at_home(pair: Lab) -> None:
     assert [(r.grants, r.trainers) for r in ranks] == [(0, 0), (0, 0)]
 
 
+async def test_a_single_rank_is_asked_once(lab: Lab) -> None:
+    Slots(lab.ranks[0], grants=1, trainers=1)
+    assert await opened(lab, {"task_id": "t"}) == on(0, granted=True)
+    assert await opened(lab) == on(0, granted=False)
+    assert await opened(lab, **{"Idempotency-Key": "k"}) == 429
+    assert len(lab.ranks[0].received) == 3
+
+
 @pytest.mark.parametrize("how", ["body", "query"])
 async def test_a_granted_slot_is_taken_before_any_of_the_trainers(pair: Lab, how: str) -> None:
     Slots(pair.ranks[0], trainers=5)
