@@ -117,23 +117,28 @@ import sys
 from any_agent import GRPOConfig, RemoteSGLangEngine, load_expr_config, load_hf_tokenizer
 from tests.documents.running import running
 
-model, *urls = sys.argv[1:]
-engine = RemoteSGLangEngine()
-engine.initialize(urls=urls, tokenizer=model)
-config, _ = load_expr_config([f"model.path={model}", "sampling.max_new_tokens=16"], GRPOConfig)
-given = {
-    "engine": engine,
-    "tokenizer": load_hf_tokenizer(model),
-    "config": config,
-    "data": {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "answer": "3"},
-}
-# Functions must be found by name: reward functions run in processes of their own.
-import blocks
 
-names = asyncio.run(running(blocks.CODE, given, vars(blocks)))
-engine.close()
-tokens = [len(one.to_tensor_dict()["input_ids"]) for one in names["found"].values()]
-print("interactions", [count > 0 for count in tokens])
+def main():
+    # Functions must be found by name: reward functions run in processes of their own.
+    import blocks
+
+    model, *urls = sys.argv[1:]
+    own = [f"model.path={model}", "sampling.max_new_tokens=16"]
+    config, _ = load_expr_config(own, GRPOConfig)
+    with RemoteSGLangEngine().initialize(urls=urls, tokenizer=model) as engine:
+        given = {
+            "engine": engine,
+            "tokenizer": load_hf_tokenizer(model),
+            "config": config,
+            "data": {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "answer": "3"},
+        }
+        names = asyncio.run(running(blocks.CODE, given, vars(blocks)))
+    tokens = [len(one.to_tensor_dict()["input_ids"]) for one in names["found"].values()]
+    print("interactions", [count > 0 for count in tokens])
+
+
+if __name__ == "__main__":
+    main()
 """
 BLOCKS = """\
 import ast
