@@ -21,7 +21,7 @@ DEV := $(VENV)/.dev-$(KEY)
 # Whoever has [dev] has [train].
 TRAIN := $(or $(wildcard $(DEV)),$(VENV)/.train-$(KEY))
 
-.PHONY: help demo test test-clients test-examples test-engines lint bench learn chaos clean
+.PHONY: help demo test test-clients test-examples test-engines test-documents lint bench learn chaos clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -42,6 +42,9 @@ test-examples: $(DEV) ## run every example by its README's command, on tiny mode
 
 test-engines: $(DEV) ## real SGLangs on the CPU (installs 3.5 GB) and a real Slurm: the whole loop
 	@$(RUN) -m pytest --timeout 900 tests/engine/sglang/*_live.py tests/slurm/*_live.py $(ARGS)
+
+test-documents: $(DEV) ## run every code block of AReaL's documents and of the proposal, where they lie beside this folder
+	@$(RUN) -m pytest --timeout 900 tests/documents/*_live.py $(ARGS)
 
 lint: $(DEV) ## check style and types
 	@echo "ruff check"; $(VENV)/bin/ruff check .

@@ -79,6 +79,19 @@ _MODULES = {
     "workflow_context": "any_agent.workflow.context",
 }
 
+_ABSENT = {
+    "ArealOpenAI": "use any_agent.EngineOpenAI",
+    "GRPOTrainer": "import it from trainer",
+    "PPOTrainer": "import it from trainer",
+    "RemoteInfEngine": "use any_agent.RemoteSGLangEngine",
+    "RolloutController": "use any_agent.RemoteSGLangEngine",
+    "StatsLogger": "each step is a line of the run's metrics.jsonl, and GET /metrics serves it",
+    "get_gsm8k_sft_dataset": "nothing is trained on texts that the policy has not sampled",
+    "ppo_update": "a step is GRPOTrainer.train's own",
+    "train_lm": "nothing is trained on texts that the policy has not sampled",
+}
+"""AReaL's names that lack a counterpart of the same name here, and what to do."""
+
 __all__ = [
     "AgentRunner",
     "AgentSession",
@@ -122,6 +135,9 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `import any_agent` itself stays light."""
     if name in _MODULES:
         return import_module(_MODULES[name])
+    if name in _ABSENT:
+        # Not an AttributeError: `from any_agent import ...` would drop its message.
+        raise ImportError(f"any_agent has no {name}: {_ABSENT[name]}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'any_agent' has no attribute {name!r}")

@@ -74,3 +74,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_star_import() -> None:
     code = "from any_agent import *; print(RLClient, load_config)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name", any_agent._ABSENT)
+def test_areals_names_without_a_counterpart_say_what_to_do(name: str) -> None:
+    with pytest.raises(ImportError, match=f"any_agent has no {name}: "):
+        exec(f"from any_agent import {name}")
