@@ -11,7 +11,6 @@ from typing import Any
 
 from tests.e2e.serving import environment
 
-DOCUMENTS = Path(__file__).with_name("documents")
 _LIMIT = 600.0
 """Seconds, for a whole script."""
 

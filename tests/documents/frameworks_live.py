@@ -51,8 +51,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 def math_agent(folder: Path) -> Path:
     """`my_agent.py` of the guide, and the interpreter that has what it imports."""
     (folder / "my_agent.py").write_text(text.renamed(text.cut(1, 70, 119)), encoding="utf-8")
-    pins = CLIENTS / "math_agent" / "requirements.txt"
-    return python_with("math-agent", pins, ours=True)
+    return python_with("math-agent", Path(__file__).with_name("math_agent.txt"), ours=True)
 
 
 @pytest.mark.block(1, 70, 119)

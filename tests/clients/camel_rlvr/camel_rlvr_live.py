@@ -1,4 +1,4 @@
-"""CAMEL-AI's agents on the direct client, and AReaL's workflow of them as it is written."""
+"""CAMEL-AI's agents on the direct client."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.areal.calculator import calculator
-from tests.areal.training import DOCUMENTS, settings, tasks, trained
 from tests.clients.agent import CALL, TURNS
 from tests.clients.client import Client, Running
-from tests.clients.environment import python_with
 from tests.clients.live import Live
 
 HERE = Path(__file__).parent
@@ -79,15 +76,3 @@ def test_a_synchronous_step_says_what_to_do(step: Any) -> None:
 
 def test_a_client_that_records_nothing_is_refused(step: Any) -> None:
     assert "give an EngineOpenAI" in step("not_recording")["said"]
-
-
-def test_the_guides_workflow_trains(
-    client: Client, environments: None, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    python = python_with(client.name, PINS, ours=True)
-    with calculator(tiny_model_dir) as engine:
-        given = settings(tiny_model_dir, engine.url, tasks(tmp_path / "tasks.jsonl", 8), tmp_path)
-        run = trained(python, DOCUMENTS / "camel_train.py", given, cwd=tmp_path)
-    assert [step["step"] for step in run.steps] == [1, 2]
-    assert [step["sessions"] for step in run.steps] == [4, 4]
-    assert [step["reward"] for step in run.steps] == [0.5, 0.5]
