@@ -54,14 +54,21 @@ class GRPOConfig(Config):
     @property
     def gconfig(self) -> GenerationHyperparameters:
         """How train sessions are sampled, as a request to an engine says it."""
-        from any_agent.types import GenerationHyperparameters
+        return sampling_of(self)
 
-        return GenerationHyperparameters(
-            max_new_tokens=self.sampling.max_new_tokens,
-            temperature=self.sampling.temperature,
-            top_p=self.sampling.top_p,
-            top_k=self.sampling.top_k,
-        )
+
+def sampling_of(config: Config, temperature: float | None = None) -> GenerationHyperparameters:
+    """Return how workflows sample where they say nothing else; ``temperature``: instead of the
+    run's."""
+    from any_agent.types import GenerationHyperparameters
+
+    c = config.sampling
+    return GenerationHyperparameters(
+        max_new_tokens=c.max_new_tokens,
+        temperature=c.temperature if temperature is None else temperature,
+        top_p=c.top_p,
+        top_k=c.top_k,
+    )
 
 
 _ConfigT = TypeVar("_ConfigT", bound=Config)

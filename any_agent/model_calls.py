@@ -41,7 +41,7 @@ def token_ids(given: Any) -> list[int] | IdArray:
             only = given[0]
             if isinstance(only, list | tuple | np.ndarray) or hasattr(only, "detach"):
                 return token_ids(only)
-        if all(isinstance(i, np.integer) for i in given):
+        if all(type(i) is int or isinstance(i, np.integer) for i in given):
             return [int(i) for i in given]
         odd = next(i for i in given if type(i) is not int)
         raise _no_ids(f"a {type(given).__name__} with {odd!r:.60} ({type(odd).__name__})")
@@ -92,7 +92,7 @@ class GenerationHyperparameters:
     ``{"json_object": true}`` or ``{"regex": "..."}``."""
 
     def new(self, **changes: Any) -> Self:
-        """A copy with some fields changed; lists become tuples.
+        """A copy with some fields changed; lists become tuples, and so does one stop alone.
 
         ``n_samples`` may be given as 1, which is all that a request samples. Raises ValueError for
         another one, and TypeError for what is no field.
@@ -106,6 +106,10 @@ class GenerationHyperparameters:
         for name, value in changes.items():
             if isinstance(value, list):
                 changes[name] = tuple(value)
+            elif (name == "stop" and isinstance(value, str)) or (
+                name == "stop_token_ids" and isinstance(value, int)
+            ):
+                changes[name] = (value,)
         try:
             return replace(self, **changes)
         except TypeError:
@@ -300,7 +304,7 @@ class ModelResponse:
         text = str(
             self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
-        return text[: text.rfind(stop)] if isinstance(stop, str) and stop in text else text
+        return text.partition(stop)[0] if isinstance(stop, str) else text
 
     @property
     def token_ids(self) -> list[int]:

@@ -194,3 +194,10 @@ def test_what_the_trainer_cannot_do_is_refused_by_name(
     with pytest.raises(ConfigError) as raised:
         load_config(written(tmp_path, given), [], {}, kind=GRPOConfig)
     assert said in raised.value.message and "did you mean" not in raised.value.message
+
+
+def test_what_one_source_overrides_is_that_setting_alone(tmp_path: Path) -> None:
+    """Sections that an anchor of YAML makes alike are not one section."""
+    text = "train_dataset: &data {path: train.jsonl}\nvalid_dataset: *data\n"
+    config = load_config(written(tmp_path, text), ["valid_dataset.path=val.jsonl"], {})
+    assert (config.train_dataset.path, config.valid_dataset.path) == ("train.jsonl", "val.jsonl")

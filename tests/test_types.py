@@ -25,6 +25,7 @@ def test_a_changed_copy() -> None:
     assert made == GenerationHyperparameters(
         temperature=0.5, max_new_tokens=7, stop=("x",), stop_token_ids=(1, 2)
     )
+    assert given.new(stop="END", stop_token_ids=7) == given.new(stop=["END"], stop_token_ids=[7])
     assert hash(made) != hash(given)
     assert given.temperature == 0.5 and given.stop == ()
 
@@ -159,6 +160,7 @@ class Letters:
         ([1, 2, 5], 5, "ab"),
         ([5, 2, 5], 5, "eb"),
         ([1, 2, 3], "bc", "a"),
+        ([1, 2, 2], "b", "a"),
         ([], None, ""),
     ],
 )

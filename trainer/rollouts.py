@@ -10,9 +10,9 @@ from any_agent import load_hf_tokenizer
 from any_agent.access import signer_of
 from any_agent.config import Config
 from any_agent.engine import EnginePool
+from any_agent.experiment import sampling_of
 from any_agent.rollout import WorkflowExecutor
 from any_agent.rundir import RunDir
-from any_agent.types import GenerationHyperparameters
 from any_agent.workflow.agent_service import AgentService
 from any_agent.workflow.dump import TrajectoryDump
 from trainer.service import Service
@@ -46,8 +46,8 @@ def workflow_executor(c: Config, service: Service) -> WorkflowExecutor:
     return WorkflowExecutor(
         pool,
         c.rollout,
-        sampling=_sampling(c, c.sampling.temperature),
-        eval_sampling=_sampling(c, c.eval.temperature),
+        sampling=sampling_of(c),
+        eval_sampling=sampling_of(c, c.eval.temperature),
         dump=TrajectoryDump.of(c, _dumped_by(c, tokenizer).decode),
         timeout=c.sessions.ttl,
         discount=c.train.discount,
@@ -61,14 +61,3 @@ def _dumped_by(c: Config, tokenizer: Any) -> Any:
     if not path or not c.rollout.dump_to_file:
         return tokenizer
     return load_hf_tokenizer(path)
-
-
-def _sampling(config: Config, temperature: float | None) -> GenerationHyperparameters:
-    """What workflows that say nothing else sample with."""
-    c = config.sampling
-    return GenerationHyperparameters(
-        max_new_tokens=c.max_new_tokens,
-        temperature=c.temperature if temperature is None else temperature,
-        top_p=c.top_p,
-        top_k=c.top_k,
-    )

@@ -126,7 +126,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, not a {type(data).__name__}")
     # A section whose lines are all commented out reads as null.
-    return {key: value for key, value in data.items() if value is not None}
+    return {key: _unshared(value) for key, value in data.items() if value is not None}
+
+
+def _unshared(value: Any) -> Any:
+    """Return a copy in which nothing is held twice, as an anchor of YAML and its aliases are."""
+    if isinstance(value, dict):
+        return {key: _unshared(one) for key, one in value.items()}
+    return [_unshared(one) for one in value] if isinstance(value, list) else value
 
 
 def _from_environ(environ: Mapping[str, str], kind: type[BaseModel]) -> Iterator[tuple[str, Any]]:

@@ -36,8 +36,10 @@ def items_of(batch: Any) -> list[dict[str, Any]]:
 
 
 def gives_columns(loader: Any) -> bool:
-    """Whether mappings of a loader are batches: one of torch puts items together."""
-    return getattr(loader, "batch_sampler", None) is not None and hasattr(loader, "collate_fn")
+    """Say if a loader's mappings are batches: torch's own collation makes columns of items."""
+    collate = getattr(loader, "collate_fn", None)
+    of_torch = str(getattr(collate, "__module__", "")).startswith("torch.utils.data")
+    return of_torch and getattr(collate, "__name__", "") == "default_collate"
 
 
 def _of_columns(columns: Mapping[Any, Any]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from any_agent.config import Config, RolloutConfig
 from any_agent.engine import EnginePool, InferenceEngine
 from any_agent.engine.shape import shape_of
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable
+from any_agent.experiment import sampling_of
 from any_agent.inference.any_loop import AnyLoopEngine
 from any_agent.inference.kept import Kept, named, require_weights
 from any_agent.inference.started import chosen, own_engine
@@ -175,15 +176,16 @@ class RemoteSGLangEngine:
             update_wait=settings.engine.update_wait,
             request_timeout=settings.engine.request_timeout,
         )
-        sampling = GenerationHyperparameters(
-            max_new_tokens=settings.sampling.max_new_tokens,
-            temperature=settings.sampling.temperature,
-        )
+        whole = self._given is not None
         executor = WorkflowExecutor(
             pool,
             settings.rollout,
-            sampling=None if self._given is None else sampling,
+            sampling=sampling_of(settings) if whole else None,
+            eval_sampling=sampling_of(settings, settings.eval.temperature) if whole else None,
             dump=TrajectoryDump.of(settings, lambda ids: self._words.decode(ids)),
+            timeout=settings.sessions.ttl,
+            discount=settings.train.discount,
+            vocab_size=shape.vocab_size if shape is not None else None,
         )
         stack.enter_context(executor)
         stack.callback(self._forget)
@@ -280,7 +282,7 @@ class RemoteSGLangEngine:
         work.add_done_callback(lambda _: news.put_nowait(None))
         try:
             while (chunk := await news.get()) is not None:
-                text = reader(chunk.output_ids, chunk.stop_reason is not None)
+                text = reader(chunk)
                 yield TextChunk(
                     chunk.output_ids,
                     chunk.logprobs,

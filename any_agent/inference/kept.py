@@ -105,9 +105,10 @@ async def require_weights(pool: EnginePool, kept: Kept | None) -> Path | None:
             continue
         told = await engine.info()
         path = Path(told["model_path"]) if told.get("model_path") else None
-        if kept is None or engine.version == kept.weights.version:
+        if kept is None or engine.version == kept.weights.version != 0:
             continue
-        if engine.version != 0 or not _is_same(path, kept.weights.path):
+        same = _is_same(path, kept.weights.path) or (path is None and not kept.weights.version)
+        if engine.version != 0 or not same:
             raise ConfigError(
                 f"the engine at {engine.url} serves version {engine.version} of {path}, and asked "
                 f"for was version {kept.weights.version}, {kept.weights.path}: load that into it, "

@@ -49,35 +49,41 @@ class Words:
             )
         )
 
-    def reader(self, stop: tuple[str, ...]) -> Callable[[list[int], bool], str]:
-        """Of one output: gives the text that became certain by more tokens; True at the end.
+    def reader(self, stop: tuple[str, ...]) -> Callable[[GenerationChunk], str]:
+        """Return what gives, for each chunk of one output, the text that it makes certain.
 
-        Special tokens give none, and the text ends before a stop string. Without a chat format all
-        of it comes at the end.
+        Special tokens give none, and the text ends before what stopped it. Without a chat format
+        all of it comes at the end.
         """
         if self._chat is None:
             return self._at_the_end(stop)
         parser = self.chat.text_parser(stop)
 
-        def read(ids: list[int], ended: bool) -> str:
-            deltas = parser.feed([i for i in ids if i not in self._special])
-            if ended:
+        def read(chunk: GenerationChunk) -> str:
+            deltas = parser.feed([i for i in _told(chunk) if i not in self._special])
+            if chunk.stop_reason is not None:
                 deltas += parser.finish(matched_stop=None)[0]
             return "".join(delta.content or "" for delta in deltas)
 
         return read
 
-    def _at_the_end(self, stop: tuple[str, ...]) -> Callable[[list[int], bool], str]:
+    def _at_the_end(self, stop: tuple[str, ...]) -> Callable[[GenerationChunk], str]:
         seen: list[int] = []
 
-        def read(ids: list[int], ended: bool) -> str:
-            seen.extend(ids)
-            if not ended:
+        def read(chunk: GenerationChunk) -> str:
+            seen.extend(_told(chunk))
+            if chunk.stop_reason is None:
                 return ""
             text = self.decode([i for i in seen if i not in self._special])
             return min((text.partition(one)[0] for one in stop), key=len, default=text)
 
         return read
+
+
+def _told(chunk: GenerationChunk) -> list[int]:
+    """The chunk's ids without the token that stopped the output."""
+    ids, stop = chunk.output_ids, chunk.matched_stop
+    return ids[:-1] if isinstance(stop, int) and ids[-1:] == [stop] else ids
 
 
 def words_of(tokenizer: Any, path: Path | None, model: ModelConfig) -> Words:

@@ -419,7 +419,9 @@ class AgentSession:
         try:
             await session.finalize(await_reward=self._on_missing_reward == "await")
         except (SessionClosed, Conflict, Unprocessable) as error:
-            if await session.over() is not None:
+            over = await session.over()
+            # Somebody else's abort must not pass for an end of the agent's.
+            if over is not None and (over.state != "aborted" or session.asked_to_end):
                 return
             if error.code != "no_reward" or self._on_missing_reward != "abort":
                 raise

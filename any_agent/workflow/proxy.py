@@ -7,6 +7,7 @@ import os
 import uuid
 from collections import Counter, deque
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 from any_agent.client import RLClient
@@ -112,11 +113,16 @@ class ProxyWorkflow(RolloutWorkflow):
         try:
             await asyncio.shield(left)
         except asyncio.CancelledError:
+            # Not by what follows here, which may be cancelled once more.
+            left.add_done_callback(partial(self._keep, episode))
             await asyncio.wait([left])
-            if not left.cancelled() and left.exception() is None:
-                self._returned.append(episode)
             raise
         return episode
+
+    def _keep(self, episode: Episode, left: asyncio.Future[None]) -> None:
+        """Keep for the next one what was handed over to somebody who is gone."""
+        if not left.cancelled() and left.exception() is None:
+            self._returned.append(episode)
 
     async def _leave(self, app: ProxyApp, holder: str, taken: list[str]) -> None:
         """End the leases and the wait."""

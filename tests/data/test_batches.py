@@ -76,3 +76,6 @@ def test_whose_mappings_are_columns() -> None:
     assert gives_columns(loader())
     assert not gives_columns(DataLoader(ITEMS, batch_size=None))  # type: ignore[arg-type]
     assert not gives_columns(ITEMS)
+    # One item, as the script's own collation gives it.
+    own = DataLoader(ITEMS, batch_size=1, collate_fn=lambda items: items[0])  # type: ignore[arg-type]
+    assert not gives_columns(own)

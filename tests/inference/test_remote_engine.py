@@ -91,6 +91,12 @@ async def test_its_text_as_it_comes(engine: RemoteSGLangEngine) -> None:
         assert [i for chunk in chunks for i in chunk.output_ids] == whole.token_ids
         assert [p for chunk in chunks for p in chunk.logprobs] == whole.logprobs
     assert whole.matched_stop == "e" and "e" not in whole.text
+    free = await engine.agenerate(**asked)
+    last = free.token_ids[5]
+    whole = await engine.agenerate(**asked, stop_token_ids=last)
+    chunks = [chunk async for chunk in engine.agenerate_stream(**asked, stop_token_ids=last)]
+    assert whole.matched_stop == last
+    assert "".join(chunk.text for chunk in chunks) == whole.text
 
 
 async def test_a_stream_that_is_left_ends_its_request(engine: RemoteSGLangEngine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -153,6 +154,35 @@ async def test_what_was_on_its_way_to_one_that_left_is_the_next_ones(
         (trajectory,) = await workflow.arun_episode(None, None)
     assert trajectory.session_id == id
     assert not proxy.service.sessions.leasable.leased and len(app.session_cache) == 0
+
+
+async def test_one_that_is_cancelled_twice_loses_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = await start()
+    app = proxy.front
+    reached, go_on = asyncio.Event(), asyncio.Event()
+    inner = app.ack
+
+    async def slow(**named: Any) -> None:
+        await inner(**named)
+        reached.set()
+        await go_on.wait()
+
+    monkeypatch.setattr(app, "ack", slow)
+    workflow = ProxyWorkflow(app)
+    left = asyncio.create_task(workflow.arun_episode(None, None))
+    id = await attempt(proxy)
+    async with asyncio.timeout(LIMIT):
+        await reached.wait()
+        for _ in range(2):
+            left.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        go_on.set()
+        (trajectory,) = await workflow.arun_episode(None, None)
+    assert trajectory.session_id == id
 
 
 async def test_an_episode_on_the_event_loop_of_another_thread(start: Start) -> None:

@@ -144,6 +144,20 @@ async def test_ends_by_clients_that_name_the_session_themselves(here: Served) ->
     assert (info["state"], info["reason"]) == ("aborted", "no good")
 
 
+async def test_an_abort_by_somebody_else_is_told(here: Served) -> None:
+    with pytest.raises(SessionClosed, match="is aborted"):
+        async with AgentSession() as session:
+            await session.openai().chat.completions.create(
+                model="x", messages=[{"role": "user", "content": "Say 1."}], max_tokens=4
+            )
+            await session.set_reward(1.0)
+            async with aiohttp.ClientSession() as operator:
+                url = f"{here.url}/rl/v1/sessions/{session.session_id}/abort"
+                tenant = {"Authorization": f"Bearer {here.tenant_key}"}
+                answer = await operator.post(url, json={"reason": "operator"}, headers=tenant)
+                assert answer.status == 200, await answer.text()
+
+
 async def test_one_whose_time_ran_out_is_told(here: Served) -> None:
     service = here.proxy.service
     with pytest.raises(SessionClosed, match="expired"):
