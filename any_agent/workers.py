@@ -80,7 +80,14 @@ class WorkerPool:
         pool = self._started()
         from pebble import ProcessExpired
 
-        future = pool.schedule(call, args=[packed, dict(environ or {})], timeout=timeout)
+        given = [packed, dict(environ or {})]
+        try:
+            future = pool.schedule(call, args=given, timeout=timeout)
+        except RuntimeError:
+            # It broke, or was closed, while no call was under way.
+            await asyncio.to_thread(self._drop, pool)
+            pool = self._started()
+            future = pool.schedule(call, args=given, timeout=timeout)
         self._futures[future] = pool
         try:
             result: bytes | Failure = await asyncio.wrap_future(future)

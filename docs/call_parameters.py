@@ -22,9 +22,10 @@ parameter.
 A name that is in none of these tables is recorded and has no effect: the answer's header
 `x-any-agent-ignored` names it, so does the interaction's `ignored`, and
 `any_agent_ignored_parameters_total` counts it. At most 32 such names are taken in one call, each
-cut to 64 letters, digits, `.`, `_` and `-`; their values are recorded up to 16 KiB in all, and
-never where they look like a key. With `server.unknown_parameters=refuse` such a call is a 400
-`unsupported_parameter`, as is always a name that means something at another route here.
+of at most 64 characters; what is no letter, digit, `.`, `_` or `-` in them becomes `_`. Their
+values are recorded up to 16 KiB in all, and never where they look like a key. With
+`server.unknown_parameters=refuse` such a call is a 400 `unsupported_parameter`, as is always a name
+that means something at another route here.
 
 In train sessions the run's `sampling` replaces what agents ask for. The answer's header
 `x-any-agent-overrides` lists what was replaced, with what was used, as JSON; the interaction keeps

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from pebble.pool.base_pool import PoolStatus
 
 from any_agent import worker_process
 from any_agent.config import SECRET_VARIABLES
@@ -98,3 +99,13 @@ def test_what_cannot_be_sent_is_named() -> None:
     assert unpicklable([1, "x"]) is None
     with pytest.raises(ConfigError, match="one worker at least"):
         WorkerPool(0)
+
+
+async def test_a_pool_that_broke_while_it_was_idle_is_replaced() -> None:
+    pool = WorkerPool(1)
+    assert await pool.run(functions.by_name, "4", answer="4", timeout=60) == 1.0
+    broken = pool._started()
+    broken._context.status = PoolStatus.ERROR
+    assert await pool.run(functions.by_name, "4", answer="4", timeout=60) == 1.0
+    assert pool._started() is not broken
+    await asyncio.to_thread(pool.close)

@@ -414,14 +414,15 @@ class AgentSession:
             await return_client(self.service, retry_for=self._retry_for)
 
     async def _end(self, session: AsyncSession) -> None:
-        if session.asked_to_end and await session.over() is not None:
+        by_agent = session.asked_to_end
+        if by_agent and await session.over() is not None:
             return
         try:
             await session.finalize(await_reward=self._on_missing_reward == "await")
         except (SessionClosed, Conflict, Unprocessable) as error:
             over = await session.over()
             # Somebody else's abort must not pass for an end of the agent's.
-            if over is not None and (over.state != "aborted" or session.asked_to_end):
+            if over is not None and (by_agent or over.state != "aborted"):
                 return
             if error.code != "no_reward" or self._on_missing_reward != "abort":
                 raise

@@ -94,7 +94,9 @@ def test_an_engine_with_other_weights(trial: RunDir, urls: list[str], which: int
 
 def test_an_engine_with_another_folder(models: list[Path], urls: list[str]) -> None:
     """Both are version 0, of which there are as many as folders."""
-    with pytest.raises(ConfigError, match="serves version 0 of .*step-00000010, and asked for was"):
+    with pytest.raises(
+        ConfigError, match=r"serves version 0 of .*step-00000010, and asked for was"
+    ):
         RemoteSGLangEngine().initialize(model=models[1], url=urls[1])
 
 

@@ -79,6 +79,10 @@ async def test_base_urls_with_v1_and_without(start: Start, keys: tuple[str, ...]
             response = await proxy.http.post(url, json=BODY, headers=headers)
             assert response.status_code == 200, url
         twice = await proxy.http.post(f"{base}/v1/v1/chat/completions", json=BODY, headers=headers)
+        if base:
+            # The base URL of an agent ends in /v1, and some clients add their own.
+            assert twice.status_code == 200, twice.text
+            continue
         error = twice.json()["error"]
         assert (twice.status_code, error["code"]) == (404, "not_found")
         assert "there is no route /v1/v1/chat/completions" in error["message"]

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from openai import APIStatusError, AuthenticationError
+from openai import APIStatusError, AuthenticationError, BadRequestError
 
 from any_agent import last_words
 from any_agent.agent_environment import PLACEHOLDER_KEY
@@ -132,12 +132,13 @@ async def test_the_url_says_whose_a_call_is_and_no_key_does(
         await client.grant_capacity()
     async with ours, other, httpx.AsyncClient() as own_client:
         patient = await context.get_httpx_client()
-        given = Keyless(ours.session_api_key), Keyless("DUMMY")
-        for agent in given:
-            await agent.run(ITEM, other.session_url, patient)
-            # A client of its own leaves the key in the URL.
-            await agent.run(ITEM, other.session_url, own_client)
-        assert [len(await proxy.recorded(f"t{k}-0-0")) for k in range(2)] == [0, 4]
+        await Keyless("DUMMY").run(ITEM, other.session_url, patient)
+        # A client of its own leaves the key in the URL.
+        await Keyless("DUMMY").run(ITEM, other.session_url, own_client)
+        with pytest.raises(BadRequestError, match="session_mismatch"):
+            await Keyless(ours.session_api_key).run(ITEM, other.session_url, own_client)
+        await Keyless(ours.session_api_key).run(ITEM, other.session_url, patient)
+        assert [len(await proxy.recorded(f"t{k}-0-0")) for k in range(2)] == [0, 3]
         for http_client in (patient, own_client):
             body = {"model": "x", "messages": HELLO, "max_tokens": 4}
             for path, sent in (("v1/messages", body), ("rl/set_reward", {"reward": 0.5})):
@@ -151,7 +152,7 @@ async def test_the_url_says_whose_a_call_is_and_no_key_does(
         await other.set_last_reward(1.0)
     with pytest.raises(APIStatusError, match="session"):
         await Keyless().run(ITEM, other.session_url, await context.get_httpx_client())
-    assert [len(await proxy.recorded(f"t{k}-0-0")) for k in range(2)] == [0, 6]
+    assert [len(await proxy.recorded(f"t{k}-0-0")) for k in range(2)] == [0, 5]
 
 
 class Shows:

@@ -44,7 +44,7 @@ class Rest:
                 f"the body has more than {MAX_UNKNOWN} unknown parameters: leave them out",
                 param=shown(name)[1:-1],
             )
-        plain = _UNPLAIN.sub("_", name[:_MAX_NAME]) or "_"
+        plain = _UNPLAIN.sub("_", name) or "_"
         if plain in self.ignored:
             return
         self.ignored.append(plain)
@@ -62,14 +62,14 @@ def rest_of(
 ) -> Rest:
     """Sort the fields without a row.
 
-    Raises UnsupportedParameter for a name that means something at another route, and for any
-    where unknown ones are refused; InvalidRequest for too many.
+    Raises UnsupportedParameter for a name that means something at another route or is longer than
+    64 characters, and for any where unknown ones are refused; InvalidRequest for too many.
     """
     rest = Rest()
     for name, value in given.items():
         if name in known_settings:
             rest.settings[name] = value
-        elif unknown == "refuse" or name in _MEANT:
+        elif unknown == "refuse" or name in _MEANT or len(name) > _MAX_NAME:
             raise _unknown(name, api)
         elif value is not None:
             rest.ignore(name, value)
