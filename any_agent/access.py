@@ -56,9 +56,9 @@ def authorize(scopes: Set[Scope], caller: Caller) -> None:
     needed = " or ".join(sorted(scopes - {Scope.NONE}))
     if caller.scope is Scope.NONE:
         raise Unauthenticated(
-            f"this route needs a key of scope {needed}: Authorization: Bearer <key>"
+            f"this route needs a key (scope {needed}): Authorization: Bearer <key>"
         )
-    raise Forbidden(f"a key of scope {caller.scope} cannot use this route; it needs {needed}")
+    raise Forbidden(f"a key of scope {caller.scope} cannot use this route, which needs {needed}")
 
 
 def run_dir_of(config: Config) -> RunDir:

@@ -162,14 +162,14 @@ def _who_may(config: Config) -> str:
     from any_agent.access import is_open
 
     if not is_open(config):
-        return "keys      asked for: the service is closed to whoever has none"
+        return "keys      API keys are required"
     default = type(config)()
     names = ("root", "user", "experiment", "trial")
     other = [name for name in names if getattr(config, name) != getattr(default, name)]
     trial = "".join(f" {name}={quote(str(getattr(config, name)))}" for name in other)
     return (
-        "keys      none asked for: without an admin key whoever reaches this machine's loopback "
-        f"is the operator; `any-agent keys create --scope admin{trial}` ends that"
+        "keys      no key is needed: whoever reaches this machine's loopback is the operator; "
+        f"`any-agent keys create --scope admin{trial}` makes a key, which is required from then on"
     )
 
 
@@ -182,8 +182,8 @@ def _served_weights(config: Config) -> SavedWeights | None:
         return found
     if not config.model.path:
         raise ConfigError(
-            f"there is no run {config.experiment}/{config.trial} of {config.user} under "
-            f"{config.root.absolute()}; is root the folder that it was trained under?"
+            f"there is no run {config.experiment}/{config.trial} of the user {config.user} in "
+            f"{config.root.absolute()}: is that the folder (root=) that it was trained in?"
         )
     if (trial_dir(config).path / "config.yaml").is_file():
         raise ConfigError(

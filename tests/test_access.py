@@ -199,8 +199,8 @@ def test_damaged_keys_are_told_though_nobody_uses_one(
 
 
 def test_what_a_start_says_of_keys(configured: Callable[..., Config]) -> None:
-    assert "closed" in _who_may(configured("server.admin_key=operator-secret"))
+    assert "API keys are required" in _who_may(configured("server.admin_key=operator-secret"))
     config = configured("trial=second")
     assert "is the operator" in _who_may(config) and "trial=second" in _who_may(config)
     create_key(trial_dir(config).keys, "admin")
-    assert "closed" in _who_may(config)
+    assert "API keys are required" in _who_may(config)

@@ -60,7 +60,7 @@ class Failures:
             return None
         return TrainingError(
             f"{self.in_a_row} episodes in a row failed, the last one, {what}: {said(error)}; "
-            "see the log for where. rollout.max_failures says how many are borne"
+            "see the log for where. training stops after rollout.max_failures of them"
         )
 
     def pause(self) -> float:

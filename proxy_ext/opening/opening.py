@@ -388,4 +388,6 @@ class Opening:
         return TooManyRequests(message, retry_after=2)
 
 
-_NOT_A_KEY = "api_key is not a session key of this service"
+_NOT_A_KEY = (
+    "api_key must be the key of an earlier session of this service; leave it out for a new one"
+)

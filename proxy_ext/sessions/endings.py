@@ -284,8 +284,9 @@ class Endings:
             return
         if not is_rewarded(session, row):
             raise Unprocessable(
-                "the trajectory has no reward: pass final_reward or call set_reward first, or "
-                "await_reward if it comes later (sessions.require_reward=false takes it as 0)",
+                "the session has no reward: POST /rl/v1/set_reward first, or finalize it by "
+                "/rl/v1/finalize with final_reward, or with await_reward if the reward comes later "
+                "(sessions.require_reward=false takes it as 0)",
                 code="no_reward",
             )
 

@@ -318,8 +318,8 @@ def already_finalized(row: SessionRow) -> Conflict:
     revisable = allowed(row, Event.REWARD)
     advice = "set_reward revises it" if revisable else "it takes no more rewards"
     message = (
-        f"session {row.id} is {_in_words(row)} and its final reward is {now}, not what this says: "
-        f"nothing was changed; {advice}"
+        f"session {row.id} is {_in_words(row)} already, and its final reward is {now}: this one "
+        f"differs and was refused; {advice}"
     )
     details = {"state": str(row.state), "reason": row.reason}
     return Conflict(message, code="already_finalized", details=details)

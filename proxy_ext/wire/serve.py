@@ -184,7 +184,7 @@ async def _whose(service: Service, request: Request) -> tuple[Session | None, st
         raise Unauthenticated(
             "calls belong to a session while training goes on: POST /rl/v1/start_session "
             "(mode train or eval) and use its api_key; "
-            "the key that was sent, if any, is no session's",
+            "this call came without a key, or with one that belongs to no session",
             code="no_session",
         )
     return None, caller.tenant
