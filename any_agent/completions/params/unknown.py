@@ -79,6 +79,8 @@ def rest_of(
 def _unknown(name: Any, api: Api) -> UnsupportedParameter:
     near = difflib.get_close_matches(str(name)[:64], TABLE[api], n=1, cutoff=0.8)
     hint = f"; did you mean {near[0]}?" if near else ""
+    if not near and name in _MEANT:
+        hint = " here: another API has it, where it changes the answer; leave it out"
     return UnsupportedParameter(
         f"unknown parameter {shown(str(name))}{hint}", param=shown(str(name))[1:-1]
     )
