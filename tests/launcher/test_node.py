@@ -185,10 +185,17 @@ def test_a_finished_trainer_is_left_alone(lab: Lab) -> None:
 def test_a_run_that_is_trained_says_so(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = SavedWeights(lab.home / "step-00000005", 7, 5)
     monkeypatch.setattr("any_agent.launcher.node.latest_weights", lambda _: saved)
-    line = f"run       its 5 steps are done: train sessions are refused; checkpoint {saved.path}"
+    line = (
+        "run       train.steps=5 are done: raise train.steps, or choose another trial; train "
+        f"sessions are refused; checkpoint {saved.path}"
+    )
     for steps, said in ((6, False), (5, True)):
         with lab.node("server.ranks=1", f"train.steps={steps}"):
             assert (line in lab.said) is said
+    # Before any part is started.
+    assert lab.said.index(line) < min(
+        k for k, told in enumerate(lab.said) if told.startswith(("engine", "rank")) and k > 1
+    )
 
 
 @pytest.mark.parametrize(("code", "kind"), [(1, StartupError), (2, ConfigError)])
