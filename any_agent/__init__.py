@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from any_agent.config import Config, load_config
     from any_agent.data import get_custom_dataset
     from any_agent.direct import EngineOpenAI
+    from any_agent.engine import InferenceEngine
     from any_agent.errors import AnyAgentError
     from any_agent.experiment import GRPOConfig, load_expr_config
     from any_agent.inference import LocalModel, RemoteSGLangEngine, load_engine
@@ -51,6 +52,7 @@ _HOMES = {
     "GRPOConfig": "any_agent.experiment",
     "GenerationHyperparameters": "any_agent.types",
     "GroupedRolloutWorkflow": "any_agent.workflow",
+    "InferenceEngine": "any_agent.engine",
     "Interaction": "any_agent.types",
     "InteractionWithTokenLogpReward": "any_agent.record",
     "LLMRequest": "any_agent.types",
@@ -82,10 +84,13 @@ _MODULES = {
 _ABSENT = {
     "ArealOpenAI": "use any_agent.EngineOpenAI",
     "GRPOTrainer": "import it from trainer",
+    "InferenceEngineConfig": "use any_agent.GRPOConfig; its section rollout",
     "PPOTrainer": "import it from trainer",
     "RemoteInfEngine": "use any_agent.RemoteSGLangEngine",
     "RolloutController": "use any_agent.RemoteSGLangEngine",
     "StatsLogger": "each step is a line of the run's metrics.jsonl, and GET /metrics serves it",
+    "TensorDict": "a dict of torch tensors: dict[str, torch.Tensor]",
+    "get_gsm8k_rl_dataset": "use any_agent.get_custom_dataset",
     "get_gsm8k_sft_dataset": "nothing is trained on texts that the policy has not sampled",
     "ppo_update": "a step is GRPOTrainer.train's own",
     "train_lm": "nothing is trained on texts that the policy has not sampled",
@@ -103,6 +108,7 @@ __all__ = [
     "GRPOConfig",
     "GenerationHyperparameters",
     "GroupedRolloutWorkflow",
+    "InferenceEngine",
     "Interaction",
     "InteractionWithTokenLogpReward",
     "LLMRequest",

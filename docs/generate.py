@@ -64,6 +64,10 @@ model's) and `scheduler.type` (`local`; in Slurm's launcher `slurm`). What a GRP
 (`critic`, `ref`, `actor.kl_ctl`, `actor.gae_lambda`, ...) may stand there with the value that
 changes nothing.
 
+In a file `${actor.path}`, as a whole value, stands for what that name has in the same file, or is
+given by the environment or the command line. A name that the file lacks, a circle, `${` inside of a
+longer text and `${oc.env:...}` are refused by name: write the value, or set it by the environment.
+
 | AReaL's | ours |
 |---|---|"""
 

@@ -40,6 +40,10 @@ def test_command_line_over_environment_over_yaml_over_default(tmp_path: Path) ->
         ("trian.lr", "unknown key trian: did you mean train?"),
         ("sevrer.port", "unknown key sevrer: did you mean server?"),
         ("rollout.batchsize", "unknown key rollout.batchsize: did you mean rollout.batch_size?"),
+        (
+            "rollout.enable_rollout_tracing",
+            "unknown key rollout.enable_rollout_tracing: see `any-agent config` for all keys",
+        ),
         ("qqq.zzz", "unknown key qqq: see `any-agent config` for all keys"),
     ],
 )

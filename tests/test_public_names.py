@@ -21,6 +21,7 @@ PUBLIC = [
     "GRPOConfig",
     "GenerationHyperparameters",
     "GroupedRolloutWorkflow",
+    "InferenceEngine",
     "Interaction",
     "InteractionWithTokenLogpReward",
     "LLMRequest",

@@ -375,7 +375,7 @@ class TrainingLoop:
         self._manifests.set_aside(steps)
         self._announce(
             f"trainer   {_steps(steps)} cannot be made again, as a rank has lost its journal "
-            f"({error.message}): going on from step {self.policy.steps}; what was taken is told "
+            f"({error.message}): resuming at step {self.policy.steps}; what was taken is told "
             f"in {self.dir.manifests / 'lost-*.json'}"
         )
 
@@ -416,7 +416,7 @@ class TrainingLoop:
         self._source.load(state.get("dataset"))
         self._saved_state = self._source.state()
         self.checkpoint = latest
-        self._say(f"trainer   going on from step {self.policy.steps}, of {latest}")
+        self._say(f"trainer   resuming at step {self.policy.steps}, of {latest}")
 
     def _made(self, model: str, settings: PolicyConfig) -> Policy:
         """From the configured model."""

@@ -3,6 +3,7 @@
 A setting's name is its dotted path (``train.lr``). In the environment it is
 ``ANY_AGENT_TRAIN__LR``, on the command line ``train.lr=1e-3``. Unknown names are refused with the
 nearest known one, AReaL's (:mod:`any_agent.config.elsewhere`) are taken where they mean the same.
+In a file ``${model.path}`` is the value of that setting (:mod:`any_agent.config.references`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, overload
@@ -18,13 +19,15 @@ from typing import Any, TypeVar, get_args, get_origin, overload
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from any_agent.config import elsewhere
+from any_agent.config import elsewhere, references
 from any_agent.config.tree import Config
 from any_agent.errors import ConfigError
 
 ENV_PREFIX = "ANY_AGENT_"
 SECRET_VARIABLES = (f"{ENV_PREFIX}SERVER__ADMIN_KEY",)
 """Settings that go from process to process by the environment, never by a file."""
+
+_LIKENESS = 0.6
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
@@ -88,16 +91,28 @@ def load_config(
     Raises ConfigError naming the file, the key and what to do.
     """
     own = partial(_is_own, kind)
-    data = {} if path is None else _read_yaml(Path(path))
-    elsewhere.translate(data, own)
     environ = os.environ if environ is None else environ
+    changes: dict[str, Any] = {}
     for source in (_from_environ(environ, kind), _from_overrides(overrides, kind)):
         given: dict[str, tuple[str, Any]] = {}
         for name, value in source:
             key = elsewhere.ours(name, value, own)
             if key is not None:
                 elsewhere.once(given, key, name, value)
-                elsewhere.put(data, key, value)
+                # A later one must stand behind a section that an earlier one names.
+                changes.pop(key, None)
+                changes[key] = value
+
+    def changed(name: str) -> tuple[bool, Any]:
+        key = elsewhere.ALIASES.get(name, name) if not own(name) else name
+        return key in changes, changes.get(key)
+
+    data = {} if path is None else _read_yaml(Path(path), changed)
+    elsewhere.translate(data, own)
+    for key, value in changes.items():
+        if "${" in str(value) and key != "server.admin_key":
+            references.refuse(str(value), key, _variable)
+        elsewhere.put(data, key, value)
     elsewhere.settle(data, own)
     try:
         return kind.model_validate(data)
@@ -112,7 +127,11 @@ def load_resolved(path: str | Path, environ: Mapping[str, str] | None = None) ->
     return load_config(path, environ=secrets)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _variable(key: str) -> str:
+    return ENV_PREFIX + key.replace(".", "__").upper()
+
+
+def _read_yaml(path: Path, changed: Callable[[str], tuple[bool, Any]]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -125,15 +144,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, not a {type(data).__name__}")
+    # A copy in which nothing is held twice, as an anchor of YAML and its aliases are.
+    data = references.resolve(data, path, _variable, changed)
     # A section whose lines are all commented out reads as null.
-    return {key: _unshared(value) for key, value in data.items() if value is not None}
-
-
-def _unshared(value: Any) -> Any:
-    """Return a copy in which nothing is held twice, as an anchor of YAML and its aliases are."""
-    if isinstance(value, dict):
-        return {key: _unshared(one) for key, one in value.items()}
-    return [_unshared(one) for one in value] if isinstance(value, list) else value
+    return {key: value for key, value in data.items() if value is not None}
 
 
 def _from_environ(environ: Mapping[str, str], kind: type[BaseModel]) -> Iterator[tuple[str, Any]]:
@@ -145,8 +159,7 @@ def _from_environ(environ: Mapping[str, str], kind: type[BaseModel]) -> Iterator
             if "." in key or key in kind.model_fields or elsewhere.is_taken(key):
                 yield key, _value(key, value, kind)
             elif key in flat:
-                right = ENV_PREFIX + flat[key].replace(".", "__").upper()
-                raise ConfigError(f"{name} is no setting: did you mean {right}?")
+                raise ConfigError(f"{name} is no setting: did you mean {_variable(flat[key])}?")
 
 
 def _from_overrides(overrides: Sequence[str], kind: type[BaseModel]) -> Iterator[tuple[str, Any]]:
@@ -187,6 +200,12 @@ def _scalar(text: str) -> Any:
     return value
 
 
+def _alike(key: str, other: str) -> bool:
+    """Say if the last parts of two names are alike, as their sections alone are no likeness."""
+    last, known = (name.rpartition(".")[2] for name in (key, other))
+    return difflib.SequenceMatcher(None, last, known).ratio() >= _LIKENESS
+
+
 def _explain(error: ValidationError, path: str | Path | None, kind: type[BaseModel]) -> str:
     source = f" (from {path}, the environment or the command line)" if path else ""
     lines = [f"the configuration is wrong{source}:"]
@@ -200,7 +219,7 @@ def _explain(error: ValidationError, path: str | Path | None, kind: type[BaseMod
                 lines += moved
                 continue
             known = sections if isinstance(item["input"], dict) else keys
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+            near = [k for k in difflib.get_close_matches(key, known, n=5) if _alike(key, k)]
             if not near:
                 near = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]][:1]
             hint = f"did you mean {near[0]}?" if near else "see `any-agent config` for all keys"

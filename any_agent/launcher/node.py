@@ -275,8 +275,8 @@ class Node:
         saved = latest_weights(self.config)
         if saved is not None and saved.step >= self.config.train.steps:
             self.options.say(
-                f"run       its {self.config.train.steps} steps are done: train sessions are "
-                f"refused; checkpoint {saved.path}"
+                f"run       train.steps={self.config.train.steps} are done: raise train.steps, or "
+                f"choose another trial; train sessions are refused; checkpoint {saved.path}"
             )
 
 

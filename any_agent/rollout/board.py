@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from any_agent.errors import TrainingError
+from any_agent.rollout.failures import said
 from any_agent.rollout.jobs import Job
 from any_agent.workflow.base import TensorDict
 
@@ -30,6 +31,8 @@ class Board:
         """Results of those that have ended; None for rejected ones."""
         self.paused = False
         self._failure: BaseException | None = None
+        self._told = False
+        """Some call has raised the failure."""
         self._interrupted = False
 
     @property
@@ -54,14 +57,21 @@ class Board:
                 self.news.release()
 
     def check(self) -> None:
-        """Raises what ended the executor."""
+        """Raises what ended the executor; for a call that begins, TrainingError if an earlier one
+        has raised it."""
+        if self._failure is not None and self._told and not self._interrupted:
+            raise TrainingError(
+                "the executor ended in an earlier call, by the error of that one: "
+                f"{said(self._failure)}; make another WorkflowExecutor (or RemoteSGLangEngine)"
+            ) from self._failure
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if self._interrupted:
             raise InterruptedError("the executor was interrupted")
-        if isinstance(self._failure, _MISTAKABLE):
-            # Raised as it is, it would be taken for the end of this wait.
-            raise TrainingError(f"the executor failed: {self._failure!r}") from self._failure
         if self._failure is not None:
-            raise self._failure
+            self._told = True
+            raise unmistakable(self._failure, "the executor")
 
     def wait_for(
         self, ready: Callable[[], T | None], timeout: float | None, idle: Callable[[], bool]
@@ -70,10 +80,11 @@ class Board:
 
         Raises RuntimeError where it would wait for ever: while it is paused and ``idle``.
         """
+        self.check()
         deadline = None if timeout is None else time.monotonic() + timeout
         with self.news:
             while True:
-                self.check()
+                self._raise_failure()
                 found = ready()
                 if found is not None:
                     return found
@@ -86,3 +97,13 @@ class Board:
                 if remaining <= 0:
                     return None
                 self.news.wait(min(remaining, 1.0))
+
+
+def unmistakable(error: BaseException, what: str) -> BaseException:
+    """Return what a wait raises for an error: one that would be taken for the end of the wait is
+    the cause of a TrainingError, which says that ``what`` failed."""
+    if not isinstance(error, _MISTAKABLE):
+        return error
+    told = TrainingError(f"{what} failed: {error!r}")
+    told.__cause__ = error
+    return told

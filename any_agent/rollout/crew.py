@@ -101,6 +101,15 @@ class Crew:
         self._stream = stream
         self.admit()
 
+    async def close(self, stream: Stream) -> None:
+        """Nobody wants more of a stream: what is ready is thrown away, what runs is cancelled."""
+        stream.closed = True
+        if self._stream is stream:
+            self._stream = None
+        self.ledger.settle(sum(len(job.results) for job in stream.ready))
+        stream.ready.clear()
+        await self.drop(list({job for job in self._runs.values() if job.stream is stream}))
+
     def waiting(self, wanted: int) -> None:
         """Somebody waits, for so many submitted sessions; what was lent before is done with."""
         self._wanted += wanted
@@ -176,7 +185,7 @@ class Crew:
         try:
             items = await asyncio.to_thread(lambda: list(itertools.islice(stream.items, count)))
         except Exception as error:
-            self._board.fail(error)
+            self._end(stream, error)
             return
         with self._board.news:
             stream.pulling = False
@@ -184,6 +193,17 @@ class Crew:
             stream.exhausted = len(items) < count
             self._board.news.notify_all()
         self.admit()
+
+    def _end(self, stream: Stream, error: Exception) -> None:
+        """A stream cannot go on; with the trainer's, which is all that it does, all ends."""
+        if stream.sessions:
+            self._board.fail(error)
+            return
+        if self._stream is stream:
+            self._stream = None
+        with self._board.news:
+            stream.error = stream.error or error
+            self._board.news.notify_all()
 
     def _start(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(job)
@@ -241,7 +261,8 @@ class Crew:
 
     def _close(self, job: Job) -> None:
         """All runs of a job have ended: it is done, or comes to nothing."""
-        if job.dropped:
+        stream = job.stream
+        if job.dropped or (stream is not None and stream.closed):
             if not job.is_eval:
                 self.ledger.settle(len(job.results))
             return
@@ -253,7 +274,6 @@ class Crew:
             job.lost[reason] += len(job.results)
             job.results.clear()
             job.tensors = None
-        stream = job.stream
         if stream is not None and not stream.sessions:
             self._count_fruitless(stream, job)
         if stream is not None and reason is not None and stream.on_rejected is not None:
@@ -273,8 +293,8 @@ class Crew:
         stream.fruitless = 0 if job.results else stream.fruitless + 1
         most = self._config.max_dull_groups
         if stream.fruitless >= most:
-            error = nothing_left([job], f"the last {most} items came to nothing; of the last one")
-            self._board.fail(error)
+            last = f"the last {most} items came to nothing; of the last one"
+            self._end(stream, nothing_left([job], last))
 
     def _judged(self, job: Job) -> str | None:
         """Why the results that there are must not be trained on; makes one batch of them."""

@@ -45,6 +45,10 @@ class Stream:
     ready: list[Job] = field(default_factory=list)
     fruitless: int = 0
     """Items in a row that came to nothing."""
+    error: BaseException | None = None
+    """What ended it; nothing of it begins any more."""
+    closed: bool = False
+    """Nobody wants it any more."""
 
     def whole(self) -> bool:
         """Whether a batch is ready."""

@@ -13,7 +13,7 @@ from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError
 from any_agent.loop_thread import LoopThread
 from any_agent.protocol import Capacity
-from any_agent.rollout.board import Board
+from any_agent.rollout.board import Board, unmistakable
 from any_agent.rollout.crew import Crew
 from any_agent.rollout.episodes import Episodes
 from any_agent.rollout.jobs import Accept, Item, Job, Reject, Stream, epochs
@@ -186,7 +186,8 @@ class WorkflowExecutor(Submissions):
         of the first call are gone on with: others raise ConfigError, ``workflow_kwargs`` and
         ``should_accept_fn`` of later calls are not looked at. Raises TimeoutError, TrainingError,
         RolloutError after ``rollout.max_dull_groups`` items in a row that came to nothing, and what
-        the loader raises.
+        the loader raises. After either of the last two the next call is a first one again: what
+        ran ahead is thrown away.
         """
         if self._source is None and self._stream is None:
             self._begin_loader(dataloader, workflow, workflow_kwargs, should_accept_fn, group_size)
@@ -198,10 +199,15 @@ class WorkflowExecutor(Submissions):
         ):
             raise ConfigError(
                 "prepare_batch goes on with the dataloader, workflow and group_size of its first "
-                "call: for others use another executor, or submit and wait"
+                "call: for others make another RemoteSGLangEngine (or WorkflowExecutor), or use "
+                "rollout_batch or submit"
             )
         self.settled(list(self._handed))
-        jobs = self._batch(timeout)
+        try:
+            jobs = self._batch(timeout)
+        except BaseException as error:
+            self._forget_if(error)
+            raise
         return [job.tensors for job in jobs if job.tensors is not None]
 
     def sessions_batch(
@@ -255,7 +261,11 @@ class WorkflowExecutor(Submissions):
         assert stream is not None
 
         def ready() -> list[Job] | None:
-            return stream.take() if stream.whole() or stream.over() else None
+            if stream.whole() or stream.over():
+                return stream.take()
+            if stream.error is not None:
+                raise unmistakable(stream.error, "the dataloader")
+            return None
 
         self._thread.soon(self._crew.waiting, 0)
         jobs = self._board.wait_for(ready, timeout, self._is_idle)
@@ -289,6 +299,15 @@ class WorkflowExecutor(Submissions):
             self._check()
         self._stream = stream
         self._thread.soon(self._crew.open, stream)
+
+    def _forget_if(self, error: BaseException) -> None:
+        """Forget the stream where it is the one that ended by this error."""
+        stream = self._stream
+        if stream is None or stream.error is None:
+            return
+        if stream.error in (error, error.__cause__):
+            self._stream = self._source = None
+            self._thread.call(self._crew.close(stream))
 
     def _require_room(self, group_size: int) -> None:
         if group_size > self._config.batch_size:

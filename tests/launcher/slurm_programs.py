@@ -36,6 +36,10 @@ class Programs:
             path.chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
+    def away(self, said: str) -> None:
+        """No controller answers; squeue says why."""
+        (self._folder / "squeue").write_text(f"#!/bin/sh\ncat >&2 <<END\n{said}\nEND\nexit 1\n")
+
     def then(self, source: str) -> None:
         """Set what a submitted job does, as lines of a shell; `$1` is its script."""
         (self._folder / "then").write_text(source)

@@ -185,10 +185,16 @@ def test_a_finished_trainer_is_left_alone(lab: Lab) -> None:
 def test_a_run_that_is_trained_says_so(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = SavedWeights(lab.home / "step-00000005", 7, 5)
     monkeypatch.setattr("any_agent.launcher.node.latest_weights", lambda _: saved)
-    line = f"run       its 5 steps are done: train sessions are refused; checkpoint {saved.path}"
+    line = (
+        "run       train.steps=5 are done: raise train.steps, or choose another trial; train "
+        f"sessions are refused; checkpoint {saved.path}"
+    )
     for steps, said in ((6, False), (5, True)):
         with lab.node("server.ranks=1", f"train.steps={steps}"):
             assert (line in lab.said) is said
+    # Before any part is started.
+    first = lab.said.index(lab.said[0], 1)
+    assert lab.said[first + 1] == line
 
 
 @pytest.mark.parametrize(("code", "kind"), [(1, StartupError), (2, ConfigError)])

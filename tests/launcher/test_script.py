@@ -42,6 +42,13 @@ def test_a_script_of_ones_own_is_not_spread_over_nodes(
         assert f"{script} cannot be spread over nodes" in capsys.readouterr().err
 
 
+def test_only_the_script_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for module, name in ((local, "local"), (slurm, "slurm")):
+        assert module.main([]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: which script? e.g. any_agent.launcher.{name} {SERVICE}")
+
+
 def test_without_slurm_the_way_to_go_on_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,6 +100,21 @@ def test_a_service_of_one_node_needs_a_key_as_well(
     assert "server.admin_key must be set" in capsys.readouterr().err
 
 
+def test_where_no_cluster_answers_nothing_else_is_told(
+    submitted: Submit,
+    programs: Programs,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("ANY_AGENT_SERVER__ADMIN_KEY")
+    programs.away("slurm_load_jobs error: Unable to contact\nslurm controller\n(connect failure)")
+    assert submitted("any_agent_grpo.py", "--config", "MY", "server.host=0.0.0.0") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: Slurm's programs are here, but no cluster answers (squeue ")
+    assert "Unable to contact): `python3 -m any_agent.launcher.local any_agent_grpo.py" in said
+    assert "admin_key" not in said and said.count("\n") == 1
+
+
 def test_the_nodes_disk_is_not_that_of_whoever_submits(submitted: Submit, lab: Lab) -> None:
     (lab.home / "file").touch()
     theirs = lab.home / "file" / "nvme"

@@ -12,7 +12,7 @@ import pytest
 
 from any_agent import stats_tracker
 from any_agent.config import RolloutConfig
-from any_agent.errors import ConfigError, TooManyRequests
+from any_agent.errors import ConfigError, RolloutError, TooManyRequests, TrainingError
 from any_agent.rollout import WorkflowExecutor
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import GroupedRolloutWorkflow, context
@@ -199,7 +199,7 @@ def test_one_loader_and_workflow_per_executor() -> None:
     with executor() as e:
         e.prepare_batch(data, workflow, timeout=60)
         for other in ((items(10), workflow, 1), (data, Doing(), 1), (data, workflow, 2)):
-            with pytest.raises(ConfigError, match="goes on with the dataloader, workflow and"):
+            with pytest.raises(ConfigError, match="make another RemoteSGLangEngine"):
                 e.prepare_batch(*other[:2], group_size=other[2])
         assert e.prepare_batch(data, workflow, timeout=60)
 
@@ -225,6 +225,74 @@ def test_what_is_no_loader(loader: Any, error: type[Exception], said: str) -> No
     with executor() as e, pytest.raises(error, match=said):
         e.prepare_batch(loader, Doing(), timeout=60)
         e.prepare_batch(loader, Doing(), timeout=60)
+
+
+class Breaking:
+    """Its first pass breaks behind so many items, the next ones do not."""
+
+    def __init__(self, count: int, error: Exception) -> None:
+        self._count, self._error = count, error
+        self._passes = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._passes += 1
+        yield from items(self._count)
+        if self._passes == 1:
+            raise self._error
+
+
+def test_an_empty_loader_fails_its_own_call_alone() -> None:
+    with executor() as e:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the dataloader gave nothing"):
+                e.prepare_batch([], Doing(), timeout=60)
+        assert [numbers(r) for r in e.rollout_batch(items(2), Doing())] == [[0], [1]]
+        batch = e.prepare_batch(items(4), Doing(), timeout=60)
+        assert [numbers(r) for r in batch] == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("error", [OSError("no disk"), TimeoutError("no disk")])
+def test_a_loader_that_breaks_can_be_asked_again(error: Exception) -> None:
+    loader, workflow = Breaking(6, error), Doing()
+    kind = TrainingError if isinstance(error, TimeoutError) else OSError
+    with executor() as e:
+        with pytest.raises(kind, match="no disk"):
+            e.prepare_batch(loader, workflow, timeout=60)
+        batch = e.prepare_batch(loader, workflow, timeout=60)
+        assert [numbers(r) for r in batch] == [[0], [1], [2], [3]]
+
+
+def test_what_ran_ahead_of_a_broken_loader_is_thrown_away() -> None:
+    """Whole batches that were ready are given first; of the rest nothing counts any more."""
+    broken = threading.Event()
+
+    def given() -> Iterator[dict[str, Any]]:
+        yield from items(4)
+        assert broken.wait(60)
+        raise OSError("no disk")
+
+    workflow = Gated()
+    with executor(batch_size=2, max_concurrent=4, eta=8) as e:
+        loader = Once(given())
+        with pytest.raises(TimeoutError):
+            e.prepare_batch(loader, workflow, timeout=0.01)
+        until(lambda: e.capacity.running == 4)
+        workflow.let(0, 1, 2)
+        until(lambda: e.capacity.buffered == 3)
+        broken.set()
+        batch = e.prepare_batch(loader, workflow, timeout=60)
+        assert [numbers(r) for r in batch] == [[0], [1]]
+        with pytest.raises(OSError, match="no disk"):
+            e.prepare_batch(loader, workflow, timeout=60)
+        assert (e.capacity.running, e.capacity.buffered) == (0, 0)
+        assert len(e.prepare_batch(items(4), Doing(), timeout=60)) == 2
+
+
+def test_items_that_come_to_nothing_fail_their_call_alone() -> None:
+    with executor(max_dull_groups=3) as e:
+        with pytest.raises(RolloutError, match="the last 3 items came to nothing"):
+            e.prepare_batch(items(4), Doing(lambda _: REJECT), timeout=60)
+        assert len(e.prepare_batch(items(4), Doing(), timeout=60)) == 4
 
 
 def test_a_slow_loader_stops_no_episode() -> None:

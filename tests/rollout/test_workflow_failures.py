@@ -96,6 +96,18 @@ def test_a_member_that_fails_leaves_its_siblings_alone() -> None:
     assert e.rejected == {"failed": 1}
 
 
+def test_what_failed_for_good_is_told_as_the_error_of_an_earlier_call() -> None:
+    workflow = Doing(lambda _: ValueError("it is broken"))
+    with executor(max_failures=2, max_concurrent=1) as e:
+        with pytest.raises(TrainingError, match=r"^2 episodes in a row failed"):
+            e.rollout_batch(items(8), workflow)
+        earlier = r"ended in an earlier call, .*2 episodes in a row failed.*make another Workflow"
+        with pytest.raises(TrainingError, match=earlier):
+            e.rollout_batch(items(2), Doing())
+        with pytest.raises(TrainingError, match=earlier):
+            e.prepare_batch(items(2), Doing())
+
+
 def test_batches_that_cannot_become_one() -> None:
     """Each is right by itself; the group is not."""
     more: Iterator[dict[str, Any]] = iter([{}, {"mine": torch.ones(1)}] * 50)

@@ -231,7 +231,7 @@ def test_a_run_goes_on_where_a_rank_lost_its_journal(settings: list[str]) -> Non
     manifests = again.trainer.dir.manifests
     assert said[0] == again.trainer.dir.waiting.read_text().strip()
     assert said[0].startswith("trainer   steps 3 to 4 cannot be made again, as a rank has lost its")
-    assert "no session 'p2-bad'" in said[0] and "going on from step 2;" in said[0]
+    assert "no session 'p2-bad'" in said[0] and "resuming at step 2;" in said[0]
     assert sorted(path.name for path in manifests.glob("lost-*")) == [
         f"lost-{step:08d}.json" for step in (3, 4)
     ]

@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve and train one run on the nodes of a Slurm job; outside of one, submit "
         "it. The settings cluster.* say which nodes.",
     )
-    parser.add_argument("script", help=f"{SERVICE}, the trainer's own")
+    parser.add_argument("script", nargs="?", help=f"{SERVICE}, the trainer's own")
     add_service_arguments(parser)
     parser.add_argument(
         "--stay",
@@ -54,9 +54,11 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from any_agent.config.elsewhere import SCHEDULER
     from any_agent.launcher.slurm.coordinator import run_job
     from any_agent.launcher.slurm.job import current_job
-    from any_agent.launcher.slurm.submit import submit
+    from any_agent.launcher.slurm.submit import require_cluster, submit
     from any_agent.logs import set_up_logging
 
+    if args.script is None:
+        raise ConfigError(f"which script? e.g. any_agent.launcher.slurm {SERVICE} --config my.yaml")
     if not is_service(found_script(args.script)):
         raise ConfigError(
             f"{args.script} cannot be spread over nodes: the trainer's own {SERVICE} is what is; a "
@@ -69,6 +71,9 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         )
     say = partial(print, flush=True)
     job = current_job()
+    if job is None:
+        # First: without it nothing else that may be wrong matters.
+        require_cluster()
     scheduler = SCHEDULER.set("slurm")
     try:
         config = _settings(args, job)

@@ -71,6 +71,21 @@ def script(config: Config, arguments: Sequence[str], log: Path) -> str:
     )
 
 
+def require_cluster() -> None:
+    """Raise ConfigError without Slurm's programs, StartupError where no cluster answers them."""
+    for program in ("sbatch", "squeue"):
+        require_program(program)
+    try:
+        ask(["squeue", "--me", "--noheader", "--format=%i"])
+    except StartupError as error:
+        first = error.message.splitlines()[0]
+        raise StartupError(
+            f"Slurm's programs are here, but no cluster answers ({first}): `python3 -m "
+            "any_agent.launcher.local any_agent_grpo.py --config FILE` runs all of it on this "
+            "machine"
+        ) from None
+
+
 def submit(
     config: Config, arguments: Sequence[str], say: Callable[[str], None], *, wait: bool = True
 ) -> int:
@@ -78,11 +93,9 @@ def submit(
 
     ``wait``: for its service to listen, which may be hours; Ctrl-C ends the wait, not the job.
 
-    Raises ConfigError without Slurm and for numbers that do not fit, StartupError if there is no
-    job in the end, or the trial has one.
+    Raises ConfigError for numbers that do not fit, StartupError if there is no job in the end, or
+    the trial has one.
     """
-    for program in ("sbatch", "squeue"):
-        require_program(program)
     # What the job itself would find out, in hours perhaps.
     require_key(config, "a service in a Slurm job")
     if newest_weights(config) is None:
