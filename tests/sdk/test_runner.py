@@ -395,11 +395,11 @@ async def test_a_key_that_is_refused_is_named(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-proj-secret")
-    with pytest.raises(Unauthenticated, match="the key of OPENAI_API_KEY.* tenant's") as refused:
+    with pytest.raises(Unauthenticated, match=r"the key of OPENAI_API_KEY.* tenant's") as refused:
         await runner().arun(lambda item: 1.0, ITEMS)
     assert "secret" not in str(refused.value)
     monkeypatch.delenv("OPENAI_API_KEY")
-    with pytest.raises(Unauthenticated, match="set ANY_AGENT_API_KEY .or OPENAI_API_KEY."):
+    with pytest.raises(Unauthenticated, match=r"set ANY_AGENT_API_KEY \(or OPENAI_API_KEY\)"):
         await runner().arun(lambda item: 1.0, ITEMS)
 
 
