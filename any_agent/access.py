@@ -8,7 +8,13 @@ from enum import StrEnum
 
 from any_agent.config import LOOPBACK, Config
 from any_agent.errors import ConfigError, Forbidden, StartupError, Unauthenticated
-from any_agent.keys import KEPT_PREFIXES, SESSION_KEY_PREFIX, KeySigner, SecretHash
+from any_agent.keys import (
+    KEPT_PREFIXES,
+    PLACEHOLDER_SESSION,
+    SESSION_KEY_PREFIX,
+    KeySigner,
+    SecretHash,
+)
 from any_agent.keystore import Keys, TenantLimits, parse_keys, read_keys
 from any_agent.rundir import RunDir, parse_secrets
 from any_agent.watched import Watched
@@ -42,6 +48,12 @@ ADMIN = Caller(Scope.ADMIN, "admin", identity="admin")
 RUN = Caller(Scope.TRAINER, "the run", identity="run")
 """The run's own trainer and router."""
 NOBODY = Caller(Scope.NONE, "nobody")
+
+_NOT_VALID = "this session key is not valid here"
+_PLACEHOLDER = (
+    "this URL names no session: make the client with base_url of run's arguments, or set "
+    "rollout.agent.mode=subproc for an agent that reads OPENAI_BASE_URL"
+)
 
 CLIENT_HEADER = "X-Any-Agent-Client"
 """From which address a request came to the router; whatever a client put there is replaced."""
@@ -128,7 +140,7 @@ class Access:
         if bearer.startswith(SESSION_KEY_PREFIX):
             lane = self.signer.verify(bearer)
             if lane is None:
-                raise Unauthenticated("this session key is not valid here")
+                raise Unauthenticated(_PLACEHOLDER if bearer == PLACEHOLDER_SESSION else _NOT_VALID)
             return Caller(Scope.SESSION, "session", identity=f"lane {lane.id}")
         if bearer.startswith(KEPT_PREFIXES):
             return self._kept_caller(bearer)

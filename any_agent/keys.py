@@ -28,6 +28,8 @@ KEPT_PREFIXES = tuple(f"sk-{scope}." for scope in KEPT_SCOPES)
 KEY_PREFIXES = (SESSION_KEY_PREFIX, *KEPT_PREFIXES)
 """What begins so is a key of ours, or a forged one."""
 _RUN_KEY = "sk-trainer.run."
+PLACEHOLDER_SESSION = f"{SESSION_KEY_PREFIX}placeholder"
+"""No key, and good for nothing: stands in the base URL of agents that were to be given another."""
 SESSION_ID_PREFIX = "ses-"
 _KEY = re.compile(r"sk-v1\.(0|[1-9][0-9]{0,3})\.([0-9a-f]{24})\.([0-9a-f]{32})")
 

@@ -20,7 +20,7 @@ def rewards_of(returned: Any, name: str) -> Rewards:
         return _number(returned, name, "")
     for id in returned:
         if not isinstance(id, str):
-            raise _no_reward(name, f"a dict with the key {short(id)}, which is no completion id")
+            raise _invalid(name, f"a dict with the key {short(id)}, which is no completion id")
     return {id: _number(one, name, f" for {id}") for id, one in returned.items()}
 
 
@@ -53,6 +53,15 @@ async def give_rewards(
         raise AgentFailed(no_call, code="no_model_call") from error
 
 
+def no_reward(returned: Any, name: str) -> AgentFailed:
+    """The error of a run that has made calls and was given no reward by anybody."""
+    return AgentFailed(
+        f"{name} returned {short(returned)} and gave no reward: return a number, or post "
+        "/rl/set_reward",
+        code="no_reward",
+    )
+
+
 def _number(value: Any, name: str, where: str) -> float:
     """Numbers of numpy and torch, and bools, too."""
     try:
@@ -60,13 +69,13 @@ def _number(value: Any, name: str, where: str) -> float:
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise _no_reward(name, f"{short(value)} ({type(value).__name__}){where}") from None
+        raise _invalid(name, f"{short(value)} ({type(value).__name__}){where}") from None
     if not abs(number) <= MAX_REWARD:
-        raise _no_reward(name, f"{number}{where}")
+        raise _invalid(name, f"{number}{where}")
     return number
 
 
-def _no_reward(name: str, what: str) -> AgentFailed:
+def _invalid(name: str, what: str) -> AgentFailed:
     return AgentFailed(
         f"{name} returned {what}: it must return a number between -{MAX_REWARD:g} and "
         f"{MAX_REWARD:g} (the reward of its last completion), a dict of them by completion id, or "

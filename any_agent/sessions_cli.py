@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from any_agent.protocol import SessionInfo, SessionLine
 
 _URL = "http://127.0.0.1:8000"
-_KEYS = ("ANY_AGENT_KEY", "ANY_AGENT_SERVER__ADMIN_KEY")
+_KEYS = ("ANY_AGENT_KEY", "ANY_AGENT_SERVER__ADMIN_KEY", "ANY_AGENT_API_KEY", "OPENAI_API_KEY")
 _EPILOG = (
-    f"The key is that of an operator or a tenant: --key, or in the environment {_KEYS[0]} or "
-    f"{_KEYS[1]}. Exit codes: 0 done, 1 not done (standard error says why), 2 wrong input."
+    f"The key is that of an operator or a tenant: --key, or in the environment {_KEYS[0]}, "
+    f"{_KEYS[1]}, {_KEYS[2]} or {_KEYS[3]} (the last one if it is a key of any-agent). Exit "
+    "codes: 0 done, 1 not done (standard error says why), 2 wrong input."
 )
 _LISTED = (
     ". REWARDS: how many were given, revisions too; FINAL: the session's final one; - for none, ? "
@@ -93,7 +94,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from any_agent.client import RLClient
     from any_agent.errors import Forbidden, Unauthenticated
 
-    key = arguments.key or next(filter(None, map(os.environ.get, _KEYS)), None)
+    key, key_from = _key(arguments.key)
     deed: Callable[[RLClient, argparse.Namespace], Awaitable[int]] = arguments.deed
 
     async def act() -> int:
@@ -103,12 +104,28 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         return asyncio.run(act())
     except (Unauthenticated, Forbidden) as error:
-        error.message += f"; give one with --key or in {_KEYS[0]}"
+        used = "no key was given" if key is None else f"the key was that of {key_from}"
+        error.message += f" ({used}); give one with --key or in {_KEYS[0]}"
         raise
     except BrokenPipeError:
         # Python would try to write the rest at its end, and say that it could not.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _key(given: str | None) -> tuple[str | None, str]:
+    """The key, and what it was found in."""
+    from any_agent.keys import KEPT_PREFIXES
+
+    if given:
+        return given, "--key"
+    for name in _KEYS:
+        key = os.environ.get(name)
+        # In this one may be another provider's, which is none of the service's business.
+        foreign = name == "OPENAI_API_KEY" and not (key or "").startswith(KEPT_PREFIXES)
+        if key and not foreign:
+            return key, name
+    return None, ""
 
 
 async def _list(client: RLClient, arguments: argparse.Namespace) -> int:

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 
-from any_agent.loop_lag import new_lag, watched_loop
+import pytest
+
+from any_agent.loop_lag import new_lag, told_of_steps, watched_loop
 from any_agent.metrics import Histogram
 
 
@@ -37,3 +40,40 @@ async def test_the_watch_ends_with_its_context() -> None:
     async with watched_loop(new_lag(), every=0.001):
         assert len(asyncio.all_tasks()) == 2
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_each_step_is_told_and_nothing_else_changes() -> None:
+    held: list[float] = []
+    free = asyncio.Event()
+
+    async def run() -> str:
+        # What is told.
+        time.sleep(0.3)  # noqa: ASYNC251
+        await free.wait()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return "done"
+
+    task = asyncio.ensure_future(told_of_steps(run(), held.append))
+    await asyncio.sleep(0)
+    assert len(held) == 1 and held[0] >= 0.29
+    free.set()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert len(held) == 2
+    task.cancel()
+    assert await task == "done" and len(held) == 3
+
+
+async def test_what_is_raised_and_a_cancellation_pass_through() -> None:
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await told_of_steps(fails(), lambda _: None)
+    task = asyncio.ensure_future(told_of_steps(asyncio.Event().wait(), lambda _: None))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

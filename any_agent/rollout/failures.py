@@ -8,7 +8,7 @@ from typing import Final
 
 import httpx
 
-from any_agent.errors import AnyAgentError, TrainingError
+from any_agent.errors import AgentFailed, AnyAgentError, TrainingError
 from any_agent.logs import Redactor
 
 log = logging.getLogger(__name__)
@@ -84,16 +84,21 @@ class Failures:
             log.debug("%s failed: %s", what, said(error))
             return
         self._told.add(kind)
+        # What the agent did wrong is told in full by the error itself; the frames are ours.
+        agents = isinstance(error, AgentFailed)
         log.warning(
-            "%s failed and is left out; the next ones that fail there like this are only counted",
+            "%s failed and is left out; the next ones that fail there like this are only counted%s",
             what,
-            exc_info=error,
+            f": {'; '.join((str(error), *getattr(error, '__notes__', ())))}" if agents else "",
+            exc_info=None if agents else error,
         )
 
 
 def said(error: BaseException) -> str:
-    """The error in a line."""
-    text = Redactor().text(" ".join(str(error).split()))[:500]
+    """The error in a line, its notes too."""
+    notes = getattr(error, "__notes__", ())
+    parts = (Redactor().text(" ".join(str(part).split()))[:500] for part in (error, *notes))
+    text = "; ".join(filter(None, parts))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

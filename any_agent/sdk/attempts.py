@@ -13,6 +13,7 @@ from any_agent.errors import AgentFailed, AnyAgentError, NotFound, SessionClosed
 from any_agent.last_words import end_run
 from any_agent.patience import SharedClient
 from any_agent.protocol import SessionInfo
+from any_agent.returned_rewards import no_reward
 from any_agent.sdk.agents import Agent
 from any_agent.sdk.plan import Place, Plan
 from any_agent.sdk.results import RunResult, RunState
@@ -151,7 +152,7 @@ class Attempts:
     ) -> AgentSession:
         terms, train = self._terms, self._terms.mode == "train"
         name, size = group
-        return AgentSession(
+        session = AgentSession(
             task or self._plan.group(place),
             group_id=name if train else None,
             group_size=size if train else None,
@@ -171,6 +172,9 @@ class Attempts:
             retry_for=terms.retry_for,
             idempotency_key=self._plan.key(place, attempt, "open"),
         )
+        # The same, and it knows where the key came from.
+        session.service = terms.service
+        return session
 
     async def _run(
         self, session: AsyncSession, place: Place, item: Any, attempt: int
@@ -184,7 +188,7 @@ class Attempts:
             return info
         try:
             await session.set_returned(returned, self._agent.name)
-            return await self._end(session, self._plan.key(place, attempt, "end"))
+            return await self._end(session, self._plan.key(place, attempt, "end"), returned)
         except (AgentFailed, Unprocessable) as error:
             code = "no_model_call" if error.code == "no_interactions" else error.code
             raise _Failed(error.message, code) from error
@@ -210,20 +214,22 @@ class Attempts:
         finally:
             await end_run(run, self._agent.name)
 
-    async def _end(self, session: AsyncSession, key: str) -> SessionInfo:
+    async def _end(self, session: AsyncSession, key: str, returned: Any) -> SessionInfo:
         missing = self._terms.missing_reward
         try:
             info = await session.finalize(idempotency_key=key)
         except Unprocessable as error:
             if (over := await session.over()) is not None:
                 return over
-            if error.code != "no_reward" or missing == "fail":
+            if error.code != "no_reward":
                 raise
+            if missing == "fail":
+                raise no_reward(returned, self._agent.name) from error
             if missing == "await":
                 return await session.finalize(await_reward=True)
             return await session.finalize(missing)
         if info.rewarded is False and missing == "fail" and session.mode == "eval":
-            raise _Failed(f"{self._agent.name} gave no reward", "no_reward")
+            raise no_reward(returned, self._agent.name)
         return info
 
     # -- ends ----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from any_agent.sdk.command_child import Program
 from any_agent.sdk.command_echo import Echo
 from any_agent.sdk.command_reward import check_source
 from any_agent.sdk.command_run import CommandRun, RunOptions, run_in
-from any_agent.sdk.opening import key_refused
+from any_agent.sdk.opening import run_info
 from any_agent.sdk.service import borrow_client, return_client
 from any_agent.sdk.session import AgentSession
 
@@ -86,9 +86,7 @@ class CommandRuns:
         within = service.patience if service.file is not None else _ANSWERS_WITHIN
         client = borrow_client(service, retry_for=within)
         try:
-            info = await client.run_info()
-        except Unauthenticated as error:
-            raise key_refused(error, service) from None
+            info = await run_info(client, service)
         finally:
             await return_client(service, retry_for=within)
         if info.state == "finished" and self.options.mode == "train":

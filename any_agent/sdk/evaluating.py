@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from any_agent.sdk.evaluation import Evaluation
+from any_agent.sdk.opening import run_info
 from any_agent.sdk.runner import AgentRunner
 from any_agent.sdk.service import Service, borrow_client, return_client
 
@@ -83,7 +84,7 @@ async def _evaluate(options: EvalOptions, service: Service) -> Evaluated:
     within = service.patience if service.file is not None else _ANSWERS_WITHIN
     client = borrow_client(service, retry_for=within)
     try:
-        run = await client.run_info()
+        run = await run_info(client, service)
     finally:
         await return_client(service, retry_for=within)
     version = {"current": run.version, "any": None}.get(str(options.version), options.version)

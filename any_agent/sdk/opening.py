@@ -13,7 +13,7 @@ from typing import Any
 from any_agent.client import RLClient
 from any_agent.errors import AnyAgentError, TooManyRequests, Unauthenticated
 from any_agent.jitter import jittered
-from any_agent.protocol import SessionStarted
+from any_agent.protocol import RunInfo, SessionStarted
 from any_agent.sdk.service import Service
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,14 @@ class _Said:
 
 
 _said = _Said()
+
+
+async def run_info(client: RLClient, service: Service) -> RunInfo:
+    """What a service runs; Unauthenticated says where the key came from that it does not take."""
+    try:
+        return await client.run_info()
+    except Unauthenticated as error:
+        raise key_refused(error, service) from None
 
 
 async def opened(
@@ -98,5 +106,8 @@ def key_refused(error: Unauthenticated, service: Service) -> Unauthenticated:
             "--api-key-file)"
         )
     else:
-        message = f"{service.url} does not take the key of {service.key_from}: {error.message}"
+        message = (
+            f"{service.url} does not take the key of {service.key_from}: {error.message}; it must "
+            "be a tenant's (any-agent keys create --scope tenant)"
+        )
     return Unauthenticated(message, code=error.code)

@@ -14,6 +14,7 @@ from any_agent.patience import patient_client
 from any_agent.protocol import RunInfo
 from any_agent.sdk.agents import Agent, AgentLike
 from any_agent.sdk.attempts import Attempts, MissingReward, Terms
+from any_agent.sdk.opening import run_info
 from any_agent.sdk.plan import Header, Items, Plan, new_run
 from any_agent.sdk.progress import Bar, Progress, shown
 from any_agent.sdk.results import RunResults
@@ -138,8 +139,10 @@ class AgentRunner:
         runner's.
 
         Raises ConfigError for an agent, a dataset or a file that is no good; AgentFailed when runs
-        fail, as ``on_failure`` and ``max_failures`` say; and what the service refuses to all runs
-        alike: it is away, does not take the key, or has no slot for too long.
+        fail, as ``on_failure`` and ``max_failures`` say; RunFinished where no training goes on and
+        no run is done (with some done, standard error and ``stopped`` of the results say it); and
+        what the service refuses to all runs alike: it is away, does not take the key, or has no
+        slot for too long.
         """
         called = Agent(agent, agent_kwargs)
         items = Items(dataset)
@@ -151,25 +154,25 @@ class AgentRunner:
         show = shown(self._progress)
         http = patient_client() if called.wants_http_client and not called.blocks else None
         try:
-            info = await client.run_info()
+            info = await run_info(client, self._service)
             plan = await self._planned(items, size, info, run_log)
             attempts = Attempts(called, self._terms, plan, run_log, client, http)
             running = Running(plan, items, called, attempts, run_log, self._policy, show)
-            if info.state == "finished" and self._terms.mode == "train":
-                return RunResults(
-                    running.results.values(),
-                    run=plan.header.run,
-                    stopped="training has ended: it takes no more sessions",
-                )
             try:
                 await running.run()
+                if running.stopped is not None and not running.results:
+                    raise running.stopped
             except BaseException as error:
                 _end(show)
                 self._say_what_is_kept(running, plan, error)
                 raise
-            return RunResults(
-                running.results.values(), run=plan.header.run, stopped=running.stopped
-            )
+            stopped = None
+            if running.stopped is not None:
+                stopped = running.stopped.message
+                _end(show)
+                said = f"stopped after {len(running.results)} of {len(plan)} runs: {stopped}"
+                print(said, file=sys.stderr, flush=True)
+            return RunResults(running.results.values(), run=plan.header.run, stopped=stopped)
         finally:
             _end(show)
             await run_log.end()

@@ -65,7 +65,7 @@ class Running:
             for place, result in run_log.known.results.items()
             if place.epoch < plan.epochs
         }
-        self.stopped: str | None = None
+        self.stopped: RunFinished | None = None
         """Why nothing more is begun."""
         self._progress = Progress(len(plan))
         for result in self.results.values():
@@ -156,7 +156,7 @@ class Running:
         try:
             result = await self._result(place)
         except RunFinished as error:
-            self._stop(error.message)
+            self._stop(error)
             return
         except Conflict as error:
             if error.code != "group_closed":
@@ -242,9 +242,9 @@ class Running:
             self._progress.rewarded += 1
             self._progress.rewards += result.reward
 
-    def _stop(self, why: str) -> None:
+    def _stop(self, why: RunFinished) -> None:
         if self.stopped is None:
-            log.info("nothing more is begun: %s", why)
+            log.info("nothing more is begun: %s", why.message)
         self.stopped = why
 
     # -- groups that went on without somebody --------------------------------------------------

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
-from any_agent.agent_environment import PLACEHOLDER_KEY
+from any_agent.agent_environment import PLACEHOLDER_KEY, is_placeholder
 from any_agent.client import RLClient
 from any_agent.connections import proxied
 from any_agent.errors import ConfigError
@@ -109,7 +109,7 @@ def service_of_options(url: str | None, key_file: str | None) -> Service:
     """What ``--url`` and ``--api-key-file`` name, else the environment; ConfigError names them.
 
     A key is no option itself: everybody on a machine can read those."""
-    if not any((url, *(os.environ.get(name) for name in _URLS))):
+    if _first("url", url, _URLS, os.environ)[0] is None:
         raise ConfigError(
             "no service is named: give --url, or set ANY_AGENT_URL (or OPENAI_BASE_URL), to what "
             "`any-agent serve` or `any-agent train` prints, like http://127.0.0.1:8000"
@@ -131,7 +131,11 @@ def _first(
     """What is given first, and by what."""
     if given:
         return given, argument
-    return next(((environ[name], name) for name in names if environ.get(name)), (None, argument))
+    for name in names:
+        value = environ.get(name)
+        if value and not is_placeholder(value):
+            return value, name
+    return None, argument
 
 
 # -- connections -----------------------------------------------------------------------------------

@@ -407,7 +407,7 @@ class AgentSession:
             try:
                 await self._end(session)
             except BaseException as refused:
-                await self._put_away(session, f"not finalized: {type(refused).__name__}")
+                await self._put_away(session, f"not finalized: {_kind(refused)}")
                 raise
         finally:
             heartbeats().remove(session._started)
@@ -435,6 +435,10 @@ class AgentSession:
                 await session.abort(reason)
         except (AnyAgentError, TimeoutError) as error:
             log.info("session %s is left as it is: %s", session.session_id, error)
+
+
+def _kind(error: BaseException) -> str:
+    return error.code if isinstance(error, AnyAgentError) else type(error).__name__
 
 
 def _check(fields: dict[str, Any]) -> None:

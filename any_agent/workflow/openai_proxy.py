@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from any_agent import stats_tracker
-from any_agent.agent_environment import environment, require_some_key
-from any_agent.errors import AgentFailed, ConfigError
+from any_agent.agent_environment import environment, require_some_key, require_some_url
+from any_agent.errors import AgentFailed, AnyAgentError, ConfigError
 from any_agent.last_words import end_run
 from any_agent.logs import Redactor
+from any_agent.loop_lag import told_of_steps
 from any_agent.record import InteractionWithTokenLogpReward
-from any_agent.returned_rewards import Rewards, give_rewards, rewards_of
+from any_agent.returned_rewards import Rewards, give_rewards, no_reward, rewards_of
 from any_agent.workers import (
     WorkerCrashed,
     WorkerFailed,
@@ -34,10 +35,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NO_CALL = (
-    "none of its model calls came to the service: make the client with the base_url that run is "
-    "given (in the mode subproc: in OPENAI_BASE_URL), inside run"
+_NO_CALL = "none of its model calls came to the service: make the client inside run, with the "
+_NO_CALL_INLINE = (
+    f"{_NO_CALL}base_url that run is given, or set rollout.agent.mode=subproc for an agent that "
+    "reads OPENAI_BASE_URL or blocks"
 )
+_NO_CALL_APART = f"{_NO_CALL}URL in OPENAI_BASE_URL"
+_HOLDS = 5.0
+"""Seconds for which an agent may hold the event loop before it is told."""
 _GIVEN = ("base_url", "api_key", "http_client")
 _WRITE = "write async def run(self, data, **extra_kwargs)"
 _NEEDS_MAIN_THREAD = "only works in main thread"
@@ -105,6 +110,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             self._go_to_processes("is no coroutine function")
         else:
             self._takes = _arguments_for(agent, self._name)
+        self._told_of_holding = False
         # Who waits for a worker must not hold a session meanwhile.
         self._free = asyncio.Semaphore(subproc_max_workers)
 
@@ -143,17 +149,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         http_session = await workflow_context.get_aiohttp_session()
         await self._grant_capacity(http_session, data)
         client = self._client(http_session, data)
-        async with client:
-            rewards = await self._run_agent(client.session_url, data)
-            name = f"{self._name}.run"
-            await give_rewards(
-                rewards,
-                name,
-                lambda reward, id: (
-                    client.set_last_reward(reward) if id is None else client.set_reward(id, reward)
-                ),
-                no_call=f"{name} returned a reward, and {_NO_CALL}",
-            )
+        await self._rewarded(client, data)
         if not client.interaction_count:
             return None
         try:
@@ -165,6 +161,34 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             last = interactions[next(reversed(interactions))]
             stats_tracker.get(workflow_context.stat_scope()).scalar(reward=last.reward)
         return interactions or None
+
+    async def _rewarded(self, client: OpenAIProxyClient, data: dict[str, Any] | None) -> None:
+        """Open the session, run the agent in it, give it the rewards and end it."""
+        name, inline = f"{self._name}.run", self._pool is None
+        no_call = _NO_CALL_INLINE if inline else _NO_CALL_APART
+        rewards: Rewards = None
+        over = False
+        try:
+            async with client:
+                rewards = await self._run_agent(client.session_url, data)
+                await give_rewards(
+                    rewards,
+                    name,
+                    lambda reward, id: (
+                        client.set_last_reward(reward)
+                        if id is None
+                        else client.set_reward(id, reward)
+                    ),
+                    no_call=f"{name} returned a reward, and {no_call}",
+                )
+                over = True
+        except Exception as error:
+            code = error.code if isinstance(error, AnyAgentError) else None
+            if over and code == "no_reward":
+                raise no_reward(rewards, name) from None
+            if inline and client.called is False and code != "no_model_call":
+                error.add_note(no_call)
+            raise
 
     def _client(
         self, http_session: aiohttp.ClientSession, data: Mapping[str, Any] | None
@@ -209,7 +233,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             given["http_client"] = await workflow_context.get_httpx_client()
         wanted = {name: given[name] for name in self._takes}
         require_some_key()
-        run = asyncio.ensure_future(self.agent.run(data, **wanted))
+        require_some_url(self.service.url)
+        run = asyncio.ensure_future(told_of_steps(self.agent.run(data, **wanted), self._held))
         try:
             await asyncio.wait([run], timeout=self.service.timeout)
             if not run.done():
@@ -225,6 +250,18 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             ) from error
         finally:
             await end_run(run, self._name)
+
+    def _held(self, seconds: float) -> None:
+        """Warn once of an agent that held the event loop for so long at a stretch."""
+        if seconds <= _HOLDS or self._told_of_holding:
+            return
+        self._told_of_holding = True
+        log.warning(
+            "%s.run held the event loop for %.0f s, and every other run with it: set "
+            "rollout.agent.mode=subproc for an agent that blocks",
+            self._name,
+            seconds,
+        )
 
     def _go_to_processes(self, why: str) -> None:
         """Run it in processes from now on, and say so once."""

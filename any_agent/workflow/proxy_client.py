@@ -67,6 +67,8 @@ class OpenAIProxyClient:
         self.session_id: str | None = None
         self.interaction_count = 0
         """Model calls of the session, once it has ended."""
+        self.called: bool | None = None
+        """Whether there were any, also once it is aborted; None while nobody knows."""
         self._session = session
         self._admin_key = admin_api_key
         self._patience = patience
@@ -124,6 +126,7 @@ class OpenAIProxyClient:
             await self._put_away("abort", refused)
             raise
         self.interaction_count = int(ended["interaction_count"])
+        self.called = self.interaction_count > 0
 
     async def set_reward(self, completion_id: str, reward: float) -> None:
         """Reward one completion or response, by its id; NotFound if the session has none such."""
@@ -188,7 +191,8 @@ class OpenAIProxyClient:
         path, body = f"/rl/v1/sessions/{self.session_id}/{how}", {"reason": _reason(error)}
         request = self._post(path, body, self.session_api_key, patience=2.0, limit=5.0)
         try:
-            await asyncio.shield(request)
+            ended = await asyncio.shield(request)
+            self.called = bool(ended.get("interactions", True))
         except errors.AnyAgentError as refused:
             # One that is over, or handed out, needs nothing more: the end of a run cuts many there.
             settled = isinstance(refused, errors.SessionClosed | errors.Conflict)

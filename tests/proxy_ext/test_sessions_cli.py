@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from any_agent.keystore import create_key
+from any_agent.launcher.trial import trial_dir
 from any_agent.sessions_cli import _age, _plain
 from tests.proxy_ext.archive_lab import archive_now
 from tests.proxy_ext.conftest import Start
@@ -141,14 +143,25 @@ async def test_abort_veto_and_delete(proxy: Proxy) -> None:
 async def test_keys(start: Start) -> None:
     key = "an-admin-key-of-mine"
     proxy = await start(f"server.admin_key={key}")
-    for environ in ({"ANY_AGENT_KEY": key}, {"ANY_AGENT_SERVER__ADMIN_KEY": key}):
+    tenant, _ = create_key(trial_dir(proxy.service.config).keys, "tenant", tenant="agents")
+    for environ in (
+        {"ANY_AGENT_KEY": key, "ANY_AGENT_API_KEY": "sk-tenant.no"},
+        {"ANY_AGENT_SERVER__ADMIN_KEY": key, "OPENAI_API_KEY": "sk-tenant.no"},
+        {"ANY_AGENT_API_KEY": tenant, "OPENAI_API_KEY": "sk-tenant.no"},
+        {"OPENAI_API_KEY": tenant},
+    ):
         assert (await sessions(proxy, "list", **environ)).code == 0
     assert (await sessions(proxy, "list", "--key", key)).code == 0
-    for environ in ({}, {"ANY_AGENT_KEY": "wrong-admin-key-x"}):
+    for environ, used in (
+        ({}, "no key was given"),
+        ({"OPENAI_API_KEY": "sk-proj-wrong"}, "no key was given"),
+        ({"OPENAI_API_KEY": "sk-tenant.wrong"}, "the key was that of OPENAI_API_KEY"),
+        ({"ANY_AGENT_KEY": "wrong-admin-key-x"}, "the key was that of ANY_AGENT_KEY"),
+    ):
         for command in (("list",), ("show", "ses-0-x", "ses-0-y")):
             said = await sessions(proxy, *command, **environ)
             assert said.code == 1 and said.err.count("\n") == 1
-            assert "give one with --key or in ANY_AGENT_KEY" in said.err
+            assert f"({used}); give one with --key or in ANY_AGENT_KEY" in said.err
         assert key not in said.out + said.err and "wrong" not in said.err
 
 

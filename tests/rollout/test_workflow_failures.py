@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from any_agent.errors import (
+    AgentFailed,
     EngineUnavailable,
     InvalidRequest,
     RolloutError,
@@ -135,6 +136,17 @@ def test_where_it_failed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(told) == 1
     assert "task 0, run 0 failed and is left out" in told[0].getMessage()
     assert "broken" in caplog.text and "KeyError: 'answer'" in caplog.text
+
+
+def test_what_an_agent_did_wrong_is_told_without_our_frames(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    error = AgentFailed("mine.Agent.run returned None", code="no_reward")
+    error.add_note("a hint")
+    Failures(2).tell(error, "task 0")
+    (told,) = caplog.records
+    assert told.getMessage().endswith("only counted: mine.Agent.run returned None; a hint")
+    assert told.exc_info is None
 
 
 # -- all of them -------------------------------------------------------------------------------

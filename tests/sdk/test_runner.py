@@ -15,6 +15,7 @@ from any_agent.errors import (
     AgentFailed,
     ConfigError,
     DatasetError,
+    RunFinished,
     ServiceUnavailable,
     TooManyRequests,
     Unauthenticated,
@@ -152,6 +153,8 @@ async def test_failures_cost_their_run_alone(served: Served) -> None:
     assert [r.attempts for r in results] == [calls[item["what"]] for item in items]
     assert results[0].error == "ValueError: no ch?"
     assert "4 s" in str(results[3].error)
+    silent = "agent returned None and gave no reward: return a number, or post /rl/set_reward"
+    assert str(results[7].error).endswith(silent)
     for result in results:
         assert result.session_id is not None and result.reward is None
         info = await served.info(result.session_id)
@@ -339,7 +342,9 @@ async def test_what_the_service_refuses_to_all_alike(served: Served) -> None:
         await runner(group_size=100).arun(_never, ITEMS)
 
 
-async def test_training_that_has_finished_ends_the_run(served: Served, tmp_path: Path) -> None:
+async def test_training_that_has_finished_ends_the_run(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "r.jsonl"
     async with asker() as one:
 
@@ -354,7 +359,48 @@ async def test_training_that_has_finished_ends_the_run(served: Served, tmp_path:
             results = await runner(**settings).arun(agent, ITEMS)
             assert len(results) == 2 and not results.failed
             assert "training has ended" in str(results.stopped)
+            assert "stopped after 2 of 4 runs: training has ended" in capsys.readouterr().err
     assert one.asked.total() == 2
+
+
+async def test_what_is_complete_needs_no_training(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"results": tmp_path / "r.jsonl"}
+    async with asker() as one:
+
+        async def agent(item: dict[str, Any]) -> float:
+            await one.ask(item)
+            return 0.5
+
+        done = await runner(**settings).arun(agent, ITEMS[:1])
+        await served.proxy.client.set_run("finished", step=1, checkpoint=None)
+        again = await runner(**settings).arun(agent, ITEMS[:1])
+    assert again == done and len(again) == 2
+    assert again.stopped is None and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("state", ["finished", "serving"])
+async def test_no_training_goes_on(served: Served, state: Any) -> None:
+    served.proxy.service.run.state = state
+    with pytest.raises(RunFinished, match="train sessions are refused") as refused:
+        await runner().arun(lambda item: 1.0, ITEMS)
+    assert refused.value.code == "run_finished"
+    assert refused.value.__notes__ == ["0 of 8 runs are done"]
+    async with AgentSession(mode="eval"):
+        pass
+
+
+async def test_a_key_that_is_refused_is_named(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-proj-secret")
+    with pytest.raises(Unauthenticated, match=r"the key of OPENAI_API_KEY.* tenant's") as refused:
+        await runner().arun(lambda item: 1.0, ITEMS)
+    assert "secret" not in str(refused.value)
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with pytest.raises(Unauthenticated, match=r"set ANY_AGENT_API_KEY \(or OPENAI_API_KEY\)"):
+        await runner().arun(lambda item: 1.0, ITEMS)
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,8 @@ async def test_no_reward_is_an_error(served: Served) -> None:
         async with AgentSession() as session:
             await answered(session)
     assert refused.value.code == "no_reward"
-    assert await served.state(session.session_id) == "aborted"
+    info = await served.info(session.session_id)
+    assert (info["state"], info["reason"]) == ("aborted", "not finalized: no_reward")
 
 
 async def test_no_reward_may_be_awaited_or_let_go(served: Served) -> None:

@@ -13,14 +13,15 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from openai import APIStatusError, AuthenticationError, BadRequestError
+from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError
 
 from any_agent import last_words
 from any_agent.agent_environment import PLACEHOLDER_KEY
 from any_agent.engine.embedded.engine import EmbeddedEngine
-from any_agent.errors import AgentFailed, AnyAgentError, ConfigError, Unprocessable
+from any_agent.errors import AgentFailed, AnyAgentError, ConfigError
 from any_agent.record import InteractionTree, InteractionWithTokenLogpReward
 from any_agent.rollout.failures import said
+from any_agent.sdk.service import find_service
 from any_agent.types import SessionState
 from any_agent.workflow import (
     AgentService,
@@ -28,6 +29,7 @@ from any_agent.workflow import (
     OpenAIProxyClient,
     OpenAIProxyWorkflow,
     context,
+    openai_proxy,
     rows_of,
 )
 from any_agent.workflow.context import WorkflowContext
@@ -265,7 +267,7 @@ async def test_a_run_that_skips_its_item_is_rejected(proxy: Proxy) -> None:
         (MyAgent(reward=lambda _: {"chatcmpl-x": 1.0}), "invalid_reward", "'chatcmpl-x'"),
         (MyAgent(reward=lambda _: {1: 1.0}), "invalid_reward", "key 1"),
         (MyAgent(reward=lambda all: {all[0].id: math.inf}), "invalid_reward", "inf for chatcmpl"),
-        (Elsewhere(), "no_model_call", "with the base_url that run is given"),
+        (Elsewhere(), "no_model_call", "with the base_url that run is given.*mode=subproc"),
     ],
 )
 async def test_what_is_no_reward_is_named(proxy: Proxy, agent: Any, code: str, said: str) -> None:
@@ -276,10 +278,72 @@ async def test_what_is_no_reward_is_named(proxy: Proxy, agent: Any, code: str, s
     assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
 
 
-async def test_no_reward_at_all(proxy: Proxy) -> None:
-    with pytest.raises(Unprocessable, match="no reward"):
-        await episode(MyAgent(reward=None), proxy)
+@pytest.mark.parametrize(("reward", "shown"), [(None, "None"), (lambda _: {}, "{}")])
+async def test_no_reward_at_all(proxy: Proxy, reward: Any, shown: str) -> None:
+    with pytest.raises(AgentFailed) as raised:
+        await episode(MyAgent(reward=reward), proxy)
+    assert raised.value.code == "no_reward"
+    assert raised.value.message == (
+        f"{MyAgent.__module__}.MyAgent.run returned {shown} and gave no reward: return a number, "
+        "or post /rl/set_reward"
+    )
     assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
+
+
+class ReadsEnvironment:
+    """Makes its client of what the environment says, as an agent of the mode subproc does."""
+
+    async def run(self, data: Any, **extra_kwargs: Any) -> float:
+        client = AsyncOpenAI(base_url=os.environ["OPENAI_BASE_URL"], api_key="DUMMY")
+        await client.chat.completions.create(model="x", messages=data["messages"])
+        return 1.0
+
+
+@pytest.mark.parametrize("setting", ["", "http://127.0.0.1:9/sk-v1.placeholder/v1"])
+async def test_a_call_to_the_url_of_the_environment_is_refused_at_once(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "")
+    monkeypatch.setenv("OPENAI_BASE_URL", setting)
+    told = r"base_url of run's arguments.*mode=subproc"
+    with pytest.raises(AuthenticationError, match=told) as raised:
+        await episode(ReadsEnvironment(), proxy)
+    note = said(raised.value)
+    assert "none of its model calls came to the service" in note
+    assert "rollout.agent.mode=subproc for an agent that reads OPENAI_BASE_URL" in note
+    assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
+    # It is no service of anybody's.
+    with pytest.raises(ConfigError, match="no service is named"):
+        find_service(environ={"OPENAI_BASE_URL": os.environ["OPENAI_BASE_URL"]})
+
+
+async def test_a_url_or_a_key_of_the_environment_stays(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for url, key in (("http://127.0.0.1:9/v1", ""), ("", "sk-of-another-provider")):
+        monkeypatch.setenv("OPENAI_BASE_URL", url)
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        await episode(MyAgent(), proxy)
+        assert os.environ["OPENAI_BASE_URL"] == url
+
+
+async def test_what_is_raised_after_a_call_has_no_note(proxy: Proxy) -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        await episode(MyAgent(reward=lambda _: 1 / 0), proxy)
+    assert said(raised.value) == "ZeroDivisionError: division by zero"
+
+
+async def test_an_agent_that_holds_the_loop_is_named_once(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    workflow = workflow_of(MyAgent(turns=2), proxy)
+    with context.use(WorkflowContext(task_id=7)):
+        await workflow.arun_episode(None, ITEM)
+        assert "held the event loop" not in caplog.text
+        monkeypatch.setattr(openai_proxy, "_HOLDS", 0.0)
+        await workflow.arun_episode(None, ITEM)
+    (told,) = [one for one in caplog.messages if "held the event loop" in one]
+    assert "agents.MyAgent.run" in told and "rollout.agent.mode=subproc" in told
 
 
 async def test_what_an_agent_raises_costs_its_own_episode_alone(proxy: Proxy) -> None:
