@@ -27,7 +27,12 @@ def step(live: Live, process: Running, tiny_model_dir: Path) -> Callable[[str], 
 def test_an_answer_is_recorded_token_by_token(live: Live, step: Any) -> None:
     live.says("5.")
     said = step("plain")
-    assert said == {"content": "5.", "reward": 0.5, "trained": live.tokens("5."), "model": ["any"]}
+    assert said == {
+        "content": "5.",
+        "reward": 0.5,
+        "trained": live.tokens("5."),
+        "model": ["areal"],
+    }
 
 
 def test_three_turns_continue_exactly_and_share_the_reward(live: Live, step: Any) -> None:
