@@ -44,6 +44,8 @@ _TRIES = 64
 """Of an open, when each time a slot was granted meanwhile and another open took it."""
 _PATIENCE = 10.0
 """Seconds with a rank that is asked while others wait to be; longer than any does it at once."""
+_HUNG_FOR = 30.0
+"""Seconds without questions about granted slots for a rank that did not answer one in time."""
 
 
 class ArealRoutes:
@@ -69,6 +71,8 @@ class ArealRoutes:
         """How often slots were granted through here so far, or may have been."""
         self._waiting: Counter[int] = Counter()
         """Opens that only this rank can serve, and that may wait there."""
+        self._hung: dict[int, float] = {}
+        """Until when a rank that did not answer in time is not asked for granted slots."""
         self._turn = 0
         self.routes: dict[tuple[str, str], Handler] = {
             ("POST", GRANT): self.grant,
@@ -188,17 +192,21 @@ class ArealRoutes:
     ) -> Answer | None:
         """The answer of the first rank that has a granted slot; None where none has one.
 
-        None is said only after all were asked while no slot moved and none was granted: whoever
-        asks for a slot that was granted to it finds one, since others take no more than theirs.
+        The answer is None only after all were asked while no slot moved and none was granted:
+        whoever asks for a slot that was granted to it finds one, since others take no more than
+        theirs. Where slots do move, they are held at rest while the ranks are asked again.
         """
+        resting, before = not self._grants.at_rest.locked(), (self._granted, self._grants.begun)
         answer = await self._first(request, content, order)
+        if resting and before == (self._granted, self._grants.begun):
+            return answer
         for _ in range(_TRIES):
             if answer is not None:
                 return answer
             async with self._grants.at_rest:
-                before = self._granted
+                granted = self._granted
                 answer = await self._first(request, content, order)
-                if answer is None and self._granted == before:
+                if answer is None and self._granted == granted:
                     return None
         raise _too_many_grants()
 
@@ -206,6 +214,8 @@ class ArealRoutes:
         self, request: web.BaseRequest, content: bytes, order: list[int]
     ) -> Answer | None:
         for rank in order:
+            if self._hung.get(rank, 0.0) > time.monotonic():
+                continue
             answer = await self._ask(request, rank, content, _GRANT_ONLY)
             if answer is not None and not (_without_place(answer) or not_begun(answer)):
                 return answer
@@ -223,7 +233,10 @@ class ArealRoutes:
         try:
             async with asyncio.timeout(_PATIENCE):
                 return await self._forwarder.ask(request, rank, content=content or None, more=more)
-        except (AnyAgentError, TimeoutError):
+        except TimeoutError:
+            self._hung[rank] = time.monotonic() + _HUNG_FOR
+            return None
+        except AnyAgentError:
             return None
 
     async def export(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:

@@ -16,6 +16,7 @@ from any_agent.keys import bearer_of
 from router.affinity import SESSION_HEADER
 from router.body import Body
 from router.health import Ranks
+from router.repeats import IDEMPOTENCY_KEY
 from router.reply import Replies
 from router.upstream import Answer, NeverSent, Upstream, end_to_end
 
@@ -115,9 +116,12 @@ class Forwarder:
             rank, request.method, target or request.raw_path, headers, content, deadline
         )
 
-    async def tell(self, rank: int, target: str, content: bytes, key: str) -> Answer:
-        """A rank's answer to a POST of the router's own. Errors as for `pass_on`."""
-        headers = CIMultiDict({hdrs.AUTHORIZATION: f"Bearer {key}"})
+    async def tell(self, rank: int, target: str, content: bytes, key: str, *, once: str) -> Answer:
+        """A rank's answer to a POST of the router's own; ``once`` is its idempotency key.
+
+        Errors as for `pass_on`.
+        """
+        headers = CIMultiDict({hdrs.AUTHORIZATION: f"Bearer {key}", IDEMPOTENCY_KEY: once})
         headers[hdrs.CONTENT_LENGTH] = str(len(content))
         return await self._exchange(rank, "POST", target, headers, content, 0.0)
 

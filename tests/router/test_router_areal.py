@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,11 +109,9 @@ async def test_a_granted_slot_is_taken_before_any_of_the_trainers(pair: Lab, how
     assert response.json() == on(0, granted=False)
 
 
-@pytest.mark.parametrize(
-    ("headers", "time", "rank"), [({}, 1, 1), ({}, 2, 1), ({"Idempotency-Key": "k"}, 1, 0)]
-)
+@pytest.mark.parametrize(("headers", "rank"), [({}, 1), ({"Idempotency-Key": "k"}, 0)])
 async def test_a_slot_granted_behind_an_opens_back_is_found(
-    start_lab: StartLab, headers: dict[str, str], time: int, rank: int
+    start_lab: StartLab, headers: dict[str, str], rank: int
 ) -> None:
     """Rank 1 has none when it is asked, and one by the time that rank 2 has said so, too."""
     lab = await start_lab(ranks=3)
@@ -122,7 +121,7 @@ async def test_a_slot_granted_behind_an_opens_back_is_found(
     empty, times = Slots(lab.ranks[2]), itertools.count(1)
 
     async def slow(received: Received) -> None:
-        if next(times) == time:
+        if next(times) == 1:
             asked.set()
             await go_on.wait()
         await empty.answer(received)
@@ -134,6 +133,43 @@ async def test_a_slot_granted_behind_an_opens_back_is_found(
     assert granted.json() == {"capacity": 1}
     go_on.set()
     assert await opening == on(rank, granted=True)
+
+
+async def test_where_nothing_is_granted_each_rank_is_asked_once(start_lab: StartLab) -> None:
+    """Many opens at once do not wait for each other."""
+    lab = await start_lab(ranks=3)
+    asked: Counter[int] = Counter()
+    for each in lab.ranks:
+        slots = Slots(each, trainers=20)
+
+        async def counted(received: Received, slots: Slots = slots) -> None:
+            asked[slots.rank.number] += bool(received.values(GRANT_ONLY_HEADER))
+            await slots.answer(received)
+
+        each.handler = counted
+    done = await asyncio.gather(*(opened(lab, {"task_id": task_of(0, 3)}) for _ in range(8)))
+    assert done == [on(0, granted=False)] * 8
+    assert asked == {0: 8, 1: 8, 2: 8}
+
+
+async def test_a_rank_that_hangs_is_not_asked_again_for_a_while(
+    start_lab: StartLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.areal._PATIENCE", 0.2)
+    lab = await start_lab(ranks=2)
+    Slots(lab.ranks[0], trainers=5)
+    asked, released = 0, asyncio.Event()
+
+    async def hangs(received: Received) -> None:
+        nonlocal asked
+        asked += 1
+        await released.wait()
+
+    lab.ranks[1].handler = hangs
+    for _ in range(3):
+        assert await opened(lab, {"task_id": task_of(0, 2)}) == on(0, granted=False)
+    released.set()
+    assert asked == 1
 
 
 async def test_without_a_task_and_grants_any_ranks_slot_will_do(pair: Lab) -> None:
