@@ -14,6 +14,7 @@ from any_agent.config import Config
 from any_agent.errors import ConfigError, InvalidRequest, NotFound, ServiceUnavailable
 from any_agent.types import GenerationHyperparameters
 from proxy_ext.app import create_app
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import LIMIT, Proxy, litellm_stand_in, until
 
@@ -49,25 +50,24 @@ async def test_its_engine_serves_any_event_loop(start: Start) -> None:
         assert streamed == here.output_tokens
         assert (await engine.capabilities(), engine.version) == (known, 0)
         with pytest.raises(InvalidRequest):
-            await engine.agenerate(ModelRequest(input_ids=[]))
+            await engine.agenerate(ModelRequest(prompt="hello"))
         with pytest.raises(InvalidRequest):
-            async for _ in engine.generate(ModelRequest(input_ids=[]), stream=True):
+            async for _ in engine.generate(ModelRequest(prompt="hello"), stream=True):
                 pass
 
     known = await engine.capabilities()
     await asyncio.to_thread(asyncio.run, elsewhere())
 
 
-async def test_its_engine_stops_for_whoever_leaves(start: Start) -> None:
+async def test_its_engine_stops_for_whoever_leaves(start: Start, engine: ScriptedEngine) -> None:
     proxy = await start()
-    lab = proxy.engine
-    lab.hold(2)
+    engine.hold(2)
     request = ModelRequest(input_ids=[1, 2, 3], gconfig=GenerationHyperparameters(max_new_tokens=9))
     chunks = proxy.front.engine.generate(request, stream=True)
     async with asyncio.timeout(LIMIT):
         assert (await anext(chunks)).output_ids
         await chunks.aclose()
-    await until(lambda: not lab.running, "the engine is freed")
+    await until(lambda: not engine.running, "the engine is freed")
 
 
 async def test_its_sessions_can_be_looked_at_until_they_are_handed_over(proxy: Proxy) -> None:
