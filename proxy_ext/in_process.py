@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from contextlib import aclosing
 from typing import Any, TypeVar
 
-from any_agent.engine import SGLangEngine
+from any_agent.engine import Capabilities, RolloutEngine
 from any_agent.errors import Draining, ServiceUnavailable
 from any_agent.protocol import Ack, Lease
 from any_agent.record import CompletionWithTokenLogpReward, pack_trajectories
-from any_agent.types import SessionState
+from any_agent.types import GenerationChunk, ModelRequest, ModelResponse, SessionState
 from proxy_ext.front import Front
 from proxy_ext.service import Service
 from proxy_ext.sessions.session import Session
@@ -36,6 +37,7 @@ class RankApp(Front):
         super().__init__(*parts, **settings)
         self.waiting: Counter[str] = Counter()
         """Groups that each workflow waits for, by its owner."""
+        self._engine = _AppEngine(self)
 
     def began(self, service: Service) -> None:
         """It runs on this event loop, with these parts."""
@@ -54,9 +56,13 @@ class RankApp(Front):
         return self._service
 
     @property
-    def engine(self) -> SGLangEngine:
-        """The engine that samples its calls: token ids in, token ids out."""
-        return self.service.engine
+    def engine(self) -> RolloutEngine:
+        """The engine that samples its calls: token ids in, token ids out. Always one object.
+
+        ServiceUnavailable before the app is started and after its end.
+        """
+        _ = self.service
+        return self._engine
 
     @property
     def session_cache(self) -> SessionCache:
@@ -70,7 +76,7 @@ class RankApp(Front):
         async def loaded(service: Service) -> None:
             await service.sessions.load(await service.sessions.by_id(session_id))
 
-        await self._run(loaded)
+        await self.run(loaded)
 
     async def lease(self, *, owner: str, wait: float, max_groups: int = 1) -> bytes | None:
         """Packed trajectories of closed groups, or None; as a client's of the same name."""
@@ -81,12 +87,12 @@ class RankApp(Front):
             body = Lease(owner=owner, wait=wait, max_groups=max_groups)
             return pack_trajectories(found) if (found := await service.leases.lease(body)) else None
 
-        return await self._run(leased)
+        return await self.run(leased)
 
     async def ack(self, *, owner: str, trained: list[str], rejected: list[Any]) -> int:
         """End leases for good; as a client's of the same name."""
         body = Ack(owner=owner, trained=trained, rejected=rejected)
-        return await self._run(lambda service: service.leases.ack(body))
+        return await self.run(lambda service: service.leases.ack(body))
 
     async def give_back(self, *, owner: str) -> None:
         """End all leases of one holder without an effect."""
@@ -94,7 +100,7 @@ class RankApp(Front):
         async def given(service: Service) -> None:
             await service.leases.give_back(list(service.leases.held_by(owner)), owner)
 
-        await self._run(given)
+        await self.run(given)
 
     async def admit(self, *, seconds: float) -> None:
         """Let the sessions of as many groups as are waited for be open or ready to be leased, for
@@ -106,14 +112,58 @@ class RankApp(Front):
             free = max(0, wanted - now.running - now.buffered - now.reserved)
             service.sessions.admission.set_limit(now.admitted + free, seconds + _SLACK)
 
-        await self._run(admitted)
+        await self.run(admitted)
 
-    async def _run(self, work: Callable[[Service], Coroutine[Any, Any, T]]) -> T:
+    async def run(self, work: Callable[[Service], Coroutine[Any, Any, T]]) -> T:
+        """Do some work on the app's event loop; it is cancelled with its caller."""
         service = self.service
         if self._loop is None or asyncio.get_running_loop() is self._loop:
             return await work(service)
         there = asyncio.run_coroutine_threadsafe(work(service), self._loop)
         return await asyncio.wrap_future(there)
+
+
+class _AppEngine:
+    """An app's engine, for callers on any event loop."""
+
+    def __init__(self, app: RankApp) -> None:
+        self._app = app
+
+    @property
+    def version(self) -> int:
+        return self._app.service.engine.version
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        return await self._app.run(lambda service: service.engine.agenerate(request))
+
+    async def generate(
+        self, request: ModelRequest, *, stream: bool
+    ) -> AsyncGenerator[GenerationChunk]:
+        home = asyncio.get_running_loop()
+        news: asyncio.Queue[GenerationChunk | None] = asyncio.Queue()
+
+        async def pump(service: Service) -> None:
+            async with aclosing(service.engine.generate(request, stream=stream)) as chunks:
+                async for chunk in chunks:
+                    home.call_soon_threadsafe(news.put_nowait, chunk)
+
+        work = asyncio.create_task(self._app.run(pump))
+        work.add_done_callback(lambda _: news.put_nowait(None))
+        try:
+            while (chunk := await news.get()) is not None:
+                yield chunk
+            await work
+        finally:
+            work.cancel()
+
+    async def capabilities(self) -> Capabilities:
+        return await self._app.run(lambda service: service.engine.capabilities())
+
+    async def pause(self) -> None:
+        await self._app.run(lambda service: service.engine.pause())
+
+    async def resume(self, version: int) -> None:
+        await self._app.run(lambda service: service.engine.resume(version))
 
 
 class SessionCache(Mapping[str, Mapping[str, CompletionWithTokenLogpReward]]):

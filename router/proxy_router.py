@@ -6,28 +6,43 @@ Keys are judged by the ranks alone: here only the rank in a session's key is rea
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
 from typing import Any, Self
 
 import httpx
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from any_agent.access import ADMIN, ANYONE, NOBODY, Access, Caller, Scope
 from any_agent.config import LOOPBACK, Config, load_config
-from any_agent.errors import ConfigError, StartupError
+from any_agent.errors import (
+    AnyAgentError,
+    ConfigError,
+    InvalidRequest,
+    ServiceUnavailable,
+    StartupError,
+)
 from any_agent.keys import SESSION_KEY_PREFIX, KeySigner, Lane, lane_in
 from any_agent.ports import listen, url_of
 from any_agent.registry import Entry, Registry, Seen, rank_name
 from router.app import Router, listening
 from router.health import Ranks
+from router.reply import Replies
 from router.serving import serve
 from router.upstream import open_upstream
 
+log = logging.getLogger(__name__)
+
 _ASK_WITHIN = 5.0
 _CLOSED = (401, 403)
+_LOOK = 0.25
+"""Seconds between looks at a connection whose server tells no handler that the client left."""
+_sender: ContextVar[str] = ContextVar("sender", default="")
+"""The key of the request that is being answered, "" for none."""
 
 
 class ProxyRouter:
@@ -36,6 +51,10 @@ class ProxyRouter:
     A session is opened at the ranks in turn; what names a session goes to its rank. The proxies
     must run already, share the run's signing secret (the same experiment and trial), and be all of
     its ranks. Raises ConfigError for URLs that cannot be such.
+
+    It has no key of its own. Where an open must be at one rank (it has an Idempotency-Key or an
+    earlier session's key), a granted slot is brought there with the sender's key, which may be an
+    admin's; those of tenants and of the run's own trainer need the run's own router.
     """
 
     def __init__(self, proxy_urls: Sequence[str]) -> None:
@@ -49,8 +68,9 @@ class ProxyRouter:
             raise ConfigError(f"a proxy is named twice: {', '.join(urls)}")
         self.proxy_urls = urls
         self._router: Router | None = None
-        self._opening = asyncio.Lock()
+        self._opening: asyncio.Task[Router] | None = None
         self._stack = AsyncExitStack()
+        self._replies = Replies(timeout=Config().server.client_timeout)
 
     def start(self, host: str = "0.0.0.0", port: int = 8080) -> None:
         """Serve until Ctrl-C or SIGTERM, which lets what is under way end.
@@ -75,12 +95,29 @@ class ProxyRouter:
     async def route_request(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request of an aiohttp server as the rank does that it belongs to.
 
-        The first one connects to the proxies; :meth:`close` ends that.
+        The first one connects to the proxies (503 while they do not all answer); :meth:`close` ends
+        that. A client that leaves ends what was begun for it. A body with a Content-Encoding is
+        refused (415): the server may have decoded it already.
         """
-        return await (await self._opened(LOOPBACK[0])).handle(request)
+        try:
+            _require_plain(request)
+            router = await self._opened(LOOPBACK[0])
+        except (ConfigError, StartupError) as error:
+            log.error("requests cannot be routed: %s", error)
+            away = ServiceUnavailable(
+                "the service's proxies cannot be reached; try again (the router's log says why)",
+                retry_after=2,
+            )
+            return await self._replies.error(request, away)
+        except AnyAgentError as error:
+            return await self._replies.error(request, error)
+        return await _while_connected(request, router.handle(request))
 
     async def close(self) -> None:
         """End the connections to the proxies."""
+        if (opening := self._opening) is not None:
+            opening.cancel()
+            await asyncio.wait([opening])
         self._router = None
         await self._stack.aclose()
 
@@ -91,25 +128,78 @@ class ProxyRouter:
         await self.close()
 
     async def _opened(self, host: str) -> Router:
-        async with self._opening:
-            if self._router is None:
-                self._router = await self._open(host)
-            return self._router
+        """Return the router; all who ask while the proxies are being asked share the outcome."""
+        if self._router is None:
+            if self._opening is None:
+                self._opening = asyncio.create_task(self._open(host))
+                self._opening.add_done_callback(self._tried)
+            # Shielded: another one may wait for it, too.
+            return await asyncio.shield(self._opening)
+        return self._router
+
+    def _tried(self, opening: asyncio.Task[Router]) -> None:
+        self._opening = None
+        if not opening.cancelled():
+            # Also if nobody waits for it any more.
+            opening.exception()
 
     async def _open(self, host: str) -> Router:
-        proxies = _Proxies(self.proxy_urls)
-        self._stack.callback(proxies.close)
-        closed = await asyncio.to_thread(proxies.require_all)
-        if host not in LOOPBACK and not closed:
-            raise ConfigError(
-                f"{host} is reachable from outside, and the proxies ask for no key: start them "
-                "with an admin key (ANY_AGENT_SERVER__ADMIN_KEY), or bind host='127.0.0.1'"
+        async with AsyncExitStack() as stack:
+            proxies = _Proxies(self.proxy_urls)
+            stack.callback(proxies.close)
+            closed = await asyncio.to_thread(proxies.require_all)
+            if host not in LOOPBACK and not closed:
+                raise ConfigError(
+                    f"{host} is reachable from outside, and the proxies ask for no key: start them "
+                    "with an admin key (ANY_AGENT_SERVER__ADMIN_KEY), or bind host='127.0.0.1'"
+                )
+            config = load_config(None, [f"server.ranks={len(self.proxy_urls)}"], {})
+            ranks = Ranks(proxies, config.server.ranks, wait=config.server.rank_wait)
+            upstream = await stack.enter_async_context(open_upstream())
+            await stack.enter_async_context(ranks.watched())
+            self._router = Router(config, _LeftToRanks(closed), None, upstream, ranks)
+            self._stack = stack.pop_all()
+            return self._router
+
+
+def _require_plain(request: web.BaseRequest) -> None:
+    for encoding in request.headers.getall(hdrs.CONTENT_ENCODING, ()):
+        if encoding.strip().lower() not in ("", "identity"):
+            raise _Encoded(
+                f"a body in the encoding {encoding[:40]!r} is not taken: send it as it is, without "
+                "Content-Encoding"
             )
-        config = load_config(None, [f"server.ranks={len(self.proxy_urls)}"], {})
-        ranks = Ranks(proxies, config.server.ranks, wait=config.server.rank_wait)
-        upstream = await self._stack.enter_async_context(open_upstream())
-        await self._stack.enter_async_context(ranks.watched())
-        return Router(config, _LeftToRanks(closed), None, upstream, ranks)
+
+
+class _Encoded(InvalidRequest):
+    status = 415
+    default_code = "unsupported_encoding"
+
+
+async def _while_connected(
+    request: web.BaseRequest, answer: Coroutine[Any, Any, web.StreamResponse]
+) -> web.StreamResponse:
+    """Return the answer; it is cancelled when the client's connection ends.
+
+    Unless a server is made with `handler_cancellation`, aiohttp tells no handler of that.
+    """
+    loop = asyncio.get_running_loop()
+    answering = loop.create_task(answer)
+    timer: asyncio.TimerHandle
+
+    def look() -> None:
+        nonlocal timer
+        transport = request.transport
+        if transport is None or transport.is_closing():
+            answering.cancel()
+        else:
+            timer = loop.call_later(_LOOK, look)
+
+    timer = loop.call_later(_LOOK, look)
+    try:
+        return await answering
+    finally:
+        timer.cancel()
 
 
 class _Proxies(Registry):
@@ -183,6 +273,7 @@ class _LeftToRanks(Access):
         pass
 
     def caller(self, bearer: str) -> Caller:
+        _sender.set(bearer)
         if bearer.startswith(SESSION_KEY_PREFIX):
             return Caller(Scope.SESSION, "session")
         if bearer:
@@ -192,6 +283,11 @@ class _LeftToRanks(Access):
 
 class _Unverified(KeySigner):
     """Reads the lane of any key; its rank knows whether it is genuine."""
+
+    @property
+    def run_key(self) -> str:
+        """The sender's own key: this router has none of the run's."""
+        return _sender.get()
 
     def verify(self, key: str) -> Lane | None:
         return lane_in(key)

@@ -11,9 +11,10 @@ import pytest
 
 from any_agent import CompletionWithTokenLogpReward, ModelRequest, ProxyWorkflow
 from any_agent.config import Config
-from any_agent.errors import ConfigError, NotFound, ServiceUnavailable
+from any_agent.errors import ConfigError, InvalidRequest, NotFound, ServiceUnavailable
 from any_agent.types import GenerationHyperparameters
 from proxy_ext.app import create_app
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import LIMIT, Proxy, litellm_stand_in, until
 
@@ -33,6 +34,40 @@ async def test_its_engine_takes_token_ids(start: Start) -> None:
     response = await app.engine.agenerate(request)
     assert (response.input_tokens, response.output_len) == ([1, 2, 3], len(response.output_tokens))
     assert response.output_len == len(response.output_logprobs) > 0
+
+
+async def test_its_engine_serves_any_event_loop(start: Start) -> None:
+    engine = (await start()).front.engine
+    request = ModelRequest(input_ids=[1, 2, 3], gconfig=GenerationHyperparameters(max_new_tokens=4))
+    here = await engine.agenerate(request)
+
+    async def elsewhere() -> None:
+        there = await engine.agenerate(request)
+        assert there.output_tokens == here.output_tokens
+        streamed: list[int] = []
+        async for chunk in engine.generate(request, stream=True):
+            streamed += chunk.output_ids
+        assert streamed == here.output_tokens
+        assert (await engine.capabilities(), engine.version) == (known, 0)
+        with pytest.raises(InvalidRequest):
+            await engine.agenerate(ModelRequest(prompt="hello"))
+        with pytest.raises(InvalidRequest):
+            async for _ in engine.generate(ModelRequest(prompt="hello"), stream=True):
+                pass
+
+    known = await engine.capabilities()
+    await asyncio.to_thread(asyncio.run, elsewhere())
+
+
+async def test_its_engine_stops_for_whoever_leaves(start: Start, engine: ScriptedEngine) -> None:
+    proxy = await start()
+    engine.hold(2)
+    request = ModelRequest(input_ids=[1, 2, 3], gconfig=GenerationHyperparameters(max_new_tokens=9))
+    chunks = proxy.front.engine.generate(request, stream=True)
+    async with asyncio.timeout(LIMIT):
+        assert (await anext(chunks)).output_ids
+        await chunks.aclose()
+    await until(lambda: not engine.running, "the engine is freed")
 
 
 async def test_its_sessions_can_be_looked_at_until_they_are_handed_over(proxy: Proxy) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -33,6 +35,35 @@ ADMIN = "operator-secret-4711"
 
 def client_of(server: TestServer) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=str(server.make_url("/")), timeout=LIMIT)
+
+
+@asynccontextmanager
+async def served(router: ProxyRouter) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the router in an app that is run as `web.run_app` runs it."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", router.route_request)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with router, httpx.AsyncClient(base_url=url, timeout=LIMIT) as http:
+            yield http
+    finally:
+        await runner.cleanup()
+
+
+async def proxy_like(received: Received) -> None:
+    await received.answer({"status": "ok", "rank": 0})
+
+
+@pytest.fixture
+async def rank() -> AsyncIterator[FakeRank]:
+    rank = FakeRank()
+    rank.handler = proxy_like
+    await rank.start()
+    yield rank
+    await rank.kill()
 
 
 @pytest.fixture
@@ -108,6 +139,75 @@ async def test_keys_are_judged_by_the_ranks(pair: list[Proxy]) -> None:
             assert (await http.get("/metrics", headers=headers)).status_code == expected
         # Whoever has no key gets nowhere, so any address may be bound.
         assert router._router is not None and not router._router._access.open_mode
+
+
+@pytest.mark.parametrize("pair", [[], [f"server.admin_key={ADMIN}"]], indirect=True)
+async def test_a_granted_slot_is_brought_to_the_rank_of_an_open(pair: list[Proxy]) -> None:
+    for proxy in pair:
+        await proxy.admit(0)
+    router = ProxyRouter([proxy.url for proxy in pair])
+    async with served(router) as http:
+        http.headers["Authorization"] = f"Bearer {ADMIN}"
+        opened = []
+        for k in range(4):
+            assert (await http.post("/grant_capacity", json={})).status_code == 200
+            once = {"Idempotency-Key": f"k{k}"}
+            answer = await http.post("/rl/start_session", json={}, headers=once)
+            assert answer.status_code == 200, answer.text
+            opened.append(answer.json()["session_id"])
+        # Grants went to the ranks in turn, and opens where their keys say.
+        assert len(set(opened)) == 4
+        assert (await http.post("/rl/start_session", json={})).status_code == 429
+
+
+async def test_a_client_that_leaves_ends_what_was_begun_for_it(rank: FakeRank) -> None:
+    begun = asyncio.Event()
+
+    async def sample(received: Received) -> None:
+        if received.target != "/v1/chat/completions":
+            return await proxy_like(received)
+        begun.set()
+        await asyncio.Event().wait()
+
+    rank.handler = sample
+    async with served(ProxyRouter([rank.url])) as http:
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json={}))
+        async with asyncio.timeout(LIMIT):
+            await begun.wait()
+            asking.cancel()
+            await rank.left.wait()
+
+
+async def test_an_encoded_body_goes_nowhere(rank: FakeRank) -> None:
+    async with served(ProxyRouter([rank.url])) as http:
+        for encoding in ("gzip", "identity, gzip", "x"):
+            headers = {"Content-Encoding": encoding}
+            body = gzip.compress(b"A" * 100_000)
+            refused = await http.post("/v1/chat/completions", content=body, headers=headers)
+            assert refused.status_code == 415
+            assert refused.json()["error"]["code"] == "unsupported_encoding"
+        assert not rank.received
+        headers = {"Content-Encoding": "identity"}
+        taken = await http.post("/v1/chat/completions", content=b"{}", headers=headers)
+        assert taken.status_code == 200
+        assert rank.received[-1].body == b"{}"
+
+
+async def test_while_a_proxy_is_away_requests_are_told_to_come_again(rank: FakeRank) -> None:
+    await rank.kill()
+    router = ProxyRouter([rank.url])
+    async with served(router) as http:
+        for answer in await asyncio.gather(*(http.get("/rl/v1/capacity") for _ in range(4))):
+            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "2")
+            assert answer.json()["error"]["code"] == "service_unavailable"
+            assert rank.url not in answer.text
+        # Nothing is left of the attempts.
+        for thread in threading.enumerate():
+            if thread.name.startswith("proxies"):
+                await asyncio.to_thread(thread.join, LIMIT)
+                assert not thread.is_alive()
+        await rank.start()
+        assert (await http.get("/rl/v1/capacity")).status_code == 200
 
 
 async def test_an_open_service_is_not_shown_to_others(pair: list[Proxy]) -> None:
