@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from any_agent.errors import InvalidRequest
+from proxy_ext.rl.common import service_of
 from proxy_ext.rl.query import QueryFields, merged
 from proxy_ext.wire.http import read_json
 
@@ -57,6 +58,9 @@ class StrictRoute(APIRoute):
             request = _StrictRequest(request.scope, request.receive)
             if query := request.scope["query_string"].decode("latin-1"):
                 said = await fields.said(query, request.path_params)
+                if not fields.takes_session and "session_id" in said:
+                    auth = service_of(request).auth
+                    await auth.require_same(request, said.pop("session_id"))
                 if fields.in_body:
                     await request.take_in(said)
             return await handle(request)
