@@ -89,12 +89,12 @@ def load_hf_tokenizer(path: str) -> Any:
     tokenizer = _load_tokenizer(path, local=Path(path).is_dir(), trust_remote_code=False)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.__class__ = _with_lists(type(tokenizer))
+    tokenizer.__class__ = _with_lists(tokenizer.__class__)
     return tokenizer
 
 
 @cache
-def _with_lists(base: type[Any]) -> type[Any]:
+def _with_lists(base: Any) -> Any:
     """A tokenizer's class whose ``apply_chat_template`` returns lists where it is not told.
 
     It has its base's name, which transformers writes into a saved tokenizer's files.
@@ -113,7 +113,7 @@ def _with_lists(base: type[Any]) -> type[Any]:
     return type(base.__name__, (base,), methods | named)
 
 
-def _blank(base: type[Any]) -> Any:
+def _blank(base: Any) -> Any:
     """A tokenizer of such a class, without its state."""
     made = _with_lists(base)
     return made.__new__(made)

@@ -42,6 +42,7 @@ class QueryFields:
         self._path = {field.alias for field in dependant.path_params}
         self.takes_session = "session_id" in {*self._body, *self._own, *self._path}
         """Whether the route itself reads the name of a session that the query may have."""
+        self.in_query = bool(own)
         self.in_body = bool(bodies)
         """Whether what the query says belongs into the route's body."""
 

@@ -216,6 +216,8 @@ async def test_a_route_of_no_session_may_name_one(proxy: Proxy) -> None:
     for path in ("sessions", "capacity"):
         named = f"/rl/v1/{path}?session_id={first['session_id']}"
         assert (await proxy.http.get(named)).status_code == 200
+    limited = await proxy.http.get(f"/rl/v1/sessions?session_id={first['session_id']}&limit=1")
+    assert len(limited.json()) == 1
     refused(await proxy.http.get("/rl/v1/capacity?session_id="), "session_id", "is empty")
 
 
