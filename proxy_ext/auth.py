@@ -96,6 +96,17 @@ class Auth:
             request.scope[SESSIONS_SCOPE_KEY] = [session.id]
         return session
 
+    async def require_same(self, request: Request, named: str) -> None:
+        """SessionMismatch where ``named`` is not the session that a key, prefix or header names.
+
+        For routes that are about no session, which any rank answers: where nothing else names one,
+        it is not looked up.
+        """
+        if self.caller(request).scope is Scope.SESSION:
+            await self.session_or_none(request, named)
+        elif request.headers.get(SESSION_HEADER) not in (None, "", named):
+            raise SessionMismatch(_DIFFERENT)
+
     async def _own(self, request: Request) -> Session:
         """The session that the caller's session key or path prefix names."""
         prefix: str | None = request.scope.get(PREFIX_SCOPE_KEY)
@@ -163,7 +174,7 @@ def is_callers(session: Session, caller: Caller) -> bool:
 
 
 _NOT_VALID = "this session key is not valid here"
-_DIFFERENT = "the request names two different sessions (path, key, header or body)"
+_DIFFERENT = "the request names two different sessions (path, key, header, query or body)"
 
 
 def bearers_of(request: Request) -> set[str]:

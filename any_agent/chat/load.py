@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from functools import partial
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -89,9 +89,34 @@ def load_hf_tokenizer(path: str) -> Any:
     tokenizer = _load_tokenizer(path, local=Path(path).is_dir(), trust_remote_code=False)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    # A partial of its own method: it survives pickling and copying, as a class of ours would not.
-    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
+    tokenizer.__class__ = _with_lists(tokenizer.__class__)
     return tokenizer
+
+
+@cache
+def _with_lists(base: Any) -> Any:
+    """A tokenizer's class whose ``apply_chat_template`` returns lists where it is not told.
+
+    It has its base's name, which transformers writes into a saved tokenizer's files.
+    """
+
+    @wraps(base.apply_chat_template)
+    def apply_chat_template(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return base.apply_chat_template(self, *args, **{"return_dict": False} | kwargs)
+
+    def reduce(self: Any, _: Any) -> tuple[Any, ...]:
+        # No module has this class, so a copy is made of its base, here and in other processes.
+        return _blank, (base,), self.__getstate__()
+
+    methods = {"apply_chat_template": apply_chat_template, "__reduce_ex__": reduce}
+    named = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(base.__name__, (base,), methods | named)
+
+
+def _blank(base: Any) -> Any:
+    """A tokenizer of such a class, without its state."""
+    made = _with_lists(base)
+    return made.__new__(made)
 
 
 def _require_known(thinking_retention: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from any_agent.completions.asked import Asked
@@ -39,18 +40,22 @@ async def parsed(parse: Callable[[], T], size: int) -> T:
 async def checked(completer: Completer, parse: Callable[[], Asked], size: int) -> Asked:
     """As :func:`parsed`; UnsupportedParameter for what the engine cannot do."""
     asked = await parsed(parse, size)
-    await _require_engine_supports(completer, asked.call)
-    return asked
+    return replace(asked, call=await _supported(completer, asked.call))
 
 
-async def _require_engine_supports(completer: Completer, call: ChatCall) -> None:
-    """UnsupportedParameter for what the engine cannot do, which is asked only if that matters."""
+async def _supported(completer: Completer, call: ChatCall) -> ChatCall:
+    """The call as the engine can do it, which is asked only if that matters.
+
+    UnsupportedParameter for what it cannot do.
+    """
     vocabulary = completer.chat.vocab_size
     try:
         require_supported(call, _NOTHING, vocab_size=vocabulary)
     except UnsupportedParameter:
         can = await completer.engine.capabilities()
         require_supported(call, can, vocab_size=vocabulary)
+        return replace(call, structural_tag=can.structural_tag)
+    return call
 
 
 async def prepare(completer: Completer, call: ChatCall, tree: InteractionTree | None) -> Prepared:

@@ -45,14 +45,20 @@ def grammar_of_answer(chat: ChatFormat, prompt: Prompt, call: ChatCall, grammar:
     """Return the grammar by which an answer has the form of ``grammar`` or calls its tools.
 
     Reasoning that the prompt has opened is free. UnsupportedParameter where the model's family,
-    a tool's name or the form does not allow for that.
+    a tool's name or the form does not allow for that; without tools it is ``grammar`` then, as it
+    is for an engine without structural tags.
     """
     names = [tool["function"]["name"] for tool in call.tools or ()]
-    if not names and not chat.ends_in_reasoning(prompt.ids):
+    if not names and not (call.structural_tag and chat.ends_in_reasoning(prompt.ids)):
         return grammar
     text = format_part(grammar)
-    if names:
+    try:
         require_enforced(text.get("json_schema"), call.format_parameter or "response_format")
+    except UnsupportedParameter:
+        if names:
+            raise
+        # Alone the engine enforces it, or refuses it.
+        return grammar
     tag = chat.text_or_calls(prompt.ids, text, names)
     if tag is None and not names:
         return grammar

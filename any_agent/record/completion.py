@@ -50,12 +50,15 @@ class CompletionWithTokenLogpReward:
 def chat_completion_of(interaction: Interaction, prompt_tokens: int) -> dict[str, Any] | None:
     """A recorded call as an object of OpenAI's chat completions; None if its texts were not kept.
 
-    Its one choice has the index 0. What was cut off has the finish reason ``length``.
+    Its one choice has the index 0. An aborted answer has the finish reason ``length``, and one that
+    ended in a way that OpenAI does not know ``stop``.
     """
     if lacks_texts(interaction):
         return None
     output = len(interaction.output_ids)
     reason = interaction.finish_reason
+    if reason not in _ENDINGS:
+        reason = "length" if reason == "abort" else "stop"
     return {
         "id": interaction.id,
         "object": "chat.completion",
@@ -64,8 +67,13 @@ def chat_completion_of(interaction: Interaction, prompt_tokens: int) -> dict[str
         "choices": [
             {
                 "index": 0,
-                "message": {"content": None, **interaction.output_message, "role": "assistant"},
-                "finish_reason": reason if reason in _ENDINGS else "length",
+                "message": {
+                    "content": None,
+                    "refusal": None,
+                    **interaction.output_message,
+                    "role": "assistant",
+                },
+                "finish_reason": reason,
                 "logprobs": None,
             }
         ],

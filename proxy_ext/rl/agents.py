@@ -146,5 +146,5 @@ async def delete(session_id: str, request: Request, service: Anyone, receipt: On
 @router.get("/run")
 async def run_info(request: Request, service: Anyone) -> RunInfo:
     """What is trained here, and which checkpoint to load."""
-    await service.auth.session_or_none(request)
+    await service.auth.session_or_none(request, request.query_params.get("session_id"))
     return service.run.info

@@ -12,11 +12,14 @@ import orjson
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from any_agent.record import InteractionTree, InteractionWithTokenLogpReward, propagate_rewards
+from any_agent.record import (
+    InteractionTree,
+    InteractionWithTokenLogpReward,
+    chat_completion_of,
+    propagate_rewards,
+)
 from any_agent.record.texts import lacks_texts
-from any_agent.types import Interaction, Trajectory
-
-_CUT_OFF = "abort"
+from any_agent.types import Trajectory
 
 
 class ArealTensor(BaseModel):
@@ -84,32 +87,13 @@ def _exported(one: InteractionWithTokenLogpReward, tree: InteractionTree) -> dic
         "parent_id": node.parent_id,
         "messages": one.messages if told else [],
         "output_message_list": one.output_message_list if told else None,
-        "completion": _completion(node, len(response.input_tokens)) if told else None,
+        "completion": chat_completion_of(node, len(response.input_tokens)) if told else None,
         "model_response": {
             "input_tokens": response.input_tokens,
             "output_tokens": response.output_tokens,
             "output_logprobs": response.output_logprobs,
             "output_versions": response.output_versions,
             "stop_reason": response.stop_reason,
-        },
-    }
-
-
-def _completion(node: Interaction, prompt_tokens: int) -> dict[str, Any]:
-    """An interaction as OpenAI's answer to a chat request, which knows no aborted ones."""
-    reason = "length" if node.finish_reason == _CUT_OFF else node.finish_reason
-    message = {"content": None, "refusal": None, **node.output_message, "role": "assistant"}
-    output = len(node.output_ids)
-    return {
-        "id": node.id,
-        "object": "chat.completion",
-        "created": int(node.created_at),
-        "model": node.model,
-        "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": output,
-            "total_tokens": prompt_tokens + output,
         },
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
@@ -20,6 +21,9 @@ from any_agent.errors import InvalidRequest
 
 _MOST = 2048
 """Names in one query: more than the sessions that a lease may name."""
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+"""As JSON has them; Python would take `1_0`, too."""
+_NOT_FINITE = re.compile(r"[+-]?(nan|inf(inity)?)", re.IGNORECASE)
 _LAX: dict[str, TypeAdapter[Any]] = {
     "boolean": TypeAdapter(bool),
     "integer": TypeAdapter(int),
@@ -36,16 +40,19 @@ class QueryFields:
         self._body = {n: k for model in bodies for n, k in _kinds_by_field(model).items()}
         self._own = {n: k for model in own for n, k in _kinds_by_field(model).items()}
         self._path = {field.alias for field in dependant.path_params}
+        self.takes_session = "session_id" in {*self._body, *self._own, *self._path}
+        """Whether the route itself reads the name of a session that the query may have."""
+        self.in_query = bool(own)
         self.in_body = bool(bodies)
         """Whether what the query says belongs into the route's body."""
 
     async def said(self, query: str, path: Mapping[str, Any]) -> dict[str, Any]:
         """The query's fields as a body has them.
 
-        InvalidRequest for one that the route does not have, that is said twice in two ways or that
-        is no finite number, and for a key.
+        Every route's may name its session. InvalidRequest for a field that the route does not have,
+        that is empty, that is said twice in two ways or that is no finite number, and for a key.
         """
-        known = {**self._body, **self._own}
+        known = {"session_id": {"string"}, **self._body, **self._own}
         out = {}
         for name, texts in _by_name(query).items():
             if name == "api_key":
@@ -92,9 +99,7 @@ def _unknown(name: str, known: Collection[str]) -> InvalidRequest:
     near = difflib.get_close_matches(shown, known, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]}?" if near else ""
     if not near:
-        hint = (
-            f"; this route takes {', '.join(sorted(known))}" if known else "; this route has none"
-        )
+        hint = f"; this route takes {', '.join(sorted(known))}"
     return InvalidRequest(f"unknown query parameter {shown}{hint}", param=shown)
 
 
@@ -111,6 +116,8 @@ def _by_name(query: str) -> dict[str, list[str]]:
 
 async def _value(name: str, texts: Sequence[str], kinds: set[str]) -> Any:
     """The value that texts stand for in a field that takes these kinds of JSON."""
+    if "" in texts:
+        raise InvalidRequest(f"{name} in the query is empty: leave it out", param=name)
     first = texts[0].lstrip()
     if "array" in kinds and not (len(texts) == 1 and first.startswith("[")):
         return list(texts)
@@ -130,6 +137,8 @@ async def _one(name: str, text: str, kinds: set[str]) -> Any:
                 f"{name} in the query is not valid JSON", param=name, code="invalid_json"
             ) from None
     for kind in (kind for kind in _LAX if kind in kinds):
+        if kind != "boolean":
+            _require_number(name, text)
         try:
             value = _LAX[kind].validate_python(text)
         except ValidationError:
@@ -143,6 +152,13 @@ async def _one(name: str, text: str, kinds: set[str]) -> Any:
             )
         return value
     return text
+
+
+def _require_number(name: str, text: str) -> None:
+    if _NOT_FINITE.fullmatch(text):
+        raise InvalidRequest(f"{name} must be a finite number", param=name)
+    if not _NUMBER.fullmatch(text):
+        raise InvalidRequest(f"{name} must be a number, such as 1 or -0.5", param=name)
 
 
 def _model(field: Any) -> type[BaseModel] | None:

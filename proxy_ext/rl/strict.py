@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
+from urllib.parse import parse_qsl, urlencode
 
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
 from any_agent.errors import InvalidRequest
+from proxy_ext.rl.common import service_of
 from proxy_ext.rl.query import QueryFields, merged
 from proxy_ext.wire.http import read_json
 
@@ -31,6 +33,11 @@ class _StrictRequest(Request):
         self._body = json.dumps(body).encode()
         # The scope itself, so that a request is known by what it asks for, wherever that stood.
         self.scope["query_string"] = b""
+
+    def leave_out(self, name: str, query: str) -> None:
+        """Take a field out of the query of a route whose own fields do not have it."""
+        rest = [each for each in parse_qsl(query, keep_blank_values=True) if each[0] != name]
+        self.scope["query_string"] = urlencode(rest).encode()
 
 
 def _integer(digits: str) -> int:
@@ -57,6 +64,11 @@ class StrictRoute(APIRoute):
             request = _StrictRequest(request.scope, request.receive)
             if query := request.scope["query_string"].decode("latin-1"):
                 said = await fields.said(query, request.path_params)
+                if not fields.takes_session and "session_id" in said:
+                    auth = service_of(request).auth
+                    await auth.require_same(request, said.pop("session_id"))
+                    if fields.in_query:
+                        request.leave_out("session_id", query)
                 if fields.in_body:
                     await request.take_in(said)
             return await handle(request)

@@ -132,7 +132,11 @@ async def test_body_and_query_may_say_the_same(proxy: Proxy, same: float) -> Non
         ("reward=-Infinity", {}, "reward", "finite"),
         ("reward=1e400", {}, "reward", "finite"),
         ("reward=much", {}, "reward", "must be a number"),
-        ("reward=", {}, "reward", "must be a number"),
+        ("reward=1_0", {}, "reward", "must be a number"),
+        ("reward=%D9%A1", {}, "reward", "must be a number"),
+        ("reward=%201", {}, "reward", "must be a number"),
+        ("reward=", {}, "reward", "is empty"),
+        ("reward=1&completion_id=", {}, "completion_id", "is empty"),
         ("reward={%22a%22:NaN}", {}, "reward", "not valid JSON"),
         ("reward=1&rewrad=1", {}, "rewrad", "did you mean reward?"),
         ("reward=1&zzz=1", {}, "zzz", "this route takes completion_id, final_reward"),
@@ -176,7 +180,7 @@ async def test_a_body_that_is_none_stays_one(proxy: Proxy) -> None:
     "path",
     [
         "/rl/v1/sessions?stat=open",
-        "/rl/v1/run?session_id=x",
+        "/rl/v1/run?sesion_id=x",
         "/rl/v1/capacity?x=1",
         "/rl/v1/version?x=1",
         "/rl/v1/start_session?mod=eval",
@@ -186,6 +190,40 @@ async def test_reads_know_their_parameters(proxy: Proxy, path: str) -> None:
     response = await proxy.http.get(path)
     refused(response, path.partition("?")[2].partition("=")[0], "unknown query parameter")
     assert not proxy.service.sessions.live
+
+
+@pytest.mark.parametrize("path", ["run", "version"])
+async def test_a_read_may_name_its_session(proxy: Proxy, path: str) -> None:
+    first, second = await proxy.open(), await proxy.open()
+    bearer = {"Authorization": f"Bearer {first['api_key']}"}
+    for headers in (bearer, {"X-Any-Agent-Session": first["session_id"]}, {}):
+        url = f"/rl/v1/{path}?session_id="
+        same = await proxy.http.get(url + first["session_id"], headers=headers)
+        assert same.status_code == 200, same.text
+        if headers:
+            other = await proxy.http.get(url + second["session_id"], headers=headers)
+            assert other.status_code == 400
+            assert other.json()["error"]["code"] == "session_mismatch"
+    assert (await proxy.http.get("/rl/v1/run?session_id=none")).status_code == 404
+
+
+async def test_a_route_of_no_session_may_name_one(proxy: Proxy) -> None:
+    first, second = await proxy.open(), await proxy.open()
+    path = f"/rl/v1/start_session?mode=eval&session_id={second['session_id']}"
+    response = await proxy.post(path, {}, **{"X-Any-Agent-Session": first["session_id"]})
+    refused(response, None, "two different sessions")
+    assert len(proxy.service.sessions.live) == 2
+    for path in ("sessions", "capacity"):
+        named = f"/rl/v1/{path}?session_id={first['session_id']}"
+        assert (await proxy.http.get(named)).status_code == 200
+    limited = await proxy.http.get(f"/rl/v1/sessions?session_id={first['session_id']}&limit=1")
+    assert len(limited.json()) == 1
+    refused(await proxy.http.get("/rl/v1/capacity?session_id="), "session_id", "is empty")
+
+
+@pytest.mark.parametrize("query", ["limit=1_0", "limit=", "limit=%201"])
+async def test_a_reads_numbers_are_as_strict(proxy: Proxy, query: str) -> None:
+    refused(await proxy.http.get(f"/rl/v1/sessions?{query}"), "limit")
 
 
 @pytest.mark.parametrize("query", ["ttl=nan", "wait=inf", "api_key=sk-v1.0.x"])

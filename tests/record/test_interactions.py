@@ -132,6 +132,9 @@ def test_a_completion_is_cut_off_or_not_kept() -> None:
     cut.finish_reason = "abort"
     said = chat_completion_of(cut, 1)
     assert said is not None and said["choices"][0]["finish_reason"] == "length"
+    cut.finish_reason = "an engine's own"
+    said = chat_completion_of(cut, 1)
+    assert said is not None and said["choices"][0]["finish_reason"] == "stop"
     assert chat_completion_of(without_texts(cut), 1) is None
 
 

@@ -47,6 +47,8 @@ class ChatCall:
     """The tools came as `functions`: an answer has one `function_call` at most."""
     format_parameter: str | None = None
     """The one that asked for ``gconfig.grammar``."""
+    structural_tag: bool = True
+    """Whether the engine takes that grammar as a part of a structural tag."""
     untrainable: UntrainableReason | None = None
     """Why no answer to it can be trained on."""
     prompts: tuple[TextInput, ...] = ()

@@ -1,0 +1,63 @@
+"""A format after reasoning that the prompt has opened, without tools."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+from any_agent.completions.asked import Asked
+from any_agent.completions.begin import checked
+from any_agent.completions.bound import grammar_of_answer
+from any_agent.completions.prompt import Prompt
+from any_agent.engine import Capabilities
+from any_agent.errors import UnsupportedParameter
+from any_agent.types import id_array
+from tests.completions.params_lab import TOOL, parse
+from tests.families import family
+
+ODD = {"type": "array", "items": {"type": "integer", "multipleOf": 5}, "uniqueItems": True}
+
+
+def grammar(schema: dict[str, Any], *, able: bool = True, **asked: Any) -> tuple[str, str]:
+    """The grammar that is asked for, and the one that is sent."""
+    chat = family("qwen3_5", thinking=True).chat
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    call = replace(parse("eval", response_format=wanted, **asked), structural_tag=able)
+    prompt = Prompt(id_array(chat.render(call.messages, call.tools)))
+    assert chat.ends_in_reasoning(prompt.ids)
+    plain = call.gconfig.grammar
+    assert plain is not None
+    return plain, grammar_of_answer(chat, prompt, call, plain)
+
+
+def test_it_is_a_part_of_a_structural_tag() -> None:
+    assert list(orjson.loads(grammar({"type": "object"})[1])) == ["structural_tag"]
+
+
+def test_it_is_plain_where_the_engine_has_no_tags() -> None:
+    plain, sent = grammar({"type": "object"}, able=False)
+    assert sent == plain
+
+
+def test_it_is_plain_where_a_tag_would_not_enforce_it() -> None:
+    plain, sent = grammar(ODD)
+    assert sent == plain
+    with pytest.raises(UnsupportedParameter, match="uniqueItems"):
+        grammar(ODD, tools=[TOOL])
+
+
+@pytest.mark.parametrize("able", [True, False])
+async def test_a_checked_call_knows_whether_its_engine_has_tags(able: bool) -> None:
+    async def capabilities() -> Capabilities:
+        return Capabilities(structural_tag=able)
+
+    engine = SimpleNamespace(capabilities=capabilities)
+    completer: Any = SimpleNamespace(chat=SimpleNamespace(vocab_size=10), engine=engine)
+    answer: Any = None
+    call = parse("eval", response_format={"type": "json_object"})
+    asked = await checked(completer, lambda: Asked(call, answer), 1)
+    assert asked == Asked(replace(call, structural_tag=able), answer)
