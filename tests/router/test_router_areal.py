@@ -344,3 +344,30 @@ async def test_keys_name_the_rank_of_rewards_and_ends(pair: Lab) -> None:
 
 async def test_health_counts_the_ranks(pair: Lab) -> None:
     assert (await pair.get("/health")).json() == {"status": "ok", "workers": 2}
+
+
+async def test_a_move_that_is_answered_late_is_made_once(
+    pair: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank has it, and says so only when it is asked again under the same key."""
+    monkeypatch.setattr("router.grants._PATIENCE", 0.8)
+    Slots(pair.ranks[1])
+    slots, keys, released = Slots(pair.ranks[0]), [], asyncio.Event()
+
+    async def late(received: Received) -> None:
+        if received.target != GRANT or received.json.get("change") is None:
+            await slots.answer(received)
+            return
+        keys.append(received.values("idempotency-key")[0])
+        if len(keys) == 1:
+            slots.grants += 1
+            await released.wait()
+            return
+        await received.answer({"capacity": slots.grants})
+
+    pair.ranks[0].handler = late
+    await pair.post("/grant_capacity", {"task_id": task_of(1, 2)})
+    body = {"task_id": task_of(0, 2)}
+    assert await opened(pair, body, **{"Idempotency-Key": "k"}) == on(0, granted=True)
+    released.set()
+    assert len(keys) == 2 and len(set(keys)) == 1
