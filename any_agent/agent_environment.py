@@ -30,7 +30,7 @@ def require_some_url(url: str) -> None:
 
 
 def is_placeholder(url: str) -> bool:
-    """Whether it is what :func:`require_some_url` sets."""
+    """Return whether it is the URL that :func:`require_some_url` sets."""
     return url.endswith(f"/{PLACEHOLDER_SESSION}/v1")
 
 

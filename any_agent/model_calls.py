@@ -187,7 +187,7 @@ class ModelRequest:
     have their own."""
     prompt: list[Message] | str | None
     model: str
-    """What the caller calls it; an engine has one model."""
+    """The caller's name for it; an engine has one model."""
 
     def __init__(
         self,

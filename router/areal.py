@@ -261,7 +261,7 @@ def _without_slot(answer: Answer) -> bool:
 
 
 def _without_place(answer: Answer) -> bool:
-    """Whether it is so, or the rank takes no more of this caller's sessions."""
+    """Return whether it is so, or the rank takes no more of this caller's sessions."""
     return answer.status == HTTPStatus.TOO_MANY_REQUESTS or _without_slot(answer)
 
 

@@ -157,7 +157,7 @@ class Fields:
 
 
 def _means(text: str, value: Any) -> bool:
-    """Whether a text in a query stands for a value of a body."""
+    """Return whether a text in a query stands for a value of a body."""
     if isinstance(value, str):
         return text == value
     if isinstance(value, list):
@@ -166,7 +166,7 @@ def _means(text: str, value: Any) -> bool:
 
 
 def json_value(text: str) -> Any:
-    """What a text is as JSON; None for what is none."""
+    """Return a text read as JSON; None if it is not JSON."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:

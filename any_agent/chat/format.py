@@ -171,7 +171,7 @@ class ChatFormat:
         return None if text is None else self.encode(text, special=False)
 
     def ends_in_reasoning(self, prompt_ids: Sequence[int] | IdArray) -> bool:
-        """Whether the prompt has opened the answer's reasoning."""
+        """Return whether the prompt has opened the answer's reasoning."""
         return self._reader.ends_in_reasoning(prompt_ids)
 
     def text_or_calls(

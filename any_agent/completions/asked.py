@@ -48,7 +48,7 @@ class Rules:
     model: str
     """What the policy is called where a request names no model."""
     unknown: UnknownParameters = "record"
-    """What becomes of parameters that nobody here knows."""
+    """The treatment of unknown parameters."""
 
 
 def chat_asked(body: Any, rules: Rules, chat: ChatFormat) -> Asked:

@@ -1,4 +1,4 @@
-"""What binds an answer to its tools or its format, in one family's terms."""
+"""Grammars that bind an answer to its tools or its format, in one family's terms."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 from any_agent.errors import DatasetError
 
 _EXACT = ("torch.int64", "torch.float64", "torch.bool")
-"""What torch makes of Python's own numbers."""
+"""The dtypes that torch makes of Python's own numbers."""
 _FIX = "give the DataLoader collate_fn=lambda items: items"
 
 

@@ -68,7 +68,7 @@ class RemoteSGLangEngine:
         self._pool: EnginePool | None = None
         self._words = Words()
         self.path: Path | None = None
-        """Where the weights lie; None for engines of others that say nothing of it."""
+        """The weights' folder; None if a joined engine does not name it."""
         self.context_length = 0
         """Tokens of prompt and output together."""
 

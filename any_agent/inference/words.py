@@ -87,7 +87,7 @@ def _told(chunk: GenerationChunk) -> list[int]:
 
 
 def words_of(tokenizer: Any, path: Path | None, model: ModelConfig) -> Words:
-    """Of a tokenizer, else of the model in ``path``. ConfigError where there is no tokenizer."""
+    """Return the words of a tokenizer, else of the model in ``path``; ConfigError without both."""
     given = tokenizer if tokenizer is not None else path and str(path)
     if given is None:
         raise ConfigError("the engine does not say where its model lies: give tokenizer=")

@@ -46,7 +46,7 @@ class Stream:
     fruitless: int = 0
     """Items in a row that came to nothing."""
     error: BaseException | None = None
-    """What ended it; nothing of it begins any more."""
+    """The error that ended it; nothing of it begins any more."""
     closed: bool = False
     """Nobody wants it any more."""
 
@@ -118,7 +118,7 @@ class Job:
     lost: Counter[str] = field(default_factory=Counter)
     """Why the others have none."""
     error: BaseException | None = None
-    """What the first one that failed failed with."""
+    """The error of the first one that failed."""
     tensors: TensorDict | None = None
     """All results as one, where that was asked for."""
     dropped: bool = False

@@ -162,7 +162,7 @@ class AsyncSession(Opened):
 
     @property
     def asked_to_end(self) -> bool:
-        """Whether it was asked to end by a method, or by a client that has joined it."""
+        """True if a method, or a client that has joined it, asked it to end."""
         return self.ended or (self._membership is not None and self._membership.asked_to_end)
 
     async def over(self) -> SessionInfo | None:

@@ -46,7 +46,7 @@ _HOLDS = 5.0
 _GIVEN = ("base_url", "api_key", "http_client")
 _WRITE = "write async def run(self, data, **extra_kwargs)"
 _NEEDS_MAIN_THREAD = "only works in main thread"
-"""What Python's ``signal`` says in any other thread."""
+"""The error text of Python's ``signal`` in any thread but the main one."""
 
 
 class NeedsMainThread(AgentFailed):
@@ -332,7 +332,7 @@ def _key_in(session_url: str) -> str:
 
 
 def _needs_main_thread(error: BaseException) -> bool:
-    """Whether ``signal`` has refused a thread, there or in what came of it."""
+    """Return whether the error, its cause or its context is that of ``signal`` in a thread."""
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:

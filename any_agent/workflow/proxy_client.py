@@ -68,7 +68,7 @@ class OpenAIProxyClient:
         self.interaction_count = 0
         """Model calls of the session, once it has ended."""
         self.called: bool | None = None
-        """Whether there were any, also once it is aborted; None while nobody knows."""
+        """True if there were any, also once it is aborted; None while that is unknown."""
         self._session = session
         self._admin_key = admin_api_key
         self._patience = patience

@@ -22,7 +22,7 @@ from any_agent.errors import InvalidRequest
 _MOST = 2048
 """Names in one query: more than the sessions that a lease may name."""
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-"""As JSON has them; Python would take `1_0`, too."""
+"""Numbers in JSON's form; Python would take `1_0`, too."""
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf(inity)?)", re.IGNORECASE)
 _LAX: dict[str, TypeAdapter[Any]] = {
     "boolean": TypeAdapter(bool),
@@ -32,7 +32,7 @@ _LAX: dict[str, TypeAdapter[Any]] = {
 
 
 class QueryFields:
-    """What the query of one route may say."""
+    """The query fields of one route."""
 
     def __init__(self, dependant: Dependant) -> None:
         bodies = [kind for field in dependant.body_params if (kind := _model(field))]
@@ -41,10 +41,10 @@ class QueryFields:
         self._own = {n: k for model in own for n, k in _kinds_by_field(model).items()}
         self._path = {field.alias for field in dependant.path_params}
         self.takes_session = "session_id" in {*self._body, *self._own, *self._path}
-        """Whether the route itself reads the name of a session that the query may have."""
+        """True if the route itself reads the query's session name."""
         self.in_query = bool(own)
         self.in_body = bool(bodies)
-        """Whether what the query says belongs into the route's body."""
+        """True if the query's fields belong into the route's body."""
 
     async def said(self, query: str, path: Mapping[str, Any]) -> dict[str, Any]:
         """The query's fields as a body has them.
@@ -88,7 +88,7 @@ def merged(body: Any, said: Mapping[str, Any]) -> Any:
 
 
 def differs(name: str, *places: str) -> InvalidRequest:
-    """Of a field that says two things."""
+    """Return the error of a field that has two values."""
     code = "session_mismatch" if name == "session_id" else None
     message = f"{name} differs between {' and '.join(places)}; say it once"
     return InvalidRequest(message, param=name, code=code)

@@ -197,7 +197,7 @@ EVENTS = {
 
 ENDED = (TRAINED, REJECTED, EVALUATED, EXPIRED, ABORTED)
 FINALIZED_ONCE = (FINALIZED, LEASED, TRAINED, REJECTED, EVALUATED)
-"""What a session can be that was finalized."""
+"""The states of a session that was finalized."""
 _SAME = "with the same final reward or none; nothing changes. Else 409 `already_finalized`"
 _TRAIN, _EVAL = SessionMode.TRAIN, SessionMode.EVAL
 _NOT_NEEDED = "no checkpoint that is kept needs it"
@@ -313,7 +313,7 @@ def refusal(row: SessionRow, event: Event, *, closing: bool = False) -> AnyAgent
 
 
 def already_finalized(row: SessionRow) -> Conflict:
-    """Of a session that is finalized once more, with another final reward than it has."""
+    """Return the error of a session that is finalized again with another final reward."""
     now = "none" if row.final_reward is None else f"{row.final_reward:g}"
     revisable = allowed(row, Event.REWARD)
     advice = "set_reward revises it" if revisable else "it takes no more rewards"

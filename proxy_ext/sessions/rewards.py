@@ -110,7 +110,7 @@ class Rewards:
         return await self._set(session, None, session.row.final_reward, parts, by)
 
     async def stands(self, session: Session, parts: Parts) -> bool:
-        """Whether the final reward says these parts already; under the session's lock."""
+        """Return whether the final reward has these parts; call under the session's lock."""
         before = session.row.final_reward
         if before is None or not parts:
             return not parts

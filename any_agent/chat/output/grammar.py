@@ -19,12 +19,12 @@ NewMachine = Callable[[MessageBuilder, Sequence[Tool], bool], Machine]
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """What a family's models write around a call's name and arguments."""
+    """The text that a family's models write around a call's name and arguments."""
 
     begin: str
     """Up to the name."""
     between: str
-    """From the name to the arguments."""
+    """The text between the name and the arguments."""
     end: str
     opening: str = ""
     """Before the first call, ``closing`` after the last."""
@@ -58,7 +58,7 @@ class OutputGrammar:
     leave_reasoning: str = "\n</think>\n\n"
     """The text that ends open reasoning."""
     text_opening: str = ""
-    """What stands before an answer in text."""
+    """The text before an answer in text."""
     turn_start: str | None = None
     """The token from which on a prompt's end is the output's own header; None: no headers."""
 

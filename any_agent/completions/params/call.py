@@ -48,7 +48,7 @@ class ChatCall:
     format_parameter: str | None = None
     """The one that asked for ``gconfig.grammar``."""
     structural_tag: bool = True
-    """Whether the engine takes that grammar as a part of a structural tag."""
+    """True if the engine takes that grammar as a part of a structural tag."""
     untrainable: UntrainableReason | None = None
     """Why no answer to it can be trained on."""
     prompts: tuple[TextInput, ...] = ()

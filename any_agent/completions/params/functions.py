@@ -43,7 +43,7 @@ def functions_of(body: Mapping[str, Any]) -> tuple[list[Tool] | None, str | None
 
 
 def asks_for_functions(body: Mapping[str, Any]) -> bool:
-    """Whether its tools are in the older form, and so are its answer's calls."""
+    """True if its tools, and so its answer's calls, are in the older form."""
     functions, choice = body.get("functions"), body.get("function_call")
     return functions not in (None, []) or choice not in (None, "none", "auto")
 

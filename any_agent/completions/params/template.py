@@ -52,7 +52,7 @@ def template_kwargs_of(
 
 
 def _on(name: str, value: Any) -> bool | None:
-    """Whether it switches thinking on; None if it leaves that to the run."""
+    """True or False if it switches thinking on or off; None if it leaves that to the run."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, dict) or name != "thinking":

@@ -31,7 +31,7 @@ class Rest:
     """The fields of a body that are in no row of its route's table."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    """Those that the model's chat template reads."""
+    """Fields that the model's chat template reads."""
     recorded: dict[str, Any] = field(default_factory=dict)
     """By plain names: the others' values, but for secrets and what is too large."""
     ignored: list[str] = field(default_factory=list)
