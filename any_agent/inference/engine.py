@@ -204,7 +204,7 @@ class RemoteSGLangEngine:
 
     @property
     def executor(self) -> WorkflowExecutor:
-        """What its workflows run on; EngineUnavailable before :meth:`initialize` and after
+        """The executor of its workflows; EngineUnavailable before :meth:`initialize` and after
         :meth:`close`."""
         if self._executor is None:
             raise EngineUnavailable("the engine is not open: call initialize() first")

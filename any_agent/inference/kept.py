@@ -94,7 +94,7 @@ def kept_model(
 
 
 async def require_weights(pool: EnginePool, kept: Kept | None) -> Path | None:
-    """Where the engines say that their weights lie.
+    """Return the folder that the engines name as that of their weights.
 
     ConfigError for one that says that it has others than the wanted ones. One that was started on
     their folder calls them 0, if nobody told it a version.

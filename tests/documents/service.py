@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,10 +100,6 @@ def run_command(command: list[str], folder: Path, **environ: str) -> str:
     said = f"{done.stdout}\n{done.stderr}"
     assert done.returncode == 0, said
     return said
-
-
-def indented(code: str, levels: int = 1) -> str:
-    return textwrap.indent(code, "    " * levels)
 
 
 PYTHON = sys.executable

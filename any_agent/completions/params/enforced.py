@@ -1,4 +1,4 @@
-"""What xgrammar would read in a JSON schema and not enforce.
+"""Keywords of a JSON schema that xgrammar would read and not enforce.
 
 SGLang refuses such a schema where it stands alone, and not where it is a part of a structural tag.
 """

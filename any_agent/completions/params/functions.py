@@ -11,7 +11,7 @@ from any_agent.types import Message, Tool
 
 
 def functions_of(body: Mapping[str, Any]) -> tuple[list[Tool] | None, str | None]:
-    """As :func:`tools_of`, of `functions` and `function_call`.
+    """Return what :func:`tools_of` does, of `functions` and `function_call`.
 
     Raises InvalidRequest, also where there are tools, too; UnsupportedParameter.
     """

@@ -18,7 +18,7 @@ _TYPES = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 def template_kwargs_of(
     body: Mapping[str, Any], rest: Rest, known_settings: Set[str], unknown: UnknownParameters
 ) -> dict[str, Any]:
-    """What the template is told: both forms as one.
+    """Return the settings of the template, from both forms of giving them.
 
     A switch that the template lacks is ignored, as ``rest`` tells then, or refused. Raises
     InvalidRequest for forms that contradict each other, UnsupportedParameter.

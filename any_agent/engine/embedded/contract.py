@@ -134,7 +134,7 @@ def _hyperparameters(given: Mapping[str, Any]) -> GenerationHyperparameters:
 
 
 def _grammar(given: Mapping[str, Any]) -> str | None:
-    """As in SGLang an empty one is none, and a schema or a tag is a string of JSON."""
+    """Return the grammar. An empty one is none, a schema or tag is a JSON string, as in SGLang."""
     found = [(name, text) for name in _GRAMMARS if (text := _value(given, name, str, None))]
     if not found:
         return None
