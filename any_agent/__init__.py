@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from any_agent import stats_tracker
     from any_agent.chat import load_hf_tokenizer
-    from any_agent.client import RLClient
+    from any_agent.client.rl_client import RLClient
     from any_agent.config import Config, load_config
+    from any_agent.config.script import GRPOConfig, load_expr_config
     from any_agent.data import get_custom_dataset
     from any_agent.direct import EngineOpenAI
     from any_agent.engine import InferenceEngine
     from any_agent.errors import AnyAgentError
-    from any_agent.experiment import GRPOConfig, load_expr_config
     from any_agent.inference import LocalModel, RemoteSGLangEngine, load_engine
     from any_agent.record import CompletionWithTokenLogpReward, InteractionWithTokenLogpReward
-    from any_agent.reward import AsyncRewardWrapper, gsm8k_reward_fn
+    from any_agent.rewards.async_wrapper import AsyncRewardWrapper, gsm8k_reward_fn
     from any_agent.sdk import AgentRunner, AgentSession
     from any_agent.types import (
         GenerationHyperparameters,
@@ -45,11 +45,11 @@ _HOMES = {
     "AgentRunner": "any_agent.sdk",
     "AgentSession": "any_agent.sdk",
     "AnyAgentError": "any_agent.errors",
-    "AsyncRewardWrapper": "any_agent.reward",
+    "AsyncRewardWrapper": "any_agent.rewards.async_wrapper",
     "CompletionWithTokenLogpReward": "any_agent.record",
     "Config": "any_agent.config",
     "EngineOpenAI": "any_agent.direct",
-    "GRPOConfig": "any_agent.experiment",
+    "GRPOConfig": "any_agent.config.script",
     "GenerationHyperparameters": "any_agent.types",
     "GroupedRolloutWorkflow": "any_agent.workflow",
     "InferenceEngine": "any_agent.engine",
@@ -70,10 +70,10 @@ _HOMES = {
     "Trajectory": "any_agent.types",
     "concat_padded_tensors": "any_agent.workflow",
     "get_custom_dataset": "any_agent.data",
-    "gsm8k_reward_fn": "any_agent.reward",
+    "gsm8k_reward_fn": "any_agent.rewards.async_wrapper",
     "load_config": "any_agent.config",
     "load_engine": "any_agent.inference",
-    "load_expr_config": "any_agent.experiment",
+    "load_expr_config": "any_agent.config.script",
     "load_hf_tokenizer": "any_agent.chat",
 }
 _MODULES = {

@@ -14,13 +14,8 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from any_agent.access import run_dir_of
-from any_agent.atomic import append_line, fsync
-from any_agent.config import load_config
-from any_agent.errors import StartupError
-from any_agent.keys import key_id
-from any_agent.keys_cli import LIMITS
-from any_agent.keystore import (
+from any_agent.auth.access import run_dir_of
+from any_agent.auth.key_store import (
     KeptKey,
     TenantLimits,
     create_key,
@@ -29,7 +24,12 @@ from any_agent.keystore import (
     revoke_key,
     write_private,
 )
-from any_agent.rundir import RunDir
+from any_agent.cli.keys import LIMITS
+from any_agent.config import load_config
+from any_agent.errors import StartupError
+from any_agent.keys import key_id
+from any_agent.rundir.layout import RunDir
+from any_agent.runtime.atomic_files import append_line, fsync
 
 _MOST_SECRETS = 8
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from any_agent.metrics import Histogram, Metric
+from any_agent.runtime.metrics import Histogram, Metric
 
 LOOP_LAG = Metric(
     "any_agent_loop_lag_seconds",

@@ -62,7 +62,7 @@ class Lab:
         self.engine, _ = self._start("engine", command, "/get_model_info")
 
     def _start(self, name: str, command: list[str], health: str) -> tuple[str, int]:
-        from any_agent.ports import free_port
+        from any_agent.runtime.ports import free_port
 
         log = self._folder / f"{name}.log"
         port = free_port("127.0.0.1")
@@ -83,7 +83,7 @@ class Lab:
         import yaml
 
         from any_agent.config import load_config
-        from any_agent.rundir import RunDir
+        from any_agent.rundir.layout import RunDir
 
         settings = {
             "root": self._folder / "runs",

@@ -84,7 +84,7 @@ class Lab:
     def __init__(self, folder: Path, stack: ExitStack, cores: Cores) -> None:
         from any_agent.config import load_config
         from any_agent.keys import KeySigner
-        from any_agent.rundir import RunDir
+        from any_agent.rundir.layout import RunDir
 
         self._folder = folder
         self._stack = stack
@@ -104,7 +104,7 @@ class Lab:
 
     @staticmethod
     def _free_port() -> int:
-        from any_agent.ports import free_port
+        from any_agent.runtime.ports import free_port
 
         return free_port("127.0.0.1")
 
@@ -139,7 +139,7 @@ class Lab:
     @contextlib.contextmanager
     def _registered(self) -> Iterator[None]:
         """The ranks' entries in the run's registry, kept fresh as the ranks would."""
-        from any_agent.registry import HEARTBEAT, Entry, publish, rank_name
+        from any_agent.rundir.registry import HEARTBEAT, Entry, publish, rank_name
 
         entries = [
             Entry(name=rank_name(rank), boot_id="benchmark", url=url, pid=os.getpid())

@@ -36,10 +36,10 @@ import yaml
 from common import child, cpu_seconds, machine, median, resident_mib, wait_until_up
 from proxy import KEY, Lab
 
-from any_agent.access import run_dir_of, signer_of
+from any_agent.auth.access import run_dir_of, signer_of
 from any_agent.config import Config, load_config
 from any_agent.keys import KeySigner
-from any_agent.ports import free_port
+from any_agent.runtime.ports import free_port
 from proxy_ext.journal import PutInteraction, PutSession, SessionRow, SQLiteJournal
 
 TURNS, TURN_USER, TURN_OUTPUT = 20, 100, 100

@@ -95,8 +95,8 @@ async def post(url: str, path: str, body: dict[str, Any]) -> None:
 
 
 def fleet(proxies: list[Proxy]) -> Any:
-    from any_agent.registry import Entry
     from any_agent.rollout import Ranks
+    from any_agent.rundir.registry import Entry
 
     class Fleet(Ranks):
         def __init__(self) -> None:
@@ -112,7 +112,7 @@ def fleet(proxies: list[Proxy]) -> Any:
 
 @contextmanager
 def engine(model: Path, folder: Path, name: str) -> Iterator[tuple[str, int]]:
-    from any_agent.ports import reserve
+    from any_agent.runtime.ports import reserve
 
     with reserve("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
@@ -252,7 +252,7 @@ def main() -> None:
         return
     from transformers.utils import logging as transformers_logging
 
-    from any_agent.loop_thread import LoopThread
+    from any_agent.runtime.event_loop import LoopThread
 
     transformers_logging.disable_progress_bar()
     thread = LoopThread("ranks")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from any_agent.access import Scope
+from any_agent.auth.access import Scope
 from proxy_ext.scopes import LITELLM, RULES
 
 HEAD = """# Keys: who may do what

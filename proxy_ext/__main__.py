@@ -12,18 +12,18 @@ import sys
 import time
 import uuid
 
-from any_agent.access import require_key
+from any_agent.auth.access import require_key
 from any_agent.config import Config, load_resolved
+from any_agent.config.model_list import resolved
 from any_agent.engine import SGLangEngine
 from any_agent.engine.sglang import HALF_LOADED
 from any_agent.engine.shape import ModelShape, shape_of
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StartupError
-from any_agent.frozen_models import resolved
-from any_agent.logs import set_up_logging
-from any_agent.ports import listen, url_of
-from any_agent.private_address import require_private_url
-from any_agent.registry import rank_name
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
+from any_agent.rundir.registry import rank_name
+from any_agent.runtime.logs import set_up_logging
+from any_agent.runtime.ports import listen, url_of
+from any_agent.runtime.private_address import require_private_url
 
 _ASK_EVERY = 0.3
 

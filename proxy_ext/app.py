@@ -21,7 +21,7 @@ from any_agent.chat import ChatFormat
 from any_agent.config import Config
 from any_agent.engine.shape import ModelShape
 from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, ServiceUnavailable
-from any_agent.metrics import CONTENT_TYPE
+from any_agent.runtime.metrics import CONTENT_TYPE
 from any_agent.types import SessionMode, SessionState
 from proxy_ext import litellm_shim, rl, scopes
 from proxy_ext.frozen.frozen import require_prices

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from any_agent import keys
-from any_agent.access import ANYONE, NOBODY, Access, Caller, Scope
+from any_agent.auth.access import ANYONE, NOBODY, Access, Caller, Scope
 from any_agent.errors import NotFound, SessionMismatch, Unauthenticated
 from any_agent.keys import SESSION_KEY_PREFIX, Lane
 from proxy_ext.opening.quotas import Quotas

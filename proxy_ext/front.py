@@ -13,15 +13,15 @@ import orjson
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from any_agent.access import CLIENT_HEADER, authorize
-from any_agent.access import Scope as KeyScope
-from any_agent.audit import AuditLog
-from any_agent.error_shapes import shaped
+from any_agent.auth.access import CLIENT_HEADER, authorize
+from any_agent.auth.access import Scope as KeyScope
+from any_agent.auth.audit_log import AuditLog
+from any_agent.auth.loopback import require_local
 from any_agent.errors import AnyAgentError, Forbidden, NotFound, PayloadTooLarge, Unauthenticated
 from any_agent.keys import key_id, session_prefix
-from any_agent.logs import Redactor
-from any_agent.loopback import require_local
-from any_agent.protocol import API_HEADER, API_VERSION
+from any_agent.protocol.error_bodies import shaped
+from any_agent.protocol.rl import API_HEADER, API_VERSION
+from any_agent.runtime.logs import Redactor
 from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Auth, bearer_of
 from proxy_ext.bounds import Bounds, Held
 from proxy_ext.scopes import LITELLM, RULES, Rule, template_of

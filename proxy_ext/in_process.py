@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from any_agent.engine import Capabilities, RolloutEngine
 from any_agent.errors import Draining, ServiceUnavailable
-from any_agent.protocol import Ack, Lease
+from any_agent.protocol.rl import Ack, Lease
 from any_agent.record import CompletionWithTokenLogpReward, pack_trajectories
 from any_agent.types import GenerationChunk, ModelRequest, ModelResponse, SessionState
 from proxy_ext.front import Front

@@ -22,6 +22,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from any_agent.config.model_list import ModelList, resolved, secrets_of
 from any_agent.errors import (
     AnyAgentError,
     ConfigError,
@@ -32,8 +33,7 @@ from any_agent.errors import (
     ProviderTimeout,
     ProviderUnavailable,
 )
-from any_agent.frozen_models import ModelList, resolved, secrets_of
-from any_agent.logs import Redactor
+from any_agent.runtime.logs import Redactor
 from proxy_ext.frozen.provider import Event, FrozenApi
 from proxy_ext.frozen.streams import close, sse, with_reasons
 

@@ -8,8 +8,8 @@ from typing import TypeVar, get_args
 
 from any_agent.completions.untrainable import REASONS
 from any_agent.loop_lag import LOOP_LAG
-from any_agent.metrics import Exposition, Metric, Reading, Values
-from any_agent.registry import rank_name
+from any_agent.rundir.registry import rank_name
+from any_agent.runtime.metrics import Exposition, Metric, Reading, Values
 from any_agent.types import Continuation, SessionMode, SessionState
 from proxy_ext.calls.stats import FIRST, NO_SESSION, Outcome, Retried
 from proxy_ext.frozen.spend import CAPS

@@ -16,9 +16,9 @@ from fastapi import FastAPI
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute, iter_route_contexts
 
-from any_agent import protocol
-from any_agent.access import Scope
-from any_agent.error_shapes import is_messages
+from any_agent.auth.access import Scope
+from any_agent.protocol import rl as protocol
+from any_agent.protocol.error_bodies import is_messages
 from proxy_ext.openapi_bodies import BODIES, EXAMPLES, PAGES, RULES_BETWEEN, SCHEMAS
 from proxy_ext.rl import areal, areal_export
 from proxy_ext.rl.common import receipt_of

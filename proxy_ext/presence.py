@@ -15,8 +15,8 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from any_agent.presence import Presence
-from any_agent.registry import Entry, Load, rank_name
+from any_agent.rundir.heartbeat import Presence
+from any_agent.rundir.registry import Entry, Load, rank_name
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.draining import UnderWay
 from proxy_ext.service import Service

@@ -13,7 +13,7 @@ from any_agent.config import Config
 from any_agent.engine import SGLangEngine
 from any_agent.engine.sglang import HALF_LOADED
 from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, RunFinished
-from any_agent.protocol import PublishedVersion, RunInfo, SetRun
+from any_agent.protocol.rl import PublishedVersion, RunInfo, SetRun
 from any_agent.types import SessionState
 from proxy_ext.journal import Journal, PutMeta, SessionRow
 from proxy_ext.sessions.owners import EXPORT_OWNER, handed_out

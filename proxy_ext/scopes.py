@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi.routing import iter_route_contexts
 
-from any_agent.access import METRICS_SCOPES, Scope
+from any_agent.auth.access import METRICS_SCOPES, Scope
 from any_agent.errors import StartupError
 
 EVERYBODY = frozenset(Scope)

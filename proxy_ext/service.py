@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from any_agent.access import Access, run_dir_of
-from any_agent.audit import AuditLog
+from any_agent.auth.access import Access, run_dir_of
+from any_agent.auth.audit_log import AuditLog
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import Completer
 from any_agent.config import Config
-from any_agent.conversation import rank_tag
 from any_agent.engine import SGLangEngine
 from any_agent.engine.shape import ModelShape
 from any_agent.errors import AnyAgentError, EngineUnavailable, StoreUnavailable
 from any_agent.loop_lag import new_lag, watched_loop
-from any_agent.metrics import Histogram
-from any_agent.registry import rank_name
+from any_agent.protocol.conversation_key import rank_tag
+from any_agent.rundir.registry import rank_name
+from any_agent.runtime.metrics import Histogram
 from any_agent.types import GenerationHyperparameters
 from proxy_ext.archive.sweep import Archive
 from proxy_ext.auth import Auth

@@ -8,11 +8,11 @@ import signal
 import socket
 import sys
 
-from any_agent.access import require_key
+from any_agent.auth.access import require_key
 from any_agent.config import Config, load_resolved
 from any_agent.errors import AnyAgentError, ConfigError
-from any_agent.logs import set_up_logging
-from any_agent.ports import listen, url_of
+from any_agent.runtime.logs import set_up_logging
+from any_agent.runtime.ports import listen, url_of
 
 
 def main() -> int:

@@ -16,10 +16,10 @@ from urllib.parse import unquote
 from aiohttp import hdrs, web
 from multidict import CIMultiDictProxy, istr
 
-from any_agent.access import Access, Scope
-from any_agent.audit import AuditLog
+from any_agent.auth.access import Access, Scope
+from any_agent.auth.audit_log import AuditLog
+from any_agent.auth.loopback import require_local
 from any_agent.config import Config
-from any_agent.error_shapes import shaped
 from any_agent.errors import (
     AnyAgentError,
     Draining,
@@ -31,10 +31,10 @@ from any_agent.errors import (
 )
 from any_agent.keys import session_prefix
 from any_agent.loop_lag import new_lag, watched_loop
-from any_agent.loopback import require_local
-from any_agent.presence import Presence
-from any_agent.registry import Entry, Registry
-from any_agent.rundir import RunDir
+from any_agent.protocol.error_bodies import shaped
+from any_agent.rundir.heartbeat import Presence
+from any_agent.rundir.layout import RunDir
+from any_agent.rundir.registry import Entry, Registry
 from router.affinity import Affinity, key_in
 from router.areal import ArealRoutes
 from router.body import Body, Fields

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from aiohttp import web
 
-from any_agent.access import Access
+from any_agent.auth.access import Access
 from any_agent.errors import (
     AnyAgentError,
     Conflict,
@@ -26,7 +26,7 @@ from any_agent.errors import (
     from_response,
 )
 from any_agent.keys import SESSION_KEY_PREFIX
-from any_agent.protocol import GRANT_ONLY_HEADER
+from any_agent.protocol.rl import GRANT_ONLY_HEADER
 from router.affinity import Affinity, home_of
 from router.body import Body, Fields
 from router.fanout import Handler

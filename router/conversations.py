@@ -13,10 +13,10 @@ from typing import Any
 
 from aiohttp import web
 
-from any_agent.access import Scope
+from any_agent.auth.access import Scope
 from any_agent.config import Config
-from any_agent.conversation import rank_of_response, task_of
 from any_agent.errors import InvalidRequest, ServiceUnavailable
+from any_agent.protocol.conversation_key import rank_of_response, task_of
 from router.affinity import home_of, key_in
 from router.body import WHOLE, Body, json_object
 from router.forward import Forwarder

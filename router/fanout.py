@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from any_agent.errors import AnyAgentError, ServiceUnavailable
-from any_agent.protocol import AFTER_HEADER, UNREACHABLE_HEADER, read_places, write_places
+from any_agent.protocol.rl import AFTER_HEADER, UNREACHABLE_HEADER, read_places, write_places
 from router import merge
 from router.body import Body
 from router.forward import Forwarder

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 from aiohttp import hdrs, web
 from multidict import CIMultiDict, istr
 
-from any_agent.access import CLIENT_HEADER
+from any_agent.auth.access import CLIENT_HEADER
 from any_agent.errors import ReplyLost
 from any_agent.keys import bearer_of
 from router.affinity import SESSION_HEADER

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 import orjson
 from aiohttp import web
 
-from any_agent.access import RUN, Access
+from any_agent.auth.access import RUN, Access
 from any_agent.errors import AnyAgentError, ServiceUnavailable
 from router.affinity import key_in
 from router.forward import Forwarder

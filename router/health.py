@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from any_agent.errors import ServiceUnavailable
-from any_agent.registry import Entry, Registry, rank_name
+from any_agent.rundir.registry import Entry, Registry, rank_name
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 import httpx
 from aiohttp import hdrs, web
 
-from any_agent.access import ADMIN, ANYONE, NOBODY, Access, Caller, Scope
+from any_agent.auth.access import ADMIN, ANYONE, NOBODY, Access, Caller, Scope
 from any_agent.config import LOOPBACK, Config, load_config
 from any_agent.errors import (
     AnyAgentError,
@@ -27,8 +27,8 @@ from any_agent.errors import (
     StartupError,
 )
 from any_agent.keys import SESSION_KEY_PREFIX, KeySigner, Lane, lane_in
-from any_agent.ports import listen, url_of
-from any_agent.registry import Entry, Registry, Seen, rank_name
+from any_agent.rundir.registry import Entry, Registry, Seen, rank_name
+from any_agent.runtime.ports import listen, url_of
 from router.app import Router, listening
 from router.health import Ranks
 from router.reply import Replies

@@ -12,9 +12,9 @@ from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11, StreamWriter
 from multidict import CIMultiDict
 
-from any_agent.error_shapes import shaped
 from any_agent.errors import AnyAgentError
-from any_agent.protocol import API_HEADER, API_VERSION
+from any_agent.protocol.error_bodies import shaped
+from any_agent.protocol.rl import API_HEADER, API_VERSION
 from router.body import WHOLE
 from router.upstream import end_to_end, read_whole
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.access import ANYONE, NOBODY, Access, Scope, authorize, require_key, signer_of
-from any_agent.cli import _who_may
+from any_agent.auth.access import ANYONE, NOBODY, Access, Scope, authorize, require_key, signer_of
+from any_agent.auth.key_store import create_key, revoke_key
+from any_agent.cli.main import _who_may
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, Forbidden, StartupError, Unauthenticated
 from any_agent.keys import KeySigner
 from any_agent.keys_commands import run as run_keys
-from any_agent.keystore import create_key, revoke_key
 from any_agent.launcher.trial import trial_dir
-from any_agent.watched import Watched
+from any_agent.runtime.file_watcher import Watched
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def test_broken_keys_open_nothing(configured: Callable[..., Config]) -> None:
 
 
 def keys_command(config: Config, *arguments: str) -> int:
-    from any_agent.cli import _parser
+    from any_agent.cli.main import _parser
 
     return run_keys(_parser().parse_args(["keys", *arguments, f"root={config.root}"]))
 

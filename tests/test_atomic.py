@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from any_agent import atomic
-from any_agent.atomic import append_line, remove_folder, whole_folder, write_whole
+from any_agent.runtime import atomic_files as atomic
+from any_agent.runtime.atomic_files import append_line, remove_folder, whole_folder, write_whole
 
 INTERRUPTIONS = pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
 
@@ -95,7 +95,7 @@ def test_removing_is_seen_at_once(target: Path, monkeypatch: pytest.MonkeyPatch)
         if path.exists():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("any_agent.atomic.shutil.rmtree", killed)
+    monkeypatch.setattr("any_agent.runtime.atomic_files.shutil.rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         remove_folder(target)
     assert not target.exists()

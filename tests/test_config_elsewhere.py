@@ -11,8 +11,8 @@ from pydantic import Field
 
 from any_agent.config import Config, load_config
 from any_agent.config.elsewhere import ALIASES, NEUTRAL, SCHEDULER
+from any_agent.config.script import GRPOConfig
 from any_agent.errors import ConfigError
-from any_agent.experiment import GRPOConfig
 
 GIVEN = {"rollout.openai.mode": "subproc", "rollout.openai.subproc_max_workers": 3}
 GIVEN |= {"rollout.group_size": 4, "experiment_name": "007", "rollout.max_head_offpolicyness": 1}

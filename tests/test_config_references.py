@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from any_agent.config import Config, load_config
+from any_agent.config.script import GRPOConfig
 from any_agent.errors import ConfigError
-from any_agent.experiment import GRPOConfig
 
 
 def load(folder: Path, text: str, *overrides: str, **environ: str) -> Config:

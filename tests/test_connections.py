@@ -9,8 +9,8 @@ import httpx
 import pytest
 from aiohttp import web
 
-from any_agent import connections
-from any_agent.connections import Connections, connections_to
+from any_agent.client import connection_pool as connections
+from any_agent.client.connection_pool import Connections, connections_to
 
 
 class Counting:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from any_agent import conversation
-from any_agent.conversation import TASK_PREFIX, rank_of_response, rank_tag, task_of
-from any_agent.protocol import StartSession
+from any_agent.protocol import conversation_key as conversation
+from any_agent.protocol.conversation_key import TASK_PREFIX, rank_of_response, rank_tag, task_of
+from any_agent.protocol.rl import StartSession
 
 SYSTEM, ASKED = "Be brief.\n\nVery.", "Say a number."
 USER = {"role": "user", "content": ASKED}

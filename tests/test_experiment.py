@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.by_name import import_by_name
 from any_agent.config import Config, load_config, load_resolved
+from any_agent.config.script import GRPOConfig, load_expr_config
 from any_agent.errors import ConfigError
-from any_agent.experiment import GRPOConfig, load_expr_config
+from any_agent.runtime.import_string import import_by_name
 
 
 class OwnConfig(GRPOConfig):

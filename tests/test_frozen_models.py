@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from any_agent.config import Config, load_config
+from any_agent.config.model_list import check_model_list, resolved, secrets_of
 from any_agent.errors import ConfigError
-from any_agent.frozen_models import check_model_list, resolved, secrets_of
 
 SECRET = "sk-provider-4711"
 GOOD: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from any_agent.jitter import jittered
+from any_agent.client.backoff import jittered
 
 
 def test_it_spreads_within_its_bounds() -> None:

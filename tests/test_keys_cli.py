@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.cli import main
+from any_agent.auth.key_store import read_keys
+from any_agent.cli.main import main
 from any_agent.keys import key_id
-from any_agent.keystore import read_keys
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.errors import ConfigError, NotFound, StartupError
-from any_agent.keys import KEPT_PREFIXES, key_id
-from any_agent.keystore import (
+from any_agent.auth.key_store import (
     Keys,
     TenantLimits,
     create_key,
@@ -19,6 +17,8 @@ from any_agent.keystore import (
     read_keys,
     revoke_key,
 )
+from any_agent.errors import ConfigError, NotFound, StartupError
+from any_agent.keys import KEPT_PREFIXES, key_id
 
 
 @pytest.fixture

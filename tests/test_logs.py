@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 
 from any_agent.keys import KEPT_SCOPES, KeySigner, new_key
-from any_agent.logs import LogFormat, Redactor, set_up_logging
+from any_agent.runtime.logs import LogFormat, Redactor, set_up_logging
 
 ADMIN = r'p@ss\w"ord/%20+'
 """Nothing that looks like a key, and different in each way of writing it down."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from any_agent.loop_lag import new_lag, told_of_steps, watched_loop
-from any_agent.metrics import Histogram
+from any_agent.runtime.metrics import Histogram
 
 
 class Watched(Histogram):

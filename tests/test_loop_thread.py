@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Iterator
 
 import pytest
 
-from any_agent import loop_thread
-from any_agent.loop_thread import LoopThread
+from any_agent.runtime import event_loop as loop_thread
+from any_agent.runtime.event_loop import LoopThread
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from any_agent.auth.loopback import require_local
 from any_agent.errors import Forbidden
-from any_agent.loopback import require_local
 
 LOCAL = ["127.0.0.1", "127.0.0.1:8000", "localhost:1", "[::1]:80", "127.8.9.1", ""]
 FOREIGN = [

@@ -10,8 +10,8 @@ from typing import TypeAlias
 import httpx
 import pytest
 
-from any_agent import many_requests
-from any_agent.many_requests import Answer, ManyRequests
+from any_agent.client import aiohttp_transport as many_requests
+from any_agent.client.aiohttp_transport import Answer, ManyRequests
 
 Handler: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nX-A: 1\r\n\r\nok"

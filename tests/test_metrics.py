@@ -4,7 +4,7 @@ import math
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from any_agent.metrics import Exposition, Histogram, Metric, Reading
+from any_agent.runtime.metrics import Exposition, Histogram, Metric, Reading
 
 CALLS = Metric("any_agent_calls_total", "counter", "Calls that\nended.", ("outcome",))
 OPEN = Metric("any_agent_open", "gauge", "Open ones.")

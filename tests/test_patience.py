@@ -9,7 +9,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from any_agent.patience import PatientTransport
+from any_agent.client.retry_transport import PatientTransport
 from any_agent.workflow import context
 
 KEY = {"Authorization": "Bearer sk-v1.0.abc.def"}

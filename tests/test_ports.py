@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from any_agent.errors import ConfigError
-from any_agent.ports import accept_on, free_port, listen, reserve, url_of
+from any_agent.runtime.ports import accept_on, free_port, listen, reserve, url_of
 
 
 def test_a_port_in_use_is_named() -> None:

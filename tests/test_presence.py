@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from any_agent import presence
-from any_agent.presence import Presence
-from any_agent.registry import Entry, Registry
+from any_agent.rundir import heartbeat as presence
+from any_agent.rundir.heartbeat import Presence
+from any_agent.rundir.registry import Entry, Registry
 from tests.proxy_ext.proxy_lab import until
 
 

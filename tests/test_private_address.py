@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from any_agent.errors import ConfigError
-from any_agent.private_address import is_private, require_private_host, require_private_url
+from any_agent.runtime.private_address import is_private, require_private_host, require_private_url
 
 PRIVATE = ["127.0.0.1", "10.2.3.4", "172.31.255.1", "192.168.0.9", "169.254.3.4"]
 PRIVATE += ["::1", "fd00::1", "fe80::1", "fe80::1%lo", "::ffff:10.0.0.1"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import any_agent.registry as registry
-from any_agent.registry import Entry, Registry, publish
+import any_agent.rundir.registry as registry
+from any_agent.rundir.registry import Entry, Registry, publish
 
 
 def entry(**fields: object) -> Entry:

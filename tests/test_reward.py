@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from any_agent import AsyncRewardWrapper, gsm8k_reward_fn, workers
+from any_agent import AsyncRewardWrapper, gsm8k_reward_fn
 from any_agent.errors import ConfigError
-from any_agent.reward import RewardFailed
+from any_agent.rewards.async_wrapper import RewardFailed
+from any_agent.runtime import worker_pool as workers
 from tests import reward_functions as functions
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.errors import StartupError
-from any_agent.rundir import RunDir, read_json, write_json
+from any_agent.rundir.layout import RunDir, read_json, write_json
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from any_agent.scores import estimate, pass_at_k, student975
+from any_agent.rewards.score_statistics import estimate, pass_at_k, student975
 
 
 @pytest.mark.parametrize(

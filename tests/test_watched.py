@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.watched import Watched
+from any_agent.runtime.file_watcher import Watched
 
 
 def number(content: bytes) -> int:

@@ -12,10 +12,10 @@ from typing import ClassVar
 import pytest
 from pebble.pool.base_pool import PoolStatus
 
-from any_agent import worker_process
 from any_agent.config import SECRET_VARIABLES
 from any_agent.errors import ConfigError
-from any_agent.workers import WorkerCrashed, WorkerFailed, WorkerPool, pack, unpicklable
+from any_agent.runtime import worker_main as worker_process
+from any_agent.runtime.worker_pool import WorkerCrashed, WorkerFailed, WorkerPool, pack, unpicklable
 from tests import reward_functions as functions
 from tests.proxy_ext.proxy_lab import until
 
@@ -75,7 +75,7 @@ def test_a_script_without_its_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import asyncio, multiprocessing, sys\n"
-        "from any_agent.workers import WorkerFailed, WorkerPool\n"
+        "from any_agent.runtime.worker_pool import WorkerFailed, WorkerPool\n"
         "if multiprocessing.parent_process(): sys.exit('this run is going on already')\n"
         "try: asyncio.run(WorkerPool(1).run(len, 'x', timeout=60))\n"
         "except WorkerFailed as error: print(error)\n"

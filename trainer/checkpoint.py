@@ -31,9 +31,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from any_agent.atomic import remove_folder, whole_folder, write_whole
 from any_agent.errors import NotFound, StartupError
-from any_agent.rundir import checkpoint_problem
+from any_agent.rundir.layout import checkpoint_problem
+from any_agent.runtime.atomic_files import remove_folder, whole_folder, write_whole
 from trainer.parallel.sharding import is_divided
 from trainer.parallel.world import World
 from trainer.policy import Policy, PolicyConfig

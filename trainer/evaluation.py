@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from any_agent import stats_tracker
-from any_agent.atomic import append_line
 from any_agent.config import EvalConfig
 from any_agent.data import RowDataset
 from any_agent.launcher.progress import shown_evaluation
+from any_agent.rewards.score_statistics import Estimate, estimate
 from any_agent.rollout.workflow_executor import WorkflowExecutor
-from any_agent.scores import Estimate, estimate
+from any_agent.runtime.atomic_files import append_line
 from any_agent.workflow import WorkflowLike
 from any_agent.workflow.base import TensorDict
 

@@ -13,15 +13,15 @@ from typing import Any, Self
 
 from transformers.utils import logging as transformers_logging
 
-from any_agent.access import run_dir_of, signer_of
+from any_agent.auth.access import run_dir_of, signer_of
 from any_agent.config import Config
 from any_agent.data import as_dataset
 from any_agent.errors import ConfigError
 from any_agent.launcher.address import listening
 from any_agent.launcher.trial import require_same_trial
-from any_agent.logs import logging_to
 from any_agent.rollout import RolloutExecutor
 from any_agent.rollout.workflow_executor import WorkflowExecutor
+from any_agent.runtime.logs import logging_to
 from any_agent.script_errors import one_line_errors
 from any_agent.workflow import RolloutWorkflow, WorkflowLike, resolve_workflow
 from any_agent.workflow.resolve import require_workflow

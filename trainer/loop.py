@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from any_agent.access import signer_of
-from any_agent.atomic import append_line, write_whole
+from any_agent.auth.access import signer_of
 from any_agent.config import Config
 from any_agent.errors import NotFound, TrainingError
-from any_agent.protocol import Rejection
+from any_agent.protocol.rl import Rejection
 from any_agent.rollout import Ranks, RolloutExecutor
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
+from any_agent.runtime.atomic_files import append_line, write_whole
 from any_agent.workflow import ProxyWorkflow
 from trainer.batch import (
     Group,

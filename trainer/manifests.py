@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from any_agent.errors import TrainingError
-from any_agent.rundir import write_json
+from any_agent.rundir.layout import write_json
 from any_agent.types import SampledSession
 from trainer.rows_store import read_sessions, write_sessions
 

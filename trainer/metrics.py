@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from any_agent.metrics import Exposition, Metric, Reading
+from any_agent.runtime.metrics import Exposition, Metric, Reading
 
 STEP = Metric("any_agent_train_step", "gauge", "Optimizer steps made in this trial.")
 VERSION = Metric(

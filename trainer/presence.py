@@ -20,9 +20,9 @@ from typing import Any, Self
 from any_agent import keys
 from any_agent.errors import AnyAgentError, NotFound, Unauthenticated
 from any_agent.keys import KeySigner
-from any_agent.metrics import CONTENT_TYPE
-from any_agent.ports import url_of
-from any_agent.registry import HEARTBEAT, Entry, publish
+from any_agent.rundir.registry import HEARTBEAT, Entry, publish
+from any_agent.runtime.metrics import CONTENT_TYPE
+from any_agent.runtime.ports import url_of
 from trainer.metrics import TrainerMetrics
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from any_agent.config import Config
-from any_agent.protocol import RunInfo
+from any_agent.protocol.rl import RunInfo
 from any_agent.rollout import RolloutExecutor
-from any_agent.rundir import RunDir, weights_folder
+from any_agent.rundir.layout import RunDir, weights_folder
 from trainer.policy import Policy
 from trainer.sync import NewWeights, WeightSync, make_sync
 from trainer.versions import Versions

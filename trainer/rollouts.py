@@ -7,12 +7,12 @@ from typing import Any
 from transformers import AutoConfig
 
 from any_agent import load_hf_tokenizer
-from any_agent.access import signer_of
+from any_agent.auth.access import signer_of
 from any_agent.config import Config
+from any_agent.config.script import sampling_of
 from any_agent.engine import EnginePool
-from any_agent.experiment import sampling_of
 from any_agent.rollout import WorkflowExecutor
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 from any_agent.workflow.agent_service import AgentService
 from any_agent.workflow.dump import TrajectoryDump
 from trainer.service import Service

@@ -15,8 +15,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from any_agent.atomic import write_whole
 from any_agent.errors import TrainingError
+from any_agent.runtime.atomic_files import write_whole
 from any_agent.types import Row, SampledSession
 
 FORMAT = 1

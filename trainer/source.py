@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from any_agent.protocol import Capacity
+from any_agent.protocol.rl import Capacity
 from any_agent.rollout import RolloutExecutor
 from trainer.batch import Group
 from trainer.manifests import Manifest

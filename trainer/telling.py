@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Literal, NamedTuple, TypeAlias
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, StaleOwner
 from any_agent.rollout import RolloutExecutor
 from trainer.publisher import PATIENCE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from any_agent.rundir import read_json, write_json
+from any_agent.rundir.layout import read_json, write_json
 
 _REMEMBERED = 4096
 _LONG_AGO = -(10**9)

@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from any_agent.atomic import remove_folder, whole_folder
 from any_agent.errors import Conflict, StartupError
-from any_agent.rundir import weights_folder
+from any_agent.rundir.layout import weights_folder
+from any_agent.runtime.atomic_files import remove_folder, whole_folder
 from trainer.policy import Policy
 
 _BUCKET = 4 << 30

@@ -11,6 +11,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from any_agent.config.cluster import ClusterConfig
+from any_agent.config.model_list import names as frozen_names
+from any_agent.config.model_list import secrets_of
 from any_agent.config.section import Name, Section
 from any_agent.config.serving import (
     EngineConfig,
@@ -21,8 +23,6 @@ from any_agent.config.serving import (
 )
 from any_agent.config.sessions import SessionConfig
 from any_agent.config.training import DatasetConfig, EvalConfig, RolloutConfig, TrainConfig
-from any_agent.frozen_models import names as frozen_names
-from any_agent.frozen_models import secrets_of
 
 
 def _user() -> str:

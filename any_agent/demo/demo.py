@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
 from any_agent.demo.child import Child
 from any_agent.demo.driver import EVALS, Driver, Tally, workers
@@ -22,7 +22,7 @@ from any_agent.demo.state import Metrics, Part, Rate, Sessions, State
 from any_agent.demo.task import items
 from any_agent.errors import AnyAgentError
 from any_agent.launcher import Node, NodeOptions
-from any_agent.registry import rank_name
+from any_agent.rundir.registry import rank_name
 
 if TYPE_CHECKING:
     from any_agent.demo.display import Screen

@@ -12,10 +12,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.demo.task import Item, Turn, is_correct, items, shuffled
 from any_agent.errors import AnyAgentError, RunFinished, TooManyRequests
-from any_agent.protocol import SessionStarted
+from any_agent.protocol.rl import SessionStarted
 
 GROUP_SIZE = 8
 DISCOUNT = 0.9

@@ -10,7 +10,6 @@ from typing import Any, Literal, Self
 
 from openai import AsyncOpenAI
 
-from any_agent import ambient
 from any_agent.chat import ChatFormat, chat_format_for
 from any_agent.completions.asked import Rules
 from any_agent.completions.untrainable import bent
@@ -21,6 +20,7 @@ from any_agent.engine import InferenceEngine, ScriptEngine
 from any_agent.errors import ConfigError
 from any_agent.record import InteractionWithTokenLogpReward
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode, Trajectory
+from any_agent.workflow import episode_context as ambient
 
 _OURS = ("base_url", "http_client")
 

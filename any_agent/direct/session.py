@@ -14,7 +14,7 @@ from any_agent.completions.asked import Rules
 from any_agent.direct.running import Running
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError, InvalidRequest, NotFound, SessionClosed, Unprocessable
-from any_agent.protocol import MAX_REWARD
+from any_agent.protocol.rl import MAX_REWARD
 from any_agent.record import (
     InteractionTree,
     InteractionWithTokenLogpReward,

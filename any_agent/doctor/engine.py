@@ -8,7 +8,7 @@ from any_agent.doctor import aborts, input, logprobs, parameters, stops, tokeniz
 from any_agent.doctor.asking import asking, guarded
 from any_agent.doctor.verdict import Law, Verdict
 from any_agent.errors import AnyAgentError
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 
 LAW = Law("engine")
 _NO_CHAT = "needs the model's tokenizer: give its folder"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from any_agent.access import run_dir_of
+from any_agent.auth.access import run_dir_of
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.chat.load import RendererMismatch
 from any_agent.config import LOOPBACK, Config, load_config
@@ -25,8 +25,8 @@ from any_agent.doctor.report import as_json, as_text
 from any_agent.doctor.service import service_laws
 from any_agent.doctor.verdict import Law, Verdict, broken
 from any_agent.errors import AnyAgentError, ConfigError
-from any_agent.registry import SILENT_AFTER, Registry
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
+from any_agent.rundir.registry import SILENT_AFTER, Registry
 
 _SETTING = re.compile(r"-*[a-z_]+(\.[a-z_]+)*=")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from any_agent.access import run_dir_of
+from any_agent.auth.access import run_dir_of
 from any_agent.config import Config, load_resolved
 from any_agent.doctor.asking import asking, reported_version
 from any_agent.doctor.logprobs import LAW, OTHER_WEIGHTS, against_forward_pass

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from any_agent.doctor.asking import Asker, reported_version
 from any_agent.doctor.verdict import Law, Verdict
 from any_agent.doctor.weights import Forward, find_weights
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 
 from any_agent.chat import probes
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.doctor.verdict import Law, Verdict
 from any_agent.errors import AnyAgentError, from_response
-from any_agent.protocol import RunInfo, SessionStarted
+from any_agent.protocol.rl import RunInfo, SessionStarted
 from any_agent.types import Message
 
 LAW = Law("service")

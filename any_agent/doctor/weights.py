@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from any_agent.rundir import RunDir, weights_folder
+from any_agent.rundir.layout import RunDir, weights_folder
 
 _MOST_BYTES = 4 << 30
 """Of weights: a forward pass of more takes a CPU minutes."""

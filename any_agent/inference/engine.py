@@ -14,16 +14,16 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from any_agent.chat import ChatFormat
 from any_agent.config import Config, RolloutConfig
+from any_agent.config.script import sampling_of
 from any_agent.engine import EnginePool, InferenceEngine
 from any_agent.engine.shape import shape_of
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable
-from any_agent.experiment import sampling_of
 from any_agent.inference.any_loop import AnyLoopEngine
 from any_agent.inference.kept import Kept, named, require_weights
 from any_agent.inference.started import chosen, own_engine
 from any_agent.inference.words import TextChunk, Words, asked_for, words_of
-from any_agent.private_address import require_private_url
 from any_agent.rollout import WorkflowExecutor
+from any_agent.runtime.private_address import require_private_url
 from any_agent.types import (
     GenerationChunk,
     GenerationHyperparameters,

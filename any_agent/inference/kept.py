@@ -11,7 +11,7 @@ from any_agent.engine import EnginePool, SGLangEngine
 from any_agent.errors import ConfigError, NotFound
 from any_agent.launcher.model import check_model
 from any_agent.launcher.trial import Weights, kept_weights, latest_weights, trial_dir
-from any_agent.rundir import checkpoint_problem, read_json
+from any_agent.rundir.layout import checkpoint_problem, read_json
 
 _PLACE = ("ANY_AGENT_ROOT", "ANY_AGENT_USER")
 _SHOWN = 12

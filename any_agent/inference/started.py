@@ -22,8 +22,8 @@ from any_agent.launcher.engines import (
 )
 from any_agent.launcher.process import Process
 from any_agent.launcher.trial import Weights
-from any_agent.loop_thread import LoopThread
-from any_agent.ports import reserve, url_of
+from any_agent.runtime.event_loop import LoopThread
+from any_agent.runtime.ports import reserve, url_of
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from any_agent.errors import ConfigError
 from any_agent.launcher.address import answers
 from any_agent.launcher.devices import sees_gpu
 from any_agent.launcher.process import Command
-from any_agent.private_address import require_private_url
-from any_agent.with_parent import die_with_parent
+from any_agent.runtime.parent_death import die_with_parent
+from any_agent.runtime.private_address import require_private_url
 
 _LOOK_FOR_SGLANG = "import importlib.util as u; raise SystemExit(u.find_spec('sglang') is None)"
 _EMBEDDED_TIMEOUT = 300.0

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 
-from any_agent.atomic import fsync
 from any_agent.errors import ConfigError
-from any_agent.rundir import RunDir, read_json, write_json
+from any_agent.rundir.layout import RunDir, read_json, write_json
+from any_agent.runtime.atomic_files import fsync
 
 _NETWORK = re.compile(
     r"nfs\d?|cifs|smb\d?|smbfs|ncpfs|afs|auristorfs|coda|lustre|gpfs|mmfs|beegfs|beegfs_nodev|ceph|"

@@ -23,8 +23,7 @@ from typing import Self
 
 import yaml
 
-from any_agent.access import require_key
-from any_agent.atomic import write_whole
+from any_agent.auth.access import require_key
 from any_agent.config import Config
 from any_agent.errors import StartupError
 from any_agent.launcher import journals
@@ -40,7 +39,8 @@ from any_agent.launcher.silence import Silence
 from any_agent.launcher.starting import Starter, port_of
 from any_agent.launcher.stopping import Terminated, drain, stop, uninterrupted
 from any_agent.launcher.trial import Weights, latest_weights, trial_dir
-from any_agent.ports import reserve, url_of
+from any_agent.runtime.atomic_files import write_whole
+from any_agent.runtime.ports import reserve, url_of
 
 _LOOK_EVERY = 0.1
 

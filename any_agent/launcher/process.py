@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from any_agent.config import ENV_PREFIX
-from any_agent.with_parent import die_with_parent
+from any_agent.runtime.parent_death import die_with_parent
 
 _OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 _USERS = (signal.SIGUSR1, signal.SIGUSR2)

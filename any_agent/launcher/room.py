@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from any_agent.registry import HEARTBEAT, Registry
+from any_agent.rundir.registry import HEARTBEAT, Registry
 
 
 class Room:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from any_agent.launcher.part import Part
-from any_agent.registry import HEARTBEAT, SILENT_AFTER, Stamp, read_stamp
+from any_agent.rundir.registry import HEARTBEAT, SILENT_AFTER, Stamp, read_stamp
 
 PATIENCE = 30.0
 """Seconds of silence after which a part is killed."""

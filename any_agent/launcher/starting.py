@@ -20,9 +20,9 @@ from any_agent.launcher.part import Part
 from any_agent.launcher.place import Place
 from any_agent.launcher.process import Command, Process
 from any_agent.launcher.training import trainer_arguments
-from any_agent.ports import accept_on, reserve, url_of
-from any_agent.registry import Registry, rank_name
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
+from any_agent.rundir.registry import Registry, rank_name
+from any_agent.runtime.ports import accept_on, reserve, url_of
 
 _BACKLOG = 2048
 """Connections that may wait for a router that restarts."""

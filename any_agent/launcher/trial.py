@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from any_agent.access import require_key, run_dir_of
+from any_agent.auth.access import require_key, run_dir_of
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
-from any_agent.rundir import RunDir, checkpoint_problem, read_json, weights_folder
+from any_agent.rundir.layout import RunDir, checkpoint_problem, read_json, weights_folder
 
 _STEP = re.compile(r"step-(\d{8,})")
 _VERSION = re.compile(r"v(\d{8,})")

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, Conflict, NotFound
-from any_agent.protocol import Rejection
+from any_agent.protocol.rl import Rejection
 from any_agent.rollout.ranks import Ranks
 
 log = logging.getLogger(__name__)

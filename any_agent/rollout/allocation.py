@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from any_agent.config import RolloutConfig
-from any_agent.protocol import Capacity
+from any_agent.protocol.rl import Capacity
 from any_agent.rollout.staleness import free_slots, stalled
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from any_agent.protocol import Capacity, Unfilled
+from any_agent.protocol.rl import Capacity, Unfilled
 
 _NAMED = 3
 """Groups that are told of one by one."""

@@ -15,7 +15,7 @@ from itertools import count
 
 from any_agent.config import RolloutConfig
 from any_agent.errors import AnyAgentError
-from any_agent.protocol import Capacity
+from any_agent.protocol.rl import Capacity
 from any_agent.rollout.allocation import RankView, divide, total
 from any_agent.rollout.ranks import Ranks
 

@@ -10,16 +10,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.config import RolloutConfig
 from any_agent.errors import AnyAgentError
-from any_agent.loop_thread import LoopThread
-from any_agent.protocol import Capacity, Rejection
+from any_agent.protocol.rl import Capacity, Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rollout.acks import Acks
 from any_agent.rollout.awaited import what_is_there
 from any_agent.rollout.capacity import CapacityKeeper
 from any_agent.rollout.ranks import Ranks
+from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode, RolloutWorkflow, trajectories_of
 

@@ -9,7 +9,7 @@ from typing import Final
 import httpx
 
 from any_agent.errors import AgentFailed, AnyAgentError, TrainingError
-from any_agent.logs import Redactor
+from any_agent.runtime.logs import Redactor
 
 log = logging.getLogger(__name__)
 

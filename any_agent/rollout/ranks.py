@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import NotFound, ServiceUnavailable
 from any_agent.keys import rank_of_session
-from any_agent.registry import Entry, Registry, rank_name
+from any_agent.rundir.registry import Entry, Registry, rank_name
 
 T = TypeVar("T")
 

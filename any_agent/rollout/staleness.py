@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from any_agent.config import RolloutConfig
-from any_agent.protocol import Capacity
+from any_agent.protocol.rl import Capacity
 
 
 def free_slots(now: Capacity, config: RolloutConfig) -> int:

@@ -16,10 +16,10 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeAlias
 
-from any_agent.agent_environment import require_some_key
-from any_agent.by_name import import_by_name
+from any_agent.client.environment import require_some_key
+from any_agent.client.retry_transport import SharedClient
 from any_agent.errors import AgentFailed, ConfigError
-from any_agent.patience import SharedClient
+from any_agent.runtime.import_string import import_by_name
 from any_agent.sdk.session import AsyncSession
 
 AgentLike: TypeAlias = Any

@@ -16,8 +16,8 @@ from urllib.parse import unquote
 
 import httpx
 
+from any_agent.client.service_url import moved, names_file, url_file
 from any_agent.keys import SESSION_KEY_PREFIX, session_prefix
-from any_agent.service_url import moved, names_file, url_file
 
 _PORTS = {"http": 80, "https": 443}
 _CALLS = ("chat", "completions", "responses", "messages", "embeddings", "models")

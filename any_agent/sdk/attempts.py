@@ -8,12 +8,12 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from any_agent.client import RLClient
+from any_agent.client.retry_transport import SharedClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import AgentFailed, AnyAgentError, NotFound, SessionClosed, Unprocessable
-from any_agent.last_words import end_run
-from any_agent.patience import SharedClient
-from any_agent.protocol import SessionInfo
-from any_agent.returned_rewards import no_reward
+from any_agent.protocol.rl import SessionInfo
+from any_agent.rewards.returned import no_reward
+from any_agent.runtime.cancellation import end_run
 from any_agent.sdk.agents import Agent
 from any_agent.sdk.plan import Place, Plan
 from any_agent.sdk.results import RunResult, RunState

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from any_agent.loop_thread import LoopThread
+from any_agent.runtime.event_loop import LoopThread
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from any_agent.errors import AgentFailed
-from any_agent.with_parent import die_with_parent
+from any_agent.runtime.parent_death import die_with_parent
 
 _LOOKS_EVERY = 0.05
 """Seconds between two looks at whether it has ended."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from any_agent.errors import AgentFailed, ConfigError
-from any_agent.protocol import SessionContent, as_reward
+from any_agent.protocol.rl import SessionContent, as_reward
 from any_agent.sdk.command_child import Program, run_program
 
 Reward: TypeAlias = float | dict[str, float]
@@ -162,7 +162,7 @@ def _grader(
     stdin: Path = Path(os.devnull),
     run: Graded | None = None,
 ) -> Program:
-    argv = [sys.executable, "-m", "any_agent.grading", *arguments]
+    argv = [sys.executable, "-m", "any_agent.rewards.grader", *arguments]
     mark, variables = (run.mark, run.variables) if run else (f"ANY_AGENT_GRADER={stem}", {})
     return _program(source, argv, stem, stdin, mark, variables)
 

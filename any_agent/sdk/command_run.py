@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from any_agent.config import ENV_PREFIX
 from any_agent.errors import AgentFailed, AnyAgentError, SessionClosed, Unprocessable
-from any_agent.protocol import SessionContent, SessionInfo
+from any_agent.protocol.rl import SessionContent, SessionInfo
 from any_agent.sdk.command_child import Ended, Program, run_program
 from any_agent.sdk.command_reward import (
     Graded,

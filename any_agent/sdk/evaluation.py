@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from any_agent.scores import Estimate, estimate, pass_at_k
+from any_agent.rewards.score_statistics import Estimate, estimate, pass_at_k
 from any_agent.sdk.results import RunResult, RunResults
 
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from any_agent.errors import AnyAgentError, NotFound, SessionClosed, Unauthenticated
-from any_agent.protocol import SessionStarted
+from any_agent.protocol.rl import SessionStarted
 from any_agent.sdk.background import sdk_thread
 from any_agent.sdk.service import Service, borrow_client, return_client
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from any_agent.agent_environment import environment
-from any_agent.protocol import SessionStarted
+from any_agent.client.environment import environment
+from any_agent.protocol.rl import SessionStarted
 from any_agent.sdk.service import Service
 
 

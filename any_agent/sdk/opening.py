@@ -10,10 +10,10 @@ import uuid
 from contextlib import suppress
 from typing import Any
 
-from any_agent.client import RLClient
+from any_agent.client.backoff import jittered
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, TooManyRequests, Unauthenticated
-from any_agent.jitter import jittered
-from any_agent.protocol import RunInfo, SessionStarted
+from any_agent.protocol.rl import RunInfo, SessionStarted
 from any_agent.sdk.service import Service
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from any_agent.atomic import fsync
 from any_agent.errors import ConfigError
+from any_agent.runtime.atomic_files import fsync
 from any_agent.sdk.plan import Header, Place
 from any_agent.sdk.results import RunResult
 

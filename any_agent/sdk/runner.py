@@ -9,9 +9,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from any_agent.client.retry_transport import patient_client
 from any_agent.errors import ConfigError
-from any_agent.patience import patient_client
-from any_agent.protocol import RunInfo
+from any_agent.protocol.rl import RunInfo
 from any_agent.sdk.agents import Agent, AgentLike
 from any_agent.sdk.attempts import Attempts, MissingReward, Terms
 from any_agent.sdk.opening import run_info

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from any_agent.client.backoff import jittered
 from any_agent.errors import AgentFailed, AnyAgentError, Conflict, RunFinished
-from any_agent.jitter import jittered
 from any_agent.sdk.agents import Agent
 from any_agent.sdk.attempts import Attempts, Outcome
 from any_agent.sdk.plan import Items, Place, Plan

@@ -16,13 +16,13 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
-from any_agent.agent_environment import PLACEHOLDER_KEY, is_placeholder
-from any_agent.client import RLClient
-from any_agent.connections import proxied
+from any_agent.client.aiohttp_transport import ManyRequests
+from any_agent.client.connection_pool import proxied
+from any_agent.client.environment import PLACEHOLDER_KEY, is_placeholder
+from any_agent.client.rl_client import RLClient
+from any_agent.client.service_url import UrlFile, checked_url, names_file, url_file
 from any_agent.errors import ConfigError
 from any_agent.keys import SESSION_KEY_PREFIX
-from any_agent.many_requests import ManyRequests
-from any_agent.service_url import UrlFile, checked_url, names_file, url_file
 
 _URLS = ("ANY_AGENT_URL", "OPENAI_BASE_URL")
 _TIMEOUT = 60.0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import (
     AnyAgentError,
     Conflict,
@@ -21,8 +21,8 @@ from any_agent.errors import (
     SessionClosed,
     Unprocessable,
 )
-from any_agent.protocol import RewardSet, SessionInfo, SessionStarted, StartSession
-from any_agent.returned_rewards import give_rewards, rewards_of
+from any_agent.protocol.rl import RewardSet, SessionInfo, SessionStarted, StartSession
+from any_agent.rewards.returned import give_rewards, rewards_of
 from any_agent.sdk import ambient, clients
 from any_agent.sdk.background import sdk_thread, wait_for
 from any_agent.sdk.heartbeats import heartbeats
@@ -260,7 +260,7 @@ class AgentSession:
     context.
 
     ``url`` and ``api_key`` are by default those of the environment (`find_service`). Fields of
-    :class:`any_agent.protocol.StartSession`: ``task_id``, ``group_id``, ``group_size``, ``mode``,
+    :class:`any_agent.protocol.rl.StartSession`: ``task_id``, ``group_id``, ``group_size``, ``mode``,
     ``metadata``, ``version``, ``ttl`` (seconds). ``wait``: seconds to wait for a slot.
     ``retry_for``: seconds to try again while the service is away (default: 60; 900 where its URL
     stands in a file, as it may be moving). ``idempotency_key``: whoever has opened a session with

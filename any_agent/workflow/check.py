@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from any_agent.errors import InvalidTrajectory
-from any_agent.protocol import MAX_REWARD
+from any_agent.protocol.rl import MAX_REWARD
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 

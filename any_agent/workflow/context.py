@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from any_agent.ambient import WorkflowContext, get, set, use
-from any_agent.patience import SharedClient, patient_client
+from any_agent.client.retry_transport import SharedClient, patient_client
+from any_agent.workflow.episode_context import WorkflowContext, get, set, use
 
 if TYPE_CHECKING:
     import aiohttp

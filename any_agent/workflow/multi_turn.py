@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from any_agent import stats_tracker
 from any_agent.engine import RolloutEngine
 from any_agent.errors import ConfigError, ContextLengthExceeded
-from any_agent.reward import AsyncRewardWrapper
+from any_agent.rewards.async_wrapper import AsyncRewardWrapper
 from any_agent.types import GenerationHyperparameters, Message, ModelResponse
 from any_agent.workflow import context as workflow_context
 from any_agent.workflow.base import RolloutWorkflow

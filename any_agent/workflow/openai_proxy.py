@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from any_agent import stats_tracker
-from any_agent.agent_environment import environment, require_some_key, require_some_url
+from any_agent.client.environment import environment, require_some_key, require_some_url
 from any_agent.errors import AgentFailed, AnyAgentError, ConfigError
-from any_agent.last_words import end_run
-from any_agent.logs import Redactor
 from any_agent.loop_lag import told_of_steps
 from any_agent.record import InteractionWithTokenLogpReward
-from any_agent.returned_rewards import Rewards, give_rewards, no_reward, rewards_of
-from any_agent.workers import (
+from any_agent.rewards.returned import Rewards, give_rewards, no_reward, rewards_of
+from any_agent.runtime.cancellation import end_run
+from any_agent.runtime.logs import Redactor
+from any_agent.runtime.worker_pool import (
     WorkerCrashed,
     WorkerFailed,
     WorkerPool,

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.config import SECRET_VARIABLES
 from any_agent.engine import RolloutEngine
 from any_agent.errors import AnyAgentError, ConfigError

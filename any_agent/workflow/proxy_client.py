@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from any_agent import errors
-from any_agent.jitter import jittered
-from any_agent.logs import Redactor
+from any_agent.client.backoff import jittered
 from any_agent.record import InteractionWithTokenLogpReward
+from any_agent.runtime.logs import Redactor
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from any_agent.agent_environment import PLACEHOLDER_KEY
-from any_agent.by_name import import_by_name
+from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.errors import ConfigError
+from any_agent.runtime.import_string import import_by_name
 from any_agent.workflow.agent_service import AgentService
 from any_agent.workflow.base import RolloutWorkflow
 from any_agent.workflow.grouped import GroupedRolloutWorkflow

@@ -9,7 +9,7 @@ import aiohttp
 from aiohttp import web
 
 from any_agent.keys import KeySigner
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 
 HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from any_agent.atomic import fsync
+from any_agent.runtime.atomic_files import fsync
 
 FORMAT = 1
 _NAME = re.compile(r"rank-(\d+)-(\d+)-(\d+)-[0-9a-f]+\.jsonl\.gz")

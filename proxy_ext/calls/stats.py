@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from any_agent.completions import Completion, Prepared
 from any_agent.completions.untrainable import OTHER, code_of
-from any_agent.metrics import Histogram
+from any_agent.runtime.metrics import Histogram
 from any_agent.types import Continuation, SessionMode
 
 Outcome: TypeAlias = Literal["completed", "aborted", "failed"]

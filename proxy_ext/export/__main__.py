@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Iterator
 
-from any_agent.access import run_dir_of
-from any_agent.arguments import parse
+from any_agent.auth.access import run_dir_of
+from any_agent.cli.export import add_export_arguments
 from any_agent.config import Config, load_config
 from any_agent.errors import AnyAgentError, ConfigError, StartupError, Unprocessable
-from any_agent.export_cli import add_export_arguments
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
+from any_agent.runtime.command_line import parse
 from proxy_ext.archive.records import read_record
 from proxy_ext.export.output import Out, output
 from proxy_ext.export.reading import Found, Wanted, read_rank

@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from any_agent.atomic import fsync
 from any_agent.errors import ConfigError, StartupError
+from any_agent.runtime.atomic_files import fsync
 
 _STANDARD = ("-", "/dev/stdout")
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import orjson
 
-from any_agent.error_shapes import anthropic_body
 from any_agent.errors import AnyAgentError, ProviderError
+from any_agent.protocol.error_bodies import anthropic_body
 from any_agent.types import Message
 from proxy_ext.frozen.provider import Event, FrozenApi
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from any_agent.metrics import Histogram
+from any_agent.runtime.metrics import Histogram
 
 OUTCOMES = ("completed", "aborted", "failed")
 SECONDS_BOUNDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

@@ -15,7 +15,6 @@ from any_agent.completions import ChatCall, Completer, Prepared
 from any_agent.completions.begin import LONG_TEXT, prepare
 from any_agent.completions.refused import in_the_agents_words
 from any_agent.config import SessionConfig
-from any_agent.conversation import task_of
 from any_agent.errors import (
     InvalidRequest,
     NotFound,
@@ -23,7 +22,8 @@ from any_agent.errors import (
     SessionDamaged,
     TooManyRequests,
 )
-from any_agent.protocol import StartSession
+from any_agent.protocol.conversation_key import task_of
+from any_agent.protocol.rl import StartSession
 from any_agent.record import InteractionTree
 from proxy_ext.auth import ANYONE, Caller, Scope
 from proxy_ext.calls.call import Listener

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from any_agent.metrics import Histogram
+from any_agent.runtime.metrics import Histogram
 from any_agent.types import SessionState
 from proxy_ext.journal.rows import (
     AnswerRow,

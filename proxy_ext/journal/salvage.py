@@ -19,9 +19,9 @@ from typing import Any
 
 import orjson
 
-from any_agent.atomic import fsync
 from any_agent.errors import StartupError
 from any_agent.record import unpack_interaction
+from any_agent.runtime.atomic_files import fsync
 from any_agent.types import TERMINAL_STATES, SessionState
 from proxy_ext.journal import schema
 

@@ -6,8 +6,8 @@ import sqlite3
 import zlib
 from pathlib import Path
 
-from any_agent.atomic import fsync
 from any_agent.errors import StartupError
+from any_agent.runtime.atomic_files import fsync
 
 VERSION = 2
 TABLES = """

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from any_agent.errors import Conflict, InvalidRequest, SessionClosed, SessionDamaged
-from any_agent.protocol import Ack, Capacity, Lease, SetCapacity
+from any_agent.protocol.rl import Ack, Capacity, Lease, SetCapacity
 from any_agent.types import Interaction, SessionState, Trajectory
 from proxy_ext.journal import SessionRow
 from proxy_ext.leases.fence import Fence

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 from any_agent.errors import Conflict
-from any_agent.protocol import Unfilled
+from any_agent.protocol.rl import Unfilled
 from any_agent.types import SessionState
 from proxy_ext.journal import SessionRow
 from proxy_ext.opening.slots import Ticket

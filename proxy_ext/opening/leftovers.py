@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from any_agent.access import RUN
+from any_agent.auth.access import RUN
 from any_agent.errors import Conflict, SessionClosed
 from any_agent.types import SessionState
 from proxy_ext.sessions.endings import Endings

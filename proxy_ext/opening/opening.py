@@ -17,7 +17,7 @@ from any_agent.errors import (
     VersionGone,
 )
 from any_agent.keys import KeySigner, Lane
-from any_agent.protocol import SessionStarted, StartSession
+from any_agent.protocol.rl import SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.auth import Caller, Scope
 from proxy_ext.draining import draining

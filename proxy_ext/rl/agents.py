@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.protocol import (
+from any_agent.protocol.rl import (
     Abort,
     Finalize,
     Heartbeat,

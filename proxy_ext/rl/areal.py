@@ -17,13 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from any_agent.errors import AnyAgentError, RunFinished, TooManyRequests
-from any_agent.protocol import (
-    GRANT_ONLY_HEADER,
-    Ack,
-    SessionInfo,
-    SessionStarted,
-    StartSession,
-)
+from any_agent.protocol.rl import GRANT_ONLY_HEADER, Ack, SessionInfo, SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.auth import SESSIONS_SCOPE_KEY, Caller, Scope
 from proxy_ext.draining import draining

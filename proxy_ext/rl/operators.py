@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from any_agent.errors import AnyAgentError, Forbidden
-from any_agent.protocol import (
+from any_agent.protocol.rl import (
     AFTER_HEADER,
     ExportTrajectories,
     ListSessions,

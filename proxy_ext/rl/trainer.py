@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Header
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.protocol import (
+from any_agent.protocol.rl import (
     EPOCH_HEADER,
     Ack,
     Acked,

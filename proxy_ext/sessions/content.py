@@ -12,7 +12,7 @@ from proxy_ext.sessions.session import Session
 
 
 async def content_of(sessions: Sessions, session: Session) -> bytes:
-    """:class:`any_agent.protocol.SessionContent` as JSON; Conflict where it is not kept.
+    """:class:`any_agent.protocol.rl.SessionContent` as JSON; Conflict where it is not kept.
 
     Each interaction with what it adds to its parent alone: a long session would come to many times
     its size otherwise.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from any_agent.config import SessionConfig
 from any_agent.errors import InvalidRequest, Unprocessable
-from any_agent.protocol import SessionInfo
+from any_agent.protocol.rl import SessionInfo
 from any_agent.record import InteractionTree
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.calls.delivery import UNDELIVERED, undelivered, unreceived

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 from pydantic import BaseModel
 
-from any_agent.access import RUN, Caller
+from any_agent.auth.access import RUN, Caller
 from any_agent.config import SessionConfig
 from any_agent.errors import NotFound, SessionDamaged, StoreUnavailable
 from any_agent.record import InteractionTree, without_texts

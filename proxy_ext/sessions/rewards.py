@@ -17,7 +17,7 @@ from typing import TypeAlias
 from any_agent.completions import completion_of
 from any_agent.config import SessionConfig
 from any_agent.errors import InvalidRequest, NotFound, Unprocessable
-from any_agent.protocol import RewardEntry, RewardSet, SessionDetails
+from any_agent.protocol.rl import RewardEntry, RewardSet, SessionDetails
 from any_agent.types import Interaction, SessionState
 from proxy_ext.calls.delivery import last_received
 from proxy_ext.journal import SessionRow, SetReward, SetState

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from any_agent.chat import chain_keys
 from any_agent.errors import VersionGone
-from any_agent.protocol import Heartbeat, SessionInfo
+from any_agent.protocol.rl import Heartbeat, SessionInfo
 from any_agent.record import InteractionTree, is_frozen, lacks_texts
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import RequestMark, SessionRow, StoredInteraction

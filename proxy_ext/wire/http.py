@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from any_agent.completions.body import json_of
-from any_agent.error_shapes import shaped
 from any_agent.errors import AnyAgentError, InvalidRequest
+from any_agent.protocol.error_bodies import shaped
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from any_agent.completions.asked import Asked
 from any_agent.completions.begin import parsed
 from any_agent.completions.messages import count_tokens, messages_asked, parse_count
-from any_agent.error_shapes import REQUEST_ID, request_id
 from any_agent.errors import InvalidRequest, UnsupportedParameter
+from any_agent.protocol.error_bodies import REQUEST_ID, request_id
 from proxy_ext.service import Service
 from proxy_ext.wire.http import JSONResponse, read_json
 from proxy_ext.wire.serve import Asking, serve

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from any_agent.ports import reserve
+from any_agent.runtime.ports import reserve
 from tests.chaos.killable import engine_in_thread
 from tests.proxy_ext.real_parts import await_url, process, write_config
 

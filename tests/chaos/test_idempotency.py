@@ -18,9 +18,9 @@ import openai
 import pytest
 
 from any_agent.chat import load_chat_format
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.launcher.trial import trial_dir
-from any_agent.registry import Entry, publish, rank_name
+from any_agent.rundir.registry import Entry, publish, rank_name
 from any_agent.types import Interaction, SessionState
 from proxy_ext.journal import SetState, SQLiteJournal, Statement
 from proxy_ext.model_routes import HANDLERS

@@ -23,12 +23,12 @@ import aiohttp
 import psutil
 import yaml
 
+from any_agent.auth.key_store import TenantLimits, create_key
 from any_agent.config import load_config
-from any_agent.keystore import TenantLimits, create_key
 from any_agent.launcher.trial import trial_dir
-from any_agent.ports import free_port
-from any_agent.registry import Entry, publish
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
+from any_agent.rundir.registry import Entry, publish
+from any_agent.runtime.ports import free_port
 from tests.chaos.conftest import Figure
 from tests.chaos.killable import KillableProxy
 from tests.fakes.scripted_engine import ScriptedEngine

@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, Conflict, SessionClosed
 from any_agent.launcher.trial import trial_dir
 from any_agent.record import unpack_trajectories

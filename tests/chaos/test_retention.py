@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError
 from tests.chaos.conftest import Figure
 from tests.chaos.killable import KillableProxy, engine_in_thread

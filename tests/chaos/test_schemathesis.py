@@ -21,7 +21,7 @@ from schemathesis import GenerationMode
 from schemathesis.core.errors import InvalidSchema
 from schemathesis.specs.openapi import checks
 
-from any_agent.access import Scope
+from any_agent.auth.access import Scope
 from any_agent.errors import StoreUnavailable
 from proxy_ext.model_routes import HANDLERS
 from proxy_ext.scopes import RULES

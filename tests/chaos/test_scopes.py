@@ -18,13 +18,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from any_agent.access import Scope
+from any_agent.auth.access import Scope
+from any_agent.auth.key_store import create_key, revoke_key
 from any_agent.config import Config, load_resolved
 from any_agent.keys import KeySigner
-from any_agent.keystore import create_key, revoke_key
 from any_agent.launcher.trial import trial_dir
-from any_agent.ports import free_port
-from any_agent.registry import Registry
+from any_agent.rundir.registry import Registry
+from any_agent.runtime.ports import free_port
 from proxy_ext import scopes
 from tests.chaos.conftest import Figure
 from tests.chaos.killable import engine_in_thread

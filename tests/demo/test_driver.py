@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import any_agent.demo.driver as driver_module
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.demo.driver import DISCOUNT, EVALS, Driver, Measures, Tally, Worker, score
 from any_agent.demo.task import Item, Turn, items
 from any_agent.errors import AnyAgentError, ReplyLost, RunFinished, TooManyRequests
-from any_agent.protocol import SessionStarted
+from any_agent.protocol.rl import SessionStarted
 from any_agent.record import propagate_rewards
 from any_agent.types import (
     Continuation,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.cli import main
+from any_agent.cli.main import main
 from any_agent.demo import demo, run
 from any_agent.demo.run import can_draw, demo_config, run_demo
 from any_agent.errors import ConfigError

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from any_agent.arguments import parse
-from any_agent.cli import _parser
+from any_agent.cli.main import _parser
 from any_agent.config import Config, load_config
 from any_agent.launcher.devices import deal
 from any_agent.launcher.slurm.plan import plan
+from any_agent.runtime.command_line import parse
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import sizing
 from benchmarks.gpu.shapes import SHAPES, Shape

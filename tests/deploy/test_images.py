@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from any_agent.arguments import parse
-from any_agent.cli import _parser
+from any_agent.cli.main import _parser
 from any_agent.config import load_config
+from any_agent.runtime.command_line import parse
 from tests.proxy_ext.proxy_lab import our_app
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from any_agent.protocol import API_HEADER
+from any_agent.protocol.rl import API_HEADER
 
 Change = Callable[[dict[str, Any]], None]
 

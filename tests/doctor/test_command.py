@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from any_agent.cli import main
+from any_agent.cli.main import main
 from any_agent.config import Config
-from any_agent.ports import free_port
-from any_agent.registry import Entry, publish
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
+from any_agent.rundir.registry import Entry, publish
+from any_agent.runtime.ports import free_port
 from tests.other_weights import publish_other
 from tests.proxy_ext.real_parts import embedded_engine
 

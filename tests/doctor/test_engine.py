@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from any_agent.chat import ChatFormat
-from any_agent.cli import main
+from any_agent.cli.main import main
 from any_agent.config import Config, ModelConfig
 from any_agent.doctor.engine import engine_laws
 from any_agent.doctor.verdict import Outcome, Verdict, broken
-from any_agent.ports import free_port
+from any_agent.runtime.ports import free_port
 from tests.doctor.middleman import between
 from tests.proxy_ext.real_parts import embedded_engine
 

@@ -13,7 +13,7 @@ from any_agent.doctor.held import held
 from any_agent.doctor.verdict import Outcome
 from any_agent.errors import ConfigError
 from any_agent.launcher.engines import require_weights
-from any_agent.ports import free_port
+from any_agent.runtime.ports import free_port
 from tests.proxy_ext.real_parts import embedded_engine
 
 NOBODY = "http://127.0.0.1:9"

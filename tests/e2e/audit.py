@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from any_agent.config import Config
 from any_agent.keys import rank_of_session
 from any_agent.record import discarded
-from any_agent.registry import Registry, rank_name
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
+from any_agent.rundir.registry import Registry, rank_name
 from any_agent.types import Interaction, SessionState
 from proxy_ext.journal import SessionRow, SQLiteJournal
 from tests.e2e.ledger import Ledger, Told

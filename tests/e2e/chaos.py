@@ -26,13 +26,13 @@ if __package__ in (None, ""):
     # Run as a file: the tests' packages are beside the library's.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
 from any_agent.demo.run import demo_config
 from any_agent.errors import AnyAgentError
 from any_agent.keys import rank_of_session
 from any_agent.launcher import Node, NodeOptions
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 from any_agent.types import SessionState
 from tests.e2e import audit, history
 from tests.e2e.crowd import Crowd

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import httpx
 import openai
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.demo.driver import GROUP_SIZE
 from any_agent.demo.task import RETRY, Item, is_correct, items, messages, shuffled
 from any_agent.errors import AnyAgentError, Conflict, ReplyLost, RunFinished, SessionClosed

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from any_agent.rundir import RunDir, read_json
+from any_agent.rundir.layout import RunDir, read_json
 from any_agent.types import SessionState
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import openai
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.config import Config, load_config
 from any_agent.errors import AnyAgentError, RunFinished
 from any_agent.launcher import Node, NodeOptions
 from any_agent.record import InteractionTree
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 from any_agent.types import Interaction, SessionState
 from proxy_ext.journal import SQLiteJournal
 

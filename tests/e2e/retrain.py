@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file
 
 from any_agent.config import Config
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 from any_agent.types import Trajectory
 from tests.e2e.audit import Record
 from trainer.batch import training_batch

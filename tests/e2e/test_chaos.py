@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.rundir import RunDir, write_json
+from any_agent.rundir.layout import RunDir, write_json
 from any_agent.types import (
     Continuation,
     GenerationHyperparameters,

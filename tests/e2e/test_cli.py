@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.cli import _parser
+from any_agent.cli.main import _parser
 from any_agent.config import Config
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 from tests.e2e.serving import environment, run_cli
 
 HEAVY = ("torch", "litellm", "transformers", "numpy", "fastapi", "openai", "pydantic", "yaml")

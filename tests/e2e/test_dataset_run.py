@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 
 STEPS = 8
 LIMIT = 300.0

@@ -15,8 +15,8 @@ import pytest
 from any_agent import load_engine
 from any_agent.demo.report import PORT
 from any_agent.demo.task import items, messages
-from any_agent.ports import free_port
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
+from any_agent.runtime.ports import free_port
 from tests.e2e.serving import CLI, environment, run_cli, serve
 from tests.e2e.terminal import Terminal, terminal
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.client import RLClient
-from any_agent.keystore import create_key
+from any_agent.auth.key_store import create_key
+from any_agent.client.rl_client import RLClient
 from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.trial import trial_dir
-from any_agent.protocol import SessionLine
-from any_agent.rundir import RunDir
+from any_agent.protocol.rl import SessionLine
+from any_agent.rundir.layout import RunDir
 from tests.e2e.live_run import live_config
 
 ROOT = Path(__file__).resolve().parents[2]

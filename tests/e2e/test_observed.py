@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.keys import SESSION_KEY_PREFIX
 from any_agent.launcher import Node, NodeOptions
 from tests.e2e.live_run import agent, live_config

@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
-from any_agent.ports import reserve
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
+from any_agent.runtime.ports import reserve
 from tests.e2e.live_run import live_config, recompute, recorded
 from tests.engine.engine_process import EngineProcess
 from tests.other_weights import publish_other

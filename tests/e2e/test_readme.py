@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from any_agent.config import Config, load_config
-from any_agent.ports import free_port
+from any_agent.runtime.ports import free_port
 from any_agent.types import Continuation
 from tests.e2e.live_run import recorded
 from tests.e2e.serving import Served, environment, serve

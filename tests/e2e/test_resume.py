@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
 from any_agent.errors import RunFinished
 from any_agent.keys import rank_of_session

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from tests.e2e.counting_agent import AGENT, items
 from tests.e2e.live_run import agent, live_config
 from trainer import GRPOTrainer

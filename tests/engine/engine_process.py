@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from any_agent.ports import reserve
+from any_agent.runtime.ports import reserve
 from tests.proxy_ext.real_parts import await_url, process
 
 

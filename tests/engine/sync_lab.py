@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import EngineUnavailable
-from any_agent.loop_thread import LoopThread
-from any_agent.registry import Entry
 from any_agent.rollout import Ranks
+from any_agent.rundir.registry import Entry
+from any_agent.runtime.event_loop import LoopThread
 from tests.engine.embedded.sglang_contract import call
 from trainer.policy import Policy
 from trainer.sync import NewWeights, WeightSync

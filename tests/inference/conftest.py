@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 from tests.inference.trials import save_trial
 
 

@@ -15,8 +15,8 @@ from any_agent.config import RolloutConfig
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.errors import ConfigError, EngineUnavailable
-from any_agent.loop_thread import LoopThread
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
+from any_agent.runtime.event_loop import LoopThread
 from tests.fakes.in_thread import served_in_thread
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.inference.test_remote_engine import PLACE, QUESTION, check

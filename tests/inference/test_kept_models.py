@@ -11,7 +11,7 @@ from any_agent import RemoteSGLangEngine
 from any_agent.config import Config
 from any_agent.errors import ConfigError, NotFound
 from any_agent.inference.kept import kept_model, named
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 from tests.inference.trials import save_trial
 
 NAMES: dict[str, Any] = {"experiment": "exp", "trial": "one", "user": "me"}

@@ -23,7 +23,7 @@ from any_agent import (
 )
 from any_agent.config import RolloutConfig
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import RolloutWorkflow
 from tests.fakes.true_logprobs import TrueModel
@@ -238,7 +238,9 @@ def test_a_script_s_whole_configuration(models: list[Path], tmp_path: Path) -> N
         }
     )
     with RemoteSGLangEngine(config).initialize() as engine:
-        workflow = RLVRWorkflow("any_agent.reward.gsm8k_reward_fn", None, engine.tokenizer)
+        workflow = RLVRWorkflow(
+            "any_agent.rewards.async_wrapper.gsm8k_reward_fn", None, engine.tokenizer
+        )
         (batch,) = engine.rollout_batch([{"messages": MESSAGES, "answer": "3"}], workflow)
     assert batch["temperatures"].tolist() == pytest.approx([0.9])
     assert int(batch["loss_mask"].sum()) <= 5

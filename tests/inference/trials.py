@@ -10,7 +10,7 @@ import yaml
 
 from any_agent.config import load_config
 from any_agent.launcher.trial import trial_dir
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 
 
 def save_checkpoint(run: RunDir, step: int, version: int, model: Path) -> Path:

@@ -12,7 +12,7 @@ from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
 from any_agent.launcher.checkpoint_service import Kept, find_kept, served
 from any_agent.launcher.trial import kept_weights, trial_dir
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 
 from any_agent.errors import ConfigError
 from any_agent.launcher.journals import bring, leave
-from any_agent.rundir import RunDir, read_json
+from any_agent.rundir.layout import RunDir, read_json
 from tests.launcher.standins import Lab
 
 

@@ -18,8 +18,8 @@ from any_agent.launcher import Node, silence
 from any_agent.launcher.model import check_model
 from any_agent.launcher.process import Process
 from any_agent.launcher.trial import SavedWeights, Weights, trial_dir
-from any_agent.ports import listen
-from any_agent.registry import Entry, publish
+from any_agent.rundir.registry import Entry, publish
+from any_agent.runtime.ports import listen
 from tests.launcher.children import is_alive, until
 from tests.launcher.standins import Lab, checked_until, flag, kill_and_wait
 

@@ -16,7 +16,7 @@ import pytest
 
 from any_agent.errors import StartupError
 from any_agent.launcher.process import Process
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 from tests.launcher.children import is_alive, until
 
 

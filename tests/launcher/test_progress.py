@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from any_agent.atomic import write_whole
 from any_agent.launcher.progress import Progress
+from any_agent.runtime.atomic_files import write_whole
 
 
 def line(step: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from any_agent.launcher.room import Room
-from any_agent.registry import Entry, publish
+from any_agent.rundir.registry import Entry, publish
 
 
 def test_a_full_disk_and_its_end_are_said_once(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from any_agent.launcher import journals
 from any_agent.launcher.slurm.coordinator import Coordinator, run_job
 from any_agent.launcher.slurm.job import Job
 from any_agent.launcher.trial import trial_dir
-from any_agent.ports import listen
+from any_agent.runtime.ports import listen
 from tests.launcher.slurm_programs import ADDRESS, Programs
 from tests.launcher.standins import Lab
 

@@ -10,7 +10,7 @@ from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.slurm import job as jobs
 from any_agent.launcher.slurm.job import Job, ask, current_job, node_address, require_program
 from any_agent.launcher.slurm.shared import mark, require_shared
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from any_agent.launcher import journals
 from any_agent.launcher.slurm import member
 from any_agent.launcher.slurm.shared import mark
 from any_agent.launcher.trial import trial_dir
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 from tests.launcher.children import until
 from tests.launcher.slurm_programs import Programs
 from tests.launcher.standins import Lab

@@ -13,7 +13,7 @@ from any_agent.errors import StartupError
 from any_agent.launcher.slurm import __main__ as command
 from any_agent.launcher.slurm import submit
 from any_agent.launcher.slurm.submit import script
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 from tests.launcher.slurm_programs import Programs
 from tests.launcher.standins import Lab
 

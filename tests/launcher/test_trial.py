@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from any_agent.auth.key_store import create_key
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
-from any_agent.keystore import create_key
 from any_agent.launcher.trial import (
     Weights,
     latest_weights,

@@ -9,7 +9,7 @@ import httpx
 from anthropic.types import Message
 from pydantic import TypeAdapter
 
-from any_agent.error_shapes import REQUEST_ID
+from any_agent.protocol.error_bodies import REQUEST_ID
 from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy
 
 PATH = "/v1/messages"

@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from any_agent.chat import ChatFormat
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.config import Config, load_config
 from any_agent.keys import KeySigner
 from any_agent.launcher.trial import trial_dir

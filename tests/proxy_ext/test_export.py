@@ -15,9 +15,9 @@ from typing import get_args
 
 import pytest
 
-from any_agent import protocol
+from any_agent.cli.export import _STATES
 from any_agent.config import load_config
-from any_agent.export_cli import _STATES
+from any_agent.protocol import rl as protocol
 from any_agent.types import SessionState
 from proxy_ext.archive.files import Archives, Writer, read_lines
 from proxy_ext.archive.records import read_record

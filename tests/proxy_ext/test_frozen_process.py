@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent.ports import free_port
+from any_agent.runtime.ports import free_port
 from tests.fakes.provider import Provider
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.frozen_lab import BODIES, SECRET, VARIABLE, chat_body, models, refused

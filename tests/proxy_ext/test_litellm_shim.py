@@ -7,7 +7,7 @@ from pathlib import Path
 
 _SOURCE = """
 import asyncio, logging
-from any_agent.logs import set_up_logging
+from any_agent.runtime.logs import set_up_logging
 from proxy_ext import litellm_shim
 
 set_up_logging("debug", "json", part="rank-0", secrets=["the-admin-key"])

@@ -15,9 +15,9 @@ import pytest
 from openai.types.chat import ChatCompletion
 from pydantic import TypeAdapter
 
+from any_agent.auth.key_store import TenantLimits, create_key
 from any_agent.chat import ChatFormat
 from any_agent.errors import StoreUnavailable
-from any_agent.keystore import TenantLimits, create_key
 from any_agent.launcher.trial import trial_dir
 from any_agent.types import SessionState
 from proxy_ext.opening.opening import Opening

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent.audit import AuditLog
-from any_agent.keystore import create_key, revoke_key
+from any_agent.auth.audit_log import AuditLog
+from any_agent.auth.key_store import create_key, revoke_key
 from any_agent.launcher.trial import trial_dir
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy, until

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from any_agent.access import ANYONE
+from any_agent.auth.access import ANYONE
 from any_agent.config import Config, load_config
 from any_agent.errors import StoreUnavailable
 from any_agent.keys import KeySigner
-from any_agent.protocol import Ack, Lease, Rejection, StartSession
+from any_agent.protocol.rl import Ack, Lease, Rejection, StartSession
 from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
 from proxy_ext.archive.records import read_record
 from proxy_ext.archive.sweep import Archive

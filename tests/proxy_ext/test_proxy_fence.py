@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, StaleOwner
-from any_agent.protocol import EPOCH_HEADER, Rejection
+from any_agent.protocol.rl import EPOCH_HEADER, Rejection
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import LIMIT, Proxy, until
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from any_agent.errors import StoreUnavailable
-from any_agent.protocol import GRANT_ONLY_HEADER
+from any_agent.protocol.rl import GRANT_ONLY_HEADER
 from any_agent.types import SessionState
 from proxy_ext.rl import areal
 from proxy_ext.sessions.owners import EXPORT_OWNER, GRANT_OWNER

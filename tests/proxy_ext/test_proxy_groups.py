@@ -25,7 +25,7 @@ from any_agent.errors import (
     Unprocessable,
 )
 from any_agent.keys import KeySigner
-from any_agent.protocol import Ack, Lease, Rejection, StartSession
+from any_agent.protocol.rl import Ack, Lease, Rejection, StartSession
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.auth import Caller, Scope
 from proxy_ext.journal import SessionRow, SQLiteJournal, Statement

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent.access import signer_of
-from any_agent.client import RLClient
+from any_agent.auth.access import signer_of
+from any_agent.auth.key_store import KeptScope, create_key, revoke_key
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import StartupError
 from any_agent.keys_commands import run as run_keys
-from any_agent.keystore import KeptScope, create_key, revoke_key
 from any_agent.launcher.trial import trial_dir
 from proxy_ext import scopes
 from tests.proxy_ext.conftest import Start
@@ -172,7 +172,7 @@ async def test_the_first_admin_key_closes_an_open_service(start: Start) -> None:
 
 
 async def test_session_keys_outlive_a_rotation_unless_told_not_to(closed: Proxy) -> None:
-    from any_agent.cli import _parser
+    from any_agent.cli.main import _parser
 
     config = closed.service.config
     where = [f"root={config.root}", f"user={config.user}"]

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from any_agent.errors import Conflict, NotFound
-from any_agent.protocol import MAX_NAMED, Rejection
+from any_agent.protocol.rl import MAX_NAMED, Rejection
 from any_agent.record import unpack_trajectories
 from proxy_ext.journal import Statement
 from proxy_ext.leases import leases

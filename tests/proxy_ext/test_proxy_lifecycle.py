@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import httpx
 import pytest
 
-from any_agent.access import Scope
+from any_agent.auth.access import Scope
 from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
 from proxy_ext.scopes import AGENTS, RULES, STARTERS, TRAINERS
 from proxy_ext.sessions.lifecycle import (

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from any_agent.access import ANYONE
+from any_agent.auth.access import ANYONE
 from any_agent.chat import ChatFormat
 from any_agent.errors import StoreUnavailable
 from any_agent.keys import rank_of_session
-from any_agent.protocol import StartSession
+from any_agent.protocol.rl import StartSession
 from proxy_ext.sessions.names import Names
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start

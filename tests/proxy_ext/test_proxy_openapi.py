@@ -7,8 +7,8 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from any_agent.access import Scope
-from any_agent.error_shapes import is_messages
+from any_agent.auth.access import Scope
+from any_agent.protocol.error_bodies import is_messages
 from proxy_ext.model_routes import HANDLERS
 from proxy_ext.scopes import RULES
 from tests.proxy_ext.conftest import Start

@@ -13,9 +13,9 @@ import httpx
 import pytest
 import uvicorn
 
-from any_agent import presence
-from any_agent.ports import listen
-from any_agent.registry import Entry, Load, Registry
+from any_agent.rundir import heartbeat as presence
+from any_agent.rundir.registry import Entry, Load, Registry
+from any_agent.runtime.ports import listen
 from proxy_ext.presence import PresentServer, entry_of
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import Proxy, until

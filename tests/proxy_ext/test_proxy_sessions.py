@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import RunFinished
 from any_agent.types import SessionState
 from proxy_ext.journal import Statement

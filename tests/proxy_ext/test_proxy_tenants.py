@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent.access import run_dir_of
-from any_agent.keystore import TenantLimits, create_key
+from any_agent.auth.access import run_dir_of
+from any_agent.auth.key_store import TenantLimits, create_key
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import LIMIT, Proxy, turned_away, until
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from any_agent.keystore import create_key
+from any_agent.auth.key_store import create_key
+from any_agent.cli.sessions import _age, _plain
 from any_agent.launcher.trial import trial_dir
-from any_agent.sessions_cli import _age, _plain
 from tests.proxy_ext.archive_lab import archive_now
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, Conflict
-from any_agent.protocol import Capacity, Rejection
+from any_agent.protocol.rl import Capacity, Rejection
 from any_agent.workflow import Episode, RolloutWorkflow
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_agent.config import RolloutConfig
-from any_agent.protocol import Capacity
+from any_agent.protocol.rl import Capacity
 from any_agent.rollout.allocation import RankView, divide, total
 from any_agent.rollout.staleness import free_slots, stalled
 

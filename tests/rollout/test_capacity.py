@@ -12,7 +12,7 @@ import pytest
 
 from any_agent.config import RolloutConfig
 from any_agent.errors import ServiceUnavailable, Unauthenticated
-from any_agent.protocol import Capacity
+from any_agent.protocol.rl import Capacity
 from any_agent.rollout import Ranks
 from any_agent.rollout import capacity as module
 from any_agent.rollout.capacity import CapacityKeeper

@@ -20,7 +20,7 @@ from any_agent.errors import (
     Unauthenticated,
     from_response,
 )
-from any_agent.protocol import Rejection
+from any_agent.protocol.rl import Rejection
 from any_agent.rollout import Ranks, RolloutExecutor
 from any_agent.rollout import executor as module
 from any_agent.types import Trajectory

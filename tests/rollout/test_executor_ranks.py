@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rollout_lab import Scripted, Service, until
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.config import RolloutConfig
 from any_agent.errors import Conflict, NotFound, ServiceUnavailable
-from any_agent.protocol import Rejection
+from any_agent.protocol.rl import Rejection
 from any_agent.record import pack_trajectories
 from any_agent.rollout import Consumed, Ranks, RolloutExecutor
 from any_agent.rollout import executor as module

@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 
 from any_agent.errors import NotFound, ServiceUnavailable
-from any_agent.registry import Entry, publish, rank_name
 from any_agent.rollout import Ranks
 from any_agent.rollout import ranks as module
+from any_agent.rundir.registry import Entry, publish, rank_name
 
 INFO = {
     "experiment": "e",

@@ -12,9 +12,9 @@ import pytest
 from any_agent.engine import EnginePool
 from any_agent.engine.base import Capabilities
 from any_agent.errors import InvalidTrajectory
-from any_agent.loop_thread import LoopThread
 from any_agent.record import InteractionWithTokenLogpReward
 from any_agent.rollout.jobs import Stream
+from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import GenerationChunk, ModelRequest
 from any_agent.workflow.tensors import rows_of
 from tests.rollout.workflow_lab import REJECT, Doing, executor

@@ -16,7 +16,7 @@ from any_agent.engine import EnginePool
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.model import LoadedModel, load_model
 from any_agent.engine.embedded.server import EngineServer, listen
-from any_agent.loop_thread import LoopThread
+from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import GenerationHyperparameters, ModelRequest
 from any_agent.workflow import RolloutWorkflow
 from tests.other_weights import publish_other

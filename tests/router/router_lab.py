@@ -16,7 +16,7 @@ import httpx
 from any_agent.config import Config
 from any_agent.keys import KeySigner
 from any_agent.launcher.trial import trial_dir
-from any_agent.registry import Entry, Load, publish, rank_name
+from any_agent.rundir.registry import Entry, Load, publish, rank_name
 from router.app import Router, running_router
 from tests.proxy_ext.proxy_lab import LIMIT, config_for
 

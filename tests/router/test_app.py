@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from any_agent import presence
-from any_agent.protocol import API_HEADER, API_VERSION
-from any_agent.registry import Entry, publish
+from any_agent.protocol.rl import API_HEADER, API_VERSION
+from any_agent.rundir import heartbeat as presence
+from any_agent.rundir.registry import Entry, publish
 from router import app
 from router.affinity import home_of
 from router.reply import Replies

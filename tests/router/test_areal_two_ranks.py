@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.chat import ChatFormat
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.keys import rank_of_session
 from any_agent.workflow import AgentService, GroupedRolloutWorkflow, OpenAIProxyWorkflow, context
 from any_agent.workflow.context import WorkflowContext

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent.access import run_dir_of
-from any_agent.conversation import rank_tag, task_of
-from any_agent.keystore import create_key
+from any_agent.auth.access import run_dir_of
+from any_agent.auth.key_store import create_key
+from any_agent.protocol.conversation_key import rank_tag, task_of
 from router import conversations
 from router.affinity import home_of
 from router.conversations import Conversations, Held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from any_agent.registry import Registry
+from any_agent.rundir.registry import Registry
 from tests.proxy_ext.proxy_lab import until
 from tests.router.router_lab import END, Lab, Received
 

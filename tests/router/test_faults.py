@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from any_agent.errors import ReplyLost
-from any_agent.registry import publish
+from any_agent.rundir.registry import publish
 from router import health
 from router.reply import Replies
 from tests.proxy_ext.proxy_lab import LIMIT, until

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from any_agent import registry
 from any_agent.errors import ServiceUnavailable
-from any_agent.registry import Entry, Registry, publish, rank_name
+from any_agent.rundir import registry
+from any_agent.rundir.registry import Entry, Registry, publish, rank_name
 from router import health
 from router.health import Ranks
 from tests.proxy_ext.proxy_lab import until

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 import httpx
 import pytest
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from router import leasing
 from tests.proxy_ext.proxy_lab import until
 from tests.router.conftest import StartLab

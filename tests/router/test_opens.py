@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from any_agent.registry import Load
+from any_agent.rundir.registry import Load
 from router.affinity import home_of
 from tests.proxy_ext.proxy_lab import until
 from tests.router.conftest import StartLab

@@ -21,7 +21,7 @@ from aiohttp.test_utils import TestServer
 from any_agent.chat import ChatFormat
 from any_agent.errors import ConfigError, StartupError
 from any_agent.keys import rank_of_session
-from any_agent.ports import free_port
+from any_agent.runtime.ports import free_port
 from router import ProxyRouter
 from router.health import Ranks
 from router.proxy_router import _Proxies

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.protocol import GRANT_ONLY_HEADER
+from any_agent.protocol.rl import GRANT_ONLY_HEADER
 from router.affinity import home_of
 from router.grants import GRANT
 from tests.router.conftest import StartLab

@@ -11,10 +11,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import router.metrics as metrics_module
-from any_agent.keystore import create_key
+from any_agent.auth.key_store import create_key
 from any_agent.launcher.trial import trial_dir
-from any_agent.metrics import CONTENT_TYPE, Exposition, Metric
-from any_agent.registry import Entry, publish
+from any_agent.rundir.registry import Entry, publish
+from any_agent.runtime.metrics import CONTENT_TYPE, Exposition, Metric
 from router.metrics import METRICS, merged
 from router.stats import CLIENT_LEFT
 from tests.proxy_ext.proxy_lab import until

@@ -18,8 +18,8 @@ import pytest
 from any_agent.config import load_config
 from any_agent.keys import KeySigner
 from any_agent.launcher.trial import trial_dir
-from any_agent.ports import reserve
-from any_agent.registry import Entry, publish
+from any_agent.rundir.registry import Entry, publish
+from any_agent.runtime.ports import reserve
 from tests.proxy_ext.real_parts import await_url, environment, write_config
 from tests.router.router_lab import FakeRank
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from any_agent.auth.key_store import create_key
 from any_agent.chat import ChatFormat
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import Forbidden, NotFound
 from any_agent.keys import rank_of_session
-from any_agent.keystore import create_key
 from any_agent.launcher.trial import trial_dir
 from tests.proxy_ext.proxy_lab import LIMIT
 from tests.router.test_two_ranks import Pair, running_pair

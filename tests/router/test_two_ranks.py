@@ -18,15 +18,15 @@ import openai
 import pytest
 
 from any_agent.chat import ChatFormat
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
 from any_agent.errors import Conflict
 from any_agent.keys import rank_of_session
 from any_agent.launcher.trial import trial_dir
-from any_agent.ports import free_port
-from any_agent.protocol import Rejection, SessionStarted
+from any_agent.protocol.rl import Rejection, SessionStarted
 from any_agent.record import unpack_trajectories
-from any_agent.registry import publish
+from any_agent.rundir.registry import publish
+from any_agent.runtime.ports import free_port
 from proxy_ext.presence import entry_of
 from router.affinity import home_of
 from tests.fakes.scripted_engine import ScriptedEngine

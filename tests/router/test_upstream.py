@@ -13,7 +13,7 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from any_agent.errors import ReplyLost
-from any_agent.ports import free_port
+from any_agent.runtime.ports import free_port
 from router import upstream
 from router.upstream import NeverSent, Upstream, end_to_end, open_upstream
 from tests.proxy_ext.proxy_lab import LIMIT

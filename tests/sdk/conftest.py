@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from any_agent.auth.key_store import create_key
 from any_agent.chat import ChatFormat, load_chat_format
-from any_agent.keystore import create_key
 from any_agent.launcher.trial import trial_dir
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import Proxy, config_for, running_proxy

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.errors import AgentFailed, ConfigError
-from any_agent.protocol import InteractionContent, SessionContent
+from any_agent.protocol.rl import InteractionContent, SessionContent
 from any_agent.sdk.command_reward import (
     Graded,
     RewardFile,

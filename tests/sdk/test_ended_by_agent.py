@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from any_agent import AgentRunner, AgentSession
-from any_agent.agent_environment import PLACEHOLDER_KEY
 from any_agent.chat import ChatFormat
+from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.errors import SessionClosed
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import config_for, running_proxy

@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 import pytest
 
-from any_agent import cli
-from any_agent.keystore import create_key
+from any_agent.auth.key_store import create_key
+from any_agent.cli import main as cli
 from any_agent.launcher.trial import trial_dir
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.sdk.conftest import Served

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import TooManyRequests
 from any_agent.sdk import opening
 from any_agent.sdk.service import Service

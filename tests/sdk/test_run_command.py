@@ -16,7 +16,7 @@ from typing import TypeAlias
 import psutil
 import pytest
 
-from any_agent.cli import main
+from any_agent.cli.main import main
 from tests.proxy_ext.proxy_lab import until
 from tests.sdk.command_lab import agent, marks_itself
 from tests.sdk.conftest import Served

@@ -17,14 +17,14 @@ from aiohttp import web
 from openai import AsyncOpenAI
 
 from any_agent import AgentRunner, AgentSession
-from any_agent.client import RLClient
+from any_agent.client.aiohttp_transport import Answer, ManyRequests
+from any_agent.client.retry_transport import PatientTransport
+from any_agent.client.rl_client import RLClient
+from any_agent.client.service_url import moved, url_file
 from any_agent.errors import ConfigError, ServiceUnavailable
-from any_agent.many_requests import Answer, ManyRequests
-from any_agent.patience import PatientTransport
 from any_agent.sdk import ambient, find_service
 from any_agent.sdk.patches import patches
 from any_agent.sdk.session import AsyncSession
-from any_agent.service_url import moved, url_file
 from tests.sdk.conftest import ADMIN, Serve, Served
 from tests.sdk.hops import CLIENTS, Get, Server, serving
 

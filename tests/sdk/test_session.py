@@ -12,7 +12,7 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI
 
 from any_agent import AgentSession
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import (
     AgentFailed,
     AnyAgentError,

@@ -13,9 +13,9 @@ import pytest
 from openai import APIStatusError
 
 from any_agent import AgentSession
-from any_agent.client import RLClient
-from any_agent.many_requests import ManyRequests
-from any_agent.protocol import SessionStarted
+from any_agent.client.aiohttp_transport import ManyRequests
+from any_agent.client.rl_client import RLClient
+from any_agent.protocol.rl import SessionStarted
 from any_agent.sdk import background, clients
 from any_agent.sdk.heartbeats import Heartbeats
 from any_agent.sdk.service import Service

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from any_agent.demo.run import demo_config
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 from tests.slurm.lab import REPOSITORY, Slurm
 
 ADMIN = "an-admin-key-of-thirty-two-letters"

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from any_agent.config import Config, load_config
 from any_agent.launcher.trial import trial_dir
-from any_agent.rundir import RunDir, weights_folder
+from any_agent.rundir.layout import RunDir, weights_folder
 from tests.e2e.audit import leaks, read_records
 from tests.e2e.retrain import retrain
 from tests.slurm.jobs import ADMIN, Outside, key_of_a_tenant, said, sbatch, settings, steps_of

@@ -14,8 +14,8 @@ import pytest
 
 import trainer
 from any_agent.config import Config, load_config
+from any_agent.config.script import GRPOConfig
 from any_agent.errors import ConfigError, StartupError
-from any_agent.experiment import GRPOConfig
 from any_agent.workflow import RolloutWorkflow
 from trainer import GRPOTrainer, grpo_trainer
 from trainer.signals import Stopped

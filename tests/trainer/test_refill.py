@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from any_agent.chat import load_chat_format
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.rollout import Ranks, RolloutExecutor
 from any_agent.workflow import ProxyWorkflow
 from tests.fakes.scripted_engine import ScriptedEngine

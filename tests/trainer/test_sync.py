@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import pytest
 from aiohttp import web
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import EngineUnavailable, ServiceUnavailable, TrainingError
-from any_agent.ports import free_port
-from any_agent.registry import Entry
 from any_agent.rollout import Ranks
+from any_agent.rundir.registry import Entry
+from any_agent.runtime.ports import free_port
 from trainer.sync import NewWeights, disk
 from trainer.sync.disk import DiskSync
 

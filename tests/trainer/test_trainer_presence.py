@@ -14,7 +14,7 @@ import pytest
 
 import trainer.presence as presence_module
 from any_agent.keys import KeySigner
-from any_agent.registry import Entry, Registry
+from any_agent.rundir.registry import Entry, Registry
 from trainer.metrics import TrainerMetrics
 from trainer.presence import Presence
 

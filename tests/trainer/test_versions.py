@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import trainer.versions
-from any_agent.rundir import read_json
+from any_agent.rundir.layout import read_json
 from trainer.versions import Versions
 
 

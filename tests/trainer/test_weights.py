@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import any_agent.atomic
+import any_agent.runtime.atomic_files
 from any_agent.errors import Conflict, StartupError
 from trainer.policy import Policy, PolicyConfig
 from trainer.weights import holds_weights, prune, publish_to_disk, published_versions
@@ -80,7 +80,7 @@ def test_everything_is_on_disk_before_the_name_appears(
     policy: Policy, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
-    original = any_agent.atomic.fsync
+    original = any_agent.runtime.atomic_files.fsync
 
     def spy(path: Path) -> None:
         if path.parent != tmp_path and path != tmp_path:
@@ -88,7 +88,7 @@ def test_everything_is_on_disk_before_the_name_appears(
         synced.append(path)
         original(path)
 
-    monkeypatch.setattr(any_agent.atomic, "fsync", spy)
+    monkeypatch.setattr(any_agent.runtime.atomic_files, "fsync", spy)
     target = publish_to_disk(policy, tiny_model_dir, tmp_path, 0)
     names = {p.name for p in target.iterdir()}
     assert names <= {p.name for p in synced}

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from any_agent.ports import free_port
+from any_agent.runtime.ports import free_port
 from trainer.parallel.world import World, join, leave
 
 _WITHIN = 400.0

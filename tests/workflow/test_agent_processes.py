@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from any_agent import workers
 from any_agent.errors import AgentFailed, ConfigError
 from any_agent.record import InteractionWithTokenLogpReward
+from any_agent.runtime import worker_pool as workers
 from any_agent.types import SessionState
 from any_agent.workflow import AgentService, OpenAIProxyWorkflow, context
 from any_agent.workflow.context import WorkflowContext

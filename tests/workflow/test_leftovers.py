@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from any_agent.access import run_dir_of, signer_of
-from any_agent.client import RLClient
+from any_agent.auth.access import run_dir_of, signer_of
+from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
 from any_agent.errors import AnyAgentError, TooManyRequests
 from any_agent.types import SessionState

@@ -15,12 +15,12 @@ import pytest
 import torch
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError
 
-from any_agent import last_words
-from any_agent.agent_environment import PLACEHOLDER_KEY
+from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.errors import AgentFailed, AnyAgentError, ConfigError
 from any_agent.record import InteractionTree, InteractionWithTokenLogpReward
 from any_agent.rollout.failures import said
+from any_agent.runtime import cancellation as last_words
 from any_agent.sdk.service import find_service
 from any_agent.types import SessionState
 from any_agent.workflow import (

@@ -11,7 +11,7 @@ import aiohttp.web
 import pytest
 
 from any_agent import errors
-from any_agent.protocol import Heartbeat
+from any_agent.protocol.rl import Heartbeat
 from any_agent.types import SessionState
 from any_agent.workflow import OpenAIProxyClient
 from any_agent.workflow import proxy_client as module

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from any_agent import MultiTurnWorkflow, RLVRWorkflow, stats_tracker, workers
+from any_agent import MultiTurnWorkflow, RLVRWorkflow, stats_tracker
 from any_agent.chat import ChatFormat
 from any_agent.engine import EnginePool
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.model import load_model
 from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.errors import ConfigError, ContextLengthExceeded
-from any_agent.reward import RewardFailed
+from any_agent.rewards.async_wrapper import RewardFailed
+from any_agent.runtime import worker_pool as workers
 from any_agent.types import GenerationHyperparameters, ModelRequest, ModelResponse
 from any_agent.workflow import checked_tensors, context, rows_of
 from any_agent.workflow.context import WorkflowContext

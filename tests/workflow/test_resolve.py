@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.agent_environment import PLACEHOLDER_KEY
+from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.errors import ConfigError
 from any_agent.workflow import GroupedRolloutWorkflow, RolloutWorkflow, resolve_workflow
 from any_agent.workflow.agent_service import AgentService

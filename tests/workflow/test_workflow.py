@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import ConfigError
 from any_agent.record import pack_trajectories
 from any_agent.types import Trajectory

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from any_agent.ports import free_port
+from any_agent.runtime.ports import free_port
 from trainer.parallel.network import interface_of
 
 _STOPPED = 143

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from any_agent.engine.weight_group import Backend, Rendezvous, WeightGroup
 from any_agent.errors import AnyAgentError, EngineUnavailable, TrainingError
-from any_agent.private_address import is_private
+from any_agent.runtime.private_address import is_private
 from trainer.sync.base import Bucket
 from trainer.sync.engine import Engine
 

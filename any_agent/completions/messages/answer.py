@@ -19,8 +19,8 @@ from any_agent.completions.messages.callids import tool_use_id
 from any_agent.completions.messages.inputs import input_of
 from any_agent.completions.messages.parse import MessagesCall
 from any_agent.completions.prepared import Delta, Head
-from any_agent.error_shapes import anthropic_body
 from any_agent.errors import AnyAgentError
+from any_agent.protocol.error_bodies import anthropic_body
 from any_agent.types import Interaction
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'

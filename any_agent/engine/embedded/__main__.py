@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from any_agent.logs import set_up_logging
+from any_agent.runtime.logs import set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def main() -> int:
     # asyncio and the loop's thread take turns; the default of 5 ms is longer than a small step.
     sys.setswitchinterval(0.0002)
     from any_agent.errors import ConfigError, StartupError
-    from any_agent.private_address import require_private_host
+    from any_agent.runtime.private_address import require_private_host
 
     try:
         require_private_host(args.host)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from any_agent.arguments import add_service_arguments, guarded, overrides_of, parse
 from any_agent.errors import ConfigError
 from any_agent.launcher.script import SERVICE, found_script, is_service
+from any_agent.runtime.command_line import add_service_arguments, guarded, overrides_of, parse
 
 if TYPE_CHECKING:
     from any_agent.config import Config
@@ -55,7 +55,7 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from any_agent.launcher.slurm.coordinator import run_job
     from any_agent.launcher.slurm.job import current_job
     from any_agent.launcher.slurm.submit import require_cluster, submit
-    from any_agent.logs import set_up_logging
+    from any_agent.runtime.logs import set_up_logging
 
     if args.script is None:
         raise ConfigError(f"which script? e.g. any_agent.launcher.slurm {SERVICE} --config my.yaml")

@@ -19,7 +19,7 @@ from any_agent.launcher.slurm.plan import Plan, Role, plan
 from any_agent.launcher.slurm.said import Said
 from any_agent.launcher.slurm.shared import mark
 from any_agent.launcher.stopping import Terminated
-from any_agent.registry import HEARTBEAT, Registry
+from any_agent.rundir.registry import HEARTBEAT, Registry
 
 _LAST = 40.0
 """Of a warning's seconds, those that are left for copies of the journals and for Slurm."""

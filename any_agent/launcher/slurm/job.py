@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from any_agent.errors import ConfigError, StartupError
-from any_agent.private_address import is_private
+from any_agent.runtime.private_address import is_private
 
 _ASK_WITHIN = 60.0
 

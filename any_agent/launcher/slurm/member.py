@@ -20,8 +20,7 @@ from types import FrameType
 from typing import Literal
 from urllib.parse import urlsplit
 
-from any_agent.access import run_dir_of
-from any_agent.arguments import guarded
+from any_agent.auth.access import run_dir_of
 from any_agent.config import Config, load_resolved
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.node import Node, NodeOptions
@@ -29,10 +28,11 @@ from any_agent.launcher.place import Place, TrainingNodes
 from any_agent.launcher.slurm.job import node_address
 from any_agent.launcher.slurm.shared import require_shared
 from any_agent.launcher.stopping import Terminated
-from any_agent.logs import set_up_logging
-from any_agent.ports import reserve, url_of
-from any_agent.registry import HEARTBEAT, Entry, Registry, publish
-from any_agent.rundir import RunDir, locked
+from any_agent.rundir.layout import RunDir, locked
+from any_agent.rundir.registry import HEARTBEAT, Entry, Registry, publish
+from any_agent.runtime.command_line import guarded
+from any_agent.runtime.logs import set_up_logging
+from any_agent.runtime.ports import reserve, url_of
 
 _PREDECESSOR = 30.0
 """Seconds that an earlier start of this node may take to be gone."""

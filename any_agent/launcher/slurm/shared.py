@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 import time
 
-from any_agent.atomic import write_whole
 from any_agent.errors import ConfigError
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
+from any_agent.runtime.atomic_files import write_whole
 
 _PATIENCE = 60.0
 """Seconds; so long a network file system may show a folder as it was."""

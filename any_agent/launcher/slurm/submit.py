@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
-from any_agent.access import require_key
-from any_agent.atomic import write_whole
+from any_agent.auth.access import require_key
 from any_agent.config import Config
 from any_agent.errors import StartupError
 from any_agent.launcher.address import LISTENING
 from any_agent.launcher.model import check_model
 from any_agent.launcher.slurm.job import ask, require_program
 from any_agent.launcher.trial import newest_weights, trial_dir
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
+from any_agent.runtime.atomic_files import write_whole
 
 _SUBMIT_WITHIN = 60.0
 _SEEN_WITHIN = 30.0

@@ -26,7 +26,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.config import Config, load_config
 from any_agent.data import Positions
 from any_agent.errors import RunFinished

@@ -22,13 +22,13 @@ import pytest
 import torch
 import yaml
 
-from any_agent.client import RLClient
+from any_agent.client.rl_client import RLClient
 from any_agent.config import Config, load_config
 from any_agent.demo.child import Child
 from any_agent.demo.driver import Driver, Tally, workers
 from any_agent.demo.run import demo_config
 from any_agent.keys import rank_of_session
-from any_agent.rundir import RunDir
+from any_agent.rundir.layout import RunDir
 from tests.e2e.audit import Record, read_records
 from tests.e2e.serving import Served, serve
 from tests.engine.sglang.real_sglang import OPTIONS, VARIABLES, python

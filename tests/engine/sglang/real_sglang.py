@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from any_agent.ports import reserve
+from any_agent.runtime.ports import reserve
 from tests.proxy_ext.real_parts import environment
 
 HERE = Path(__file__).parent

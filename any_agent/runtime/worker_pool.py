@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from any_agent.errors import ConfigError
-from any_agent.worker_process import Failure, begin, call
+from any_agent.runtime.worker_main import Failure, begin, call
 
 if TYPE_CHECKING:
     from pebble import ProcessPool

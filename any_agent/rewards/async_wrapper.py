@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from any_agent.errors import AnyAgentError
-from any_agent.workers import (
+from any_agent.runtime.worker_pool import (
     WorkerCrashed,
     WorkerFailed,
     WorkerPool,

@@ -12,14 +12,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from any_agent import __version__
-from any_agent.arguments import add_service_arguments, guarded, overrides_of, parse
+from any_agent.cli.eval import add_eval_command
+from any_agent.cli.export import add_export_command
+from any_agent.cli.keys import add_keys_commands
+from any_agent.cli.run import add_run_command
+from any_agent.cli.sessions import add_sessions_commands
 from any_agent.doctor.command import add_doctor_command
 from any_agent.errors import ConfigError
-from any_agent.eval_cli import add_eval_command
-from any_agent.export_cli import add_export_command
-from any_agent.keys_cli import add_keys_commands
-from any_agent.run_cli import add_run_command
-from any_agent.sessions_cli import add_sessions_commands
+from any_agent.runtime.command_line import add_service_arguments, guarded, overrides_of, parse
 
 if TYPE_CHECKING:
     from any_agent.config import Config
@@ -140,7 +140,7 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     from any_agent.launcher.address import listening
     from any_agent.launcher.stopping import terminate
     from any_agent.launcher.trial import resolve_config
-    from any_agent.logs import set_up_logging
+    from any_agent.runtime.logs import set_up_logging
 
     config = resolve_config(config_path, overrides)
     set_up_logging(config.log_level, secrets=config.secrets())
@@ -159,7 +159,7 @@ def _who_may(config: Config) -> str:
     """Whether the service asks for keys, in one line."""
     from shlex import quote
 
-    from any_agent.access import is_open
+    from any_agent.auth.access import is_open
 
     if not is_open(config):
         return "keys      API keys are required"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from any_agent.client import RLClient
-    from any_agent.protocol import SessionInfo, SessionLine
+    from any_agent.client.rl_client import RLClient
+    from any_agent.protocol.rl import SessionInfo, SessionLine
 
 _URL = "http://127.0.0.1:8000"
 _KEYS = ("ANY_AGENT_KEY", "ANY_AGENT_SERVER__ADMIN_KEY", "ANY_AGENT_API_KEY", "OPENAI_API_KEY")
@@ -91,7 +91,7 @@ def _count(text: str) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     import asyncio
 
-    from any_agent.client import RLClient
+    from any_agent.client.rl_client import RLClient
     from any_agent.errors import Forbidden, Unauthenticated
 
     key, key_from = _key(arguments.key)
@@ -129,7 +129,7 @@ def _key(given: str | None) -> tuple[str | None, str]:
 
 
 async def _list(client: RLClient, arguments: argparse.Namespace) -> int:
-    from any_agent.protocol import ListSessions
+    from any_agent.protocol.rl import ListSessions
 
     filters = {
         "state": arguments.state,
@@ -190,7 +190,7 @@ async def _show(client: RLClient, arguments: argparse.Namespace) -> int:
 
 
 async def _end(client: RLClient, arguments: argparse.Namespace) -> int:
-    from any_agent.protocol import Abort
+    from any_agent.protocol.rl import Abort
 
     name = arguments.sessions_command
     if name != "delete":

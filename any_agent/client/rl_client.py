@@ -16,10 +16,11 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from any_agent import errors
-from any_agent.connections import connections_to
-from any_agent.jitter import jittered
-from any_agent.many_requests import Answer, ManyRequests
-from any_agent.protocol import (
+from any_agent.client.aiohttp_transport import Answer, ManyRequests
+from any_agent.client.backoff import jittered
+from any_agent.client.connection_pool import connections_to
+from any_agent.client.service_url import names_file, url_file
+from any_agent.protocol.rl import (
     AFTER_HEADER,
     API_HEADER,
     API_VERSION,
@@ -49,7 +50,6 @@ from any_agent.protocol import (
     StartSession,
     Veto,
 )
-from any_agent.service_url import names_file, url_file
 
 T = TypeVar("T", bound=BaseModel)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from any_agent.atomic import append_line
+from any_agent.runtime.atomic_files import append_line
 
 log = logging.getLogger(__name__)
 

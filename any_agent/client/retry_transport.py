@@ -14,11 +14,11 @@ from typing import Any, Self
 
 import httpx
 
-from any_agent.connections import Connections
+from any_agent.client.backoff import jittered
+from any_agent.client.connection_pool import Connections
+from any_agent.client.service_url import moved
 from any_agent.errors import from_response
-from any_agent.jitter import jittered
 from any_agent.keys import SESSION_KEY_PREFIX
-from any_agent.service_url import moved
 
 _COUNT = "x-stainless-retry-count"
 """By which SDKs mark a call that is sent again: the service then samples nothing twice."""

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from any_agent.arguments import count, seconds
+from any_agent.runtime.command_line import count, seconds
 
 if TYPE_CHECKING:
     from any_agent.sdk.command_reward import RewardSource
@@ -203,8 +203,8 @@ def _report(runs: CommandRuns, folder: _Folder) -> None:
 
 
 def _write(name: str, text: str) -> None:
-    from any_agent.atomic import write_whole
     from any_agent.errors import ConfigError
+    from any_agent.runtime.atomic_files import write_whole
 
     try:
         write_whole(Path(name), text)

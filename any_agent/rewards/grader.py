@@ -1,7 +1,7 @@
 """Calling a grader, `module.function`: it takes a session as a dict and returns its reward.
 
 Runs in a process of its own, which it may crash or hang. Only plain values leave it, whatever the
-grader returns or raises. ``python -m any_agent.grading [--check] module.function`` is such a
+grader returns or raises. ``python -m any_agent.rewards.grader [--check] module.function`` is such a
 process: it reads the session as JSON from standard input and prints the reward as its last line.
 """
 

@@ -6,6 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from enum import StrEnum
 
+from any_agent.auth.key_store import Keys, TenantLimits, parse_keys, read_keys
 from any_agent.config import LOOPBACK, Config
 from any_agent.errors import ConfigError, Forbidden, StartupError, Unauthenticated
 from any_agent.keys import (
@@ -15,9 +16,8 @@ from any_agent.keys import (
     KeySigner,
     SecretHash,
 )
-from any_agent.keystore import Keys, TenantLimits, parse_keys, read_keys
-from any_agent.rundir import RunDir, parse_secrets
-from any_agent.watched import Watched
+from any_agent.rundir.layout import RunDir, parse_secrets
+from any_agent.runtime.file_watcher import Watched
 
 
 class Scope(StrEnum):

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 from any_agent.errors import AgentFailed, NotFound, Unprocessable
-from any_agent.protocol import MAX_REWARD
+from any_agent.protocol.rl import MAX_REWARD
 
 Rewards: TypeAlias = float | dict[str, float] | None
 """Of the last completion; of completions by id; or as the agent has set them itself."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from any_agent.registry import HEARTBEAT, Entry, publish
+from any_agent.rundir.registry import HEARTBEAT, Entry, publish
 
 log = logging.getLogger(__name__)
 

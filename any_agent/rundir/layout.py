@@ -39,8 +39,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from any_agent.atomic import fsync, write_whole
 from any_agent.errors import ConfigError, StartupError
+from any_agent.runtime.atomic_files import fsync, write_whole
 
 FORMAT = 2
 """Of the folder's layout and of what its files mean."""

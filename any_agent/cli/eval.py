@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from any_agent.arguments import count, number, seconds
+from any_agent.runtime.command_line import count, number, seconds
 
 if TYPE_CHECKING:
     from any_agent.sdk.evaluating import EvalOptions, Evaluated
@@ -172,8 +172,8 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
 
 
 def _agent(arguments: argparse.Namespace) -> Any:
-    from any_agent.by_name import import_by_name
     from any_agent.errors import ConfigError
+    from any_agent.runtime.import_string import import_by_name
     from any_agent.sdk.agents import Agent, callable_of
 
     # A command's own folder is where Python looks, not the one that it is given in.
@@ -228,8 +228,8 @@ def _serve(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Service, An
 def _report(arguments: argparse.Namespace, done: Evaluated, ks: list[int], items: int) -> None:
     import json
 
-    from any_agent.atomic import write_whole
     from any_agent.errors import ConfigError
+    from any_agent.runtime.atomic_files import write_whole
 
     evaluation = done.evaluation
     model = f"{done.model}, {evaluation.said_of_versions()}"

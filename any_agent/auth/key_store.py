@@ -20,10 +20,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from any_agent.atomic import fsync
 from any_agent.config import NAME_PATTERN, Name
 from any_agent.errors import ConfigError, NotFound, StartupError
 from any_agent.keys import key_id, new_key, secret_hash
+from any_agent.runtime.atomic_files import fsync
 
 KeptScope = Literal["admin", "trainer", "tenant"]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]

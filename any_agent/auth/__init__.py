@@ -1,0 +1,1 @@
+"""Who may do what: stored keys, scopes, the audit log."""

@@ -1,0 +1,9 @@
+"""Clients of the service's HTTP API, and their transports."""
+
+from any_agent.client.rl_client import (
+    RLClient,
+)
+
+__all__ = [
+    "RLClient",
+]

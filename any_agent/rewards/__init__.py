@@ -1,0 +1,1 @@
+"""Rewards: functions, graders, returned values, statistics."""

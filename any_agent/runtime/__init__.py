@@ -1,0 +1,1 @@
+"""The process and the operating system: logs, metrics, files, signals, event loops, workers."""
