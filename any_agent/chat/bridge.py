@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from any_agent.chat import made_up
-from any_agent.chat.messages import validate_messages
-from any_agent.chat.telling import has_any, telling_words
+from any_agent.chat import bridge_probes as made_up
+from any_agent.chat.message_validation import validate_messages
 from any_agent.chat.template import Template
-from any_agent.chat.unclosed import UnclosedBlocks
+from any_agent.chat.template_switches import has_any, telling_words
+from any_agent.chat.truncated_answer import UnclosedBlocks
 from any_agent.types import Message, Tool
 
 _THINKING = re.compile(r"<think>(?:(?!<think>).)*?</think>\s*", re.DOTALL)

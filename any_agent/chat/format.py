@@ -7,16 +7,16 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from any_agent.chat.messages import validate_messages, validate_tools
-from any_agent.chat.output.detokenise import token_bytes_of
+from any_agent.chat.format_variants import Variants, render_key
+from any_agent.chat.message_validation import validate_messages, validate_tools
+from any_agent.chat.output.detokenizer import token_bytes_of
 from any_agent.chat.output.message import ParsedMessage
-from any_agent.chat.output.plain import TextParser
-from any_agent.chat.output.reader import OutputReader
-from any_agent.chat.output.spans import Spans
-from any_agent.chat.output.stream import StreamParser
-from any_agent.chat.settings import check_settings, effort_settings
-from any_agent.chat.variants import Variants, render_key
-from any_agent.chat.writers import Writer
+from any_agent.chat.output.parser_factory import OutputReader
+from any_agent.chat.output.stream_parser import StreamParser
+from any_agent.chat.output.text_parser import TextParser
+from any_agent.chat.output.token_spans import Spans
+from any_agent.chat.prompt_renderer import Writer
+from any_agent.chat.template_kwargs import check_settings, effort_settings
 from any_agent.errors import AnyAgentError, InvalidRequest, TemplateError
 from any_agent.types import BranchReason, IdArray, Message, Tool, plain_ids
 

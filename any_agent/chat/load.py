@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeAlias
 from any_agent.chat.bridge import example_roles
 from any_agent.chat.families import BY_MODEL_TYPE, BY_NAME
 from any_agent.chat.format import ChatFormat
-from any_agent.chat.probes import SYSTEM, TOOLS, USER
-from any_agent.chat.showing import showing_of
+from any_agent.chat.format_probes import SYSTEM, TOOLS, USER
+from any_agent.chat.prompt_renderer import RendererWriter, TemplateWriter, Writer
 from any_agent.chat.template import Template
-from any_agent.chat.writers import RendererWriter, TemplateWriter, Writer
+from any_agent.chat.tool_visibility import showing_of
 from any_agent.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from any_agent.chat.messages import text_of
+from any_agent.chat.message_validation import text_of
 
 _FIELDS = ("reasoning_content", "reasoning")
 _THINKING = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)

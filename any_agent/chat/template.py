@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
-from any_agent.chat.spelled import SpelledTokens
+from any_agent.chat.special_token_escape import SpelledTokens
 from any_agent.types import Message, Tool
 
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, chain_keys
-from any_agent.chat.output.stream import StreamParser
+from any_agent.chat.output.stream_parser import StreamParser
 from any_agent.completions.bound import forced_ids, grammar_of_answer, one_call_stops
 from any_agent.completions.params import ChatCall, choice_seed
 from any_agent.completions.parent import Found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from any_agent.chat import chain_keys, key_parts, reasoning_of, text_of
-from any_agent.chat.keys import canonical_bytes
+from any_agent.chat.conversation_hash import canonical_bytes
 from any_agent.completions.params import ChatCall
 from any_agent.errors import ContextLengthExceeded
 from any_agent.record import Beginning, InteractionTree, has_reasoning, lacks_texts, was_received

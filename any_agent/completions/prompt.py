@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from any_agent.chat import ChatFormat
-from any_agent.chat.showing import showing_of
+from any_agent.chat.tool_visibility import showing_of
 from any_agent.completions.params import ChatCall
 from any_agent.completions.parent import Found, find_parent
 from any_agent.errors import UnsupportedParameter

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from any_agent.chat import ChatFormat, probes
+from any_agent.chat import ChatFormat
+from any_agent.chat import format_probes as probes
 from any_agent.config import Config
 from any_agent.doctor import aborts, input, logprobs, parameters, stops, tokenizer, versions
 from any_agent.doctor.asking import asking, guarded

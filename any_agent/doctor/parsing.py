@@ -6,7 +6,8 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from any_agent.chat import ChatFormat, probes
+from any_agent.chat import ChatFormat
+from any_agent.chat import format_probes as probes
 from any_agent.doctor.rehearsal import Rehearsal, merged
 from any_agent.doctor.template import NO_TOOLS, Refused, Template, Turn
 from any_agent.doctor.verdict import Law, Verdict

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from any_agent.chat import ChatFormat, probes
+from any_agent.chat import ChatFormat
+from any_agent.chat import format_probes as probes
 from any_agent.doctor.template import NO_TOOLS, OWN_ADVICE, Refused, Template, without_thinking
 from any_agent.doctor.verdict import Law, Verdict
 from any_agent.errors import AnyAgentError, InvalidRequest

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from any_agent.chat import probes
+from any_agent.chat import format_probes as probes
 from any_agent.client.rl_client import RLClient
 from any_agent.doctor.verdict import Law, Verdict
 from any_agent.errors import AnyAgentError, from_response

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from any_agent.chat import ChatFormat
-from any_agent.chat.showing import showing_of
-from any_agent.chat.writers import TemplateWriter
+from any_agent.chat.prompt_renderer import TemplateWriter
+from any_agent.chat.tool_visibility import showing_of
 from any_agent.types import Message, Tool
 
 NO_TOOLS = "the template shows no tools: a call with tools gets 400 unsupported_parameter"

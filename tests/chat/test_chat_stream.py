@@ -12,13 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from any_agent.chat import ChatFormat, ParsedMessage
-from any_agent.chat.output.detokenise import (
+from any_agent.chat.output.detokenizer import (
     _ByteDetokeniser,
     _WindowDetokeniser,
     detokeniser_factory,
 )
-from any_agent.chat.output.reader import OutputReader
-from any_agent.chat.output.stream import Markers
+from any_agent.chat.output.parser_factory import OutputReader
+from any_agent.chat.output.stream_parser import Markers
 from tests.chat.output.stream_lab import chunked, joined
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

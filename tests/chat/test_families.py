@@ -10,7 +10,7 @@ import pytest
 
 from any_agent.chat import load_chat_format
 from any_agent.chat.families import BY_MODEL_TYPE, BY_NAME, FAMILIES
-from any_agent.chat.writers import RendererWriter, TemplateWriter
+from any_agent.chat.prompt_renderer import RendererWriter, TemplateWriter
 from tests.families import family
 
 

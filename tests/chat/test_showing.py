@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
-from any_agent.chat.showing import Showing, showing_of
+from any_agent.chat.tool_visibility import Showing, showing_of
 from tests.families import family
 
 _PLAIN = (

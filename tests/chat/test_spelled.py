@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from any_agent.chat import ChatFormat
-from any_agent.chat.spelled import SpelledTokens
+from any_agent.chat.special_token_escape import SpelledTokens
 from tests.families import Call, family, names
 from tests.families import Family as _Family
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
-from any_agent.chat.telling import has_any, telling_words
+from any_agent.chat.template_switches import has_any, telling_words
 from any_agent.types import Message
 from tests.families import family, names
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from any_agent.chat.template import Template
-from any_agent.chat.unclosed import UnclosedBlocks
+from any_agent.chat.truncated_answer import UnclosedBlocks
 from tests.families import family
 
 

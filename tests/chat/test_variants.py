@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from any_agent.chat import ChatFormat
-from any_agent.chat.settings import effort_settings
+from any_agent.chat.template_kwargs import effort_settings
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from tests.families import family
 

@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from any_agent.chat.output.builder import MessageBuilder
-from any_agent.chat.output.callids import CallIds
 from any_agent.chat.output.message import MessageDelta, ParsedMessage
+from any_agent.chat.output.message_builder import MessageBuilder
+from any_agent.chat.output.tool_call_ids import CallIds
 from any_agent.completions.answers.parts import parts_of
 from tests.record.record_lab import make_interaction
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import any_agent.chat.keys
+import any_agent.chat.conversation_hash
 from any_agent.chat import chain_keys
 from any_agent.completions import ChatCall
 from any_agent.completions.parent import Found, find_parent
@@ -295,13 +295,13 @@ def test_what_is_remembered_changes_nothing(turns: list[tuple[int, int, bool]]) 
 
 def test_the_work_is_that_of_the_new_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     normalised: list[Any] = []
-    normalise: Callable[[Any], dict[str, Any]] = any_agent.chat.keys.normalise
+    normalise: Callable[[Any], dict[str, Any]] = any_agent.chat.conversation_hash.normalise
 
     def counted(message: Any) -> dict[str, Any]:
         normalised.append(message)
         return normalise(message)
 
-    monkeypatch.setattr(any_agent.chat.keys, "normalise", counted)
+    monkeypatch.setattr(any_agent.chat.conversation_hash, "normalise", counted)
     talks = Talks()
     messages = [SYSTEM, user("0")]
     for turn in range(60):

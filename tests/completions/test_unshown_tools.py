@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
-from any_agent.chat.probes import TOOLS, USER
+from any_agent.chat.format_probes import TOOLS, USER
 from any_agent.completions import parse_chat
 from any_agent.completions.prompt import Prompt, parent_of, prompt_of
 from any_agent.errors import UnsupportedParameter

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from any_agent.chat import ChatFormat, probes
+from any_agent.chat import ChatFormat
+from any_agent.chat import format_probes as probes
 from any_agent.doctor.asking import Answer
 from any_agent.doctor.stops import stops
 from any_agent.doctor.verdict import Outcome

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.chat.probes import TOOLS
+from any_agent.chat.format_probes import TOOLS
 from tests.families import Call, Family, family, names
 
 ASK: list[dict[str, Any]] = [

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from any_agent.chat import load_chat_format
-from any_agent.chat.probes import SYSTEM, TOOLS, USER
+from any_agent.chat.format_probes import SYSTEM, TOOLS, USER
 from tests.families import family, names
 
 RANK = """
@@ -19,7 +19,7 @@ from proxy_ext.lean import import_lean
 import_lean()
 import proxy_ext.app, proxy_ext.presence, proxy_ext.service
 from any_agent.chat import load_chat_format
-from any_agent.chat.probes import SYSTEM, TOOLS, USER
+from any_agent.chat.format_probes import SYSTEM, TOOLS, USER
 read = {}
 for path in sys.argv[1:]:
     chat = load_chat_format(path)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from any_agent.chat.output.builder import MessageBuilder
-from any_agent.chat.output.jsontext import quoted
-from any_agent.chat.output.machine import CallReader, InReasoning, Machine, OutputMachine
-from any_agent.chat.output.marks import THINK_CLOSE, THINK_OPEN
+from any_agent.chat.output.json_stream import quoted
+from any_agent.chat.output.markers import THINK_CLOSE, THINK_OPEN
+from any_agent.chat.output.message_builder import MessageBuilder
+from any_agent.chat.output.state_machine import CallReader, InReasoning, Machine, OutputMachine
 from any_agent.types import Tool
 
 THINK: Mapping[str, str] = {"<think>": THINK_OPEN, "</think>": THINK_CLOSE}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from any_agent.chat.settings import SWITCHES
+from any_agent.chat.template_kwargs import SWITCHES
 from any_agent.completions.params.grammar import schema_grammar
 from any_agent.completions.params.rows import MAX_NOTE_BYTES
 from any_agent.completions.params.values import check, json_text, require_object, shown

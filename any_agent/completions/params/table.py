@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from any_agent.chat.settings import EFFORTS
+from any_agent.chat.template_kwargs import EFFORTS
 from any_agent.completions.params.messages_rows import MESSAGES_ROWS, SWITCHES_AS_IN_CHAT
 from any_agent.completions.params.refused_rows import REFUSED_ROWS
 from any_agent.completions.params.responses_rows import AS_IN_CHAT, RESPONSES_ROWS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
-from any_agent.chat.settings import SWITCHES
+from any_agent.chat.template_kwargs import SWITCHES
 from any_agent.completions.params.rows import MAX_NOTE_BYTES, UnknownParameters
 from any_agent.completions.params.unknown import Rest
 from any_agent.completions.params.values import json_text, shown

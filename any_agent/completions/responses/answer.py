@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from any_agent.chat import ChatFormat
-from any_agent.chat.output.spans import Spans
+from any_agent.chat.output.token_spans import Spans
 from any_agent.completions.answers.logprobs import TokenLogprobs
 from any_agent.completions.answers.parts import Part
 from any_agent.completions.prepared import Delta, Head

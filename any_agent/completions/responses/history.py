@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.chat import text_of
-from any_agent.chat.keys import is_leading_system
+from any_agent.chat.conversation_hash import is_leading_system
 from any_agent.completions.responses.items import ITEM_ID
 from any_agent.completions.responses.output import items_of
 from any_agent.errors import InvalidRequest, NotFound

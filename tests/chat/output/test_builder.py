@@ -3,9 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from any_agent.chat.output.builder import MessageBuilder, Trimmed
-from any_agent.chat.output.callids import CallIds
 from any_agent.chat.output.message import MessageDelta
+from any_agent.chat.output.message_builder import MessageBuilder, Trimmed
+from any_agent.chat.output.tool_call_ids import CallIds
 
 
 @given(st.lists(st.text(alphabet="a \n", max_size=4), max_size=12))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from any_agent.chat.output.jsontext import (
+from any_agent.chat.output.json_stream import (
     StringReader,
     ValueScanner,
     as_arguments,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from any_agent.chat import ParsedMessage
-from any_agent.chat.output.reader import OutputReader
+from any_agent.chat.output.parser_factory import OutputReader
 from tests.chat.output.stream_lab import TOOLS, streamed
 from tests.families import family
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from any_agent.chat.output.marks import TEXT, MarkFinder, Piece, TextMarks
+from any_agent.chat.output.markers import TEXT, MarkFinder, Piece, TextMarks
 
 MARKS = {"<a>": "open", "</a>": "close", "<ab>": "other"}
 ALL = frozenset(MARKS.values())

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from any_agent.chat.output.marks import TEXT, Piece
-from any_agent.chat.output.stops import StopFilter
+from any_agent.chat.output.markers import TEXT, Piece
+from any_agent.chat.output.stop_strings import StopFilter
 
 LETTERS = st.text(alphabet="aab", max_size=5)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max_size=3)

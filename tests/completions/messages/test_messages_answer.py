@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from any_agent.chat import chain_keys
-from any_agent.chat.output.builder import MessageBuilder
-from any_agent.chat.output.callids import CallIds
 from any_agent.chat.output.message import MessageDelta, merge_deltas
+from any_agent.chat.output.message_builder import MessageBuilder
+from any_agent.chat.output.tool_call_ids import CallIds
 from any_agent.completions.messages import MessagesAnswer
 from any_agent.completions.messages.conversation import conversation_of
 from any_agent.completions.prepared import Delta

@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from any_agent.chat.output.arguments import ArgumentsWriter
-from any_agent.chat.output.builder import MessageBuilder
 from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
-from any_agent.chat.output.machine import InReasoning, Status
-from any_agent.chat.output.marks import (
+from any_agent.chat.output.markers import (
     KEY_CLOSE,
     KEY_OPEN,
     TEXT,
@@ -18,6 +15,9 @@ from any_agent.chat.output.marks import (
     VALUE_CLOSE,
     VALUE_OPEN,
 )
+from any_agent.chat.output.message_builder import MessageBuilder
+from any_agent.chat.output.state_machine import InReasoning, Status
+from any_agent.chat.output.tool_arguments import ArgumentsWriter
 from any_agent.types import Tool
 
 _LONGEST_NAME = 256

@@ -10,15 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from any_agent.chat.output.builder import MessageBuilder, Trimmed
 from any_agent.chat.output.grammar import CallSyntax, OutputGrammar, declared_names
-from any_agent.chat.output.marks import (
-    CALLS_OPEN,
-    SEPARATOR,
-    TOOL_CLOSE,
-    TOOL_OPEN,
-    VALUE_OPEN,
-)
+from any_agent.chat.output.markers import CALLS_OPEN, SEPARATOR, TOOL_CLOSE, TOOL_OPEN, VALUE_OPEN
+from any_agent.chat.output.message_builder import MessageBuilder, Trimmed
 from any_agent.types import Tool
 
 START = CALLS_OPEN

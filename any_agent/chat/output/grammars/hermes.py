@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from any_agent.chat.output.builder import MessageBuilder
-from any_agent.chat.output.callobject import CallObject
 from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
-from any_agent.chat.output.machine import Status
-from any_agent.chat.output.marks import TOOL_CLOSE, TOOL_OPEN
+from any_agent.chat.output.json_call_reader import CallObject
+from any_agent.chat.output.markers import TOOL_CLOSE, TOOL_OPEN
+from any_agent.chat.output.message_builder import MessageBuilder
+from any_agent.chat.output.state_machine import Status
 from any_agent.types import Tool
 
 

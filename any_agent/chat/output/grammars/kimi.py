@@ -7,16 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from any_agent.chat.output.builder import MessageBuilder, Trimmed
 from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
-from any_agent.chat.output.machine import Status
-from any_agent.chat.output.marks import (
-    CALLS_CLOSE,
-    CALLS_OPEN,
-    SEPARATOR,
-    TOOL_CLOSE,
-    TOOL_OPEN,
-)
+from any_agent.chat.output.markers import CALLS_CLOSE, CALLS_OPEN, SEPARATOR, TOOL_CLOSE, TOOL_OPEN
+from any_agent.chat.output.message_builder import MessageBuilder, Trimmed
+from any_agent.chat.output.state_machine import Status
 from any_agent.types import Tool
 
 _LONGEST_ID = 256

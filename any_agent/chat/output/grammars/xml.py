@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from any_agent.chat.output.arguments import ArgumentsWriter
-from any_agent.chat.output.builder import MessageBuilder
 from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
-from any_agent.chat.output.machine import Status
-from any_agent.chat.output.marks import TOOL_CLOSE, TOOL_OPEN, MarkFinder
+from any_agent.chat.output.markers import TOOL_CLOSE, TOOL_OPEN, MarkFinder
+from any_agent.chat.output.message_builder import MessageBuilder
+from any_agent.chat.output.state_machine import Status
+from any_agent.chat.output.tool_arguments import ArgumentsWriter
 from any_agent.types import Tool
 
 _LONGEST_NAME = 256

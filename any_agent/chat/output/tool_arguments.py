@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from any_agent.chat.output.builder import MessageBuilder
-from any_agent.chat.output.jsontext import is_json, quoted
+from any_agent.chat.output.json_stream import is_json, quoted
+from any_agent.chat.output.message_builder import MessageBuilder
 from any_agent.types import Tool
 
 

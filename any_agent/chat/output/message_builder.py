@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from any_agent.chat.output.callids import CallIds
 from any_agent.chat.output.message import MessageDelta, Order, ParsedMessage
+from any_agent.chat.output.tool_call_ids import CallIds
 
 _CONTENT = -1
 _REASONING = -2

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from any_agent.chat.output.builder import MessageBuilder
-from any_agent.chat.output.detokenise import Detokeniser
-from any_agent.chat.output.machine import Machine
-from any_agent.chat.output.marks import TEXT, Piece, TextMarks
+from any_agent.chat.output.detokenizer import Detokeniser
+from any_agent.chat.output.markers import TEXT, Piece, TextMarks
 from any_agent.chat.output.message import MessageDelta, ParsedMessage
-from any_agent.chat.output.stops import StopFilter
+from any_agent.chat.output.message_builder import MessageBuilder
+from any_agent.chat.output.state_machine import Machine
+from any_agent.chat.output.stop_strings import StopFilter
 
 
 class StreamParser(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from any_agent.chat.output.marks import CALLS_OPEN, THINK_CLOSE, TOOL_OPEN, Piece
+from any_agent.chat.output.markers import CALLS_OPEN, THINK_CLOSE, TOOL_OPEN, Piece
 
 
 class Spans:

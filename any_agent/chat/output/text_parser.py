@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from any_agent.chat.output.detokenise import Detokeniser
-from any_agent.chat.output.marks import TEXT
+from any_agent.chat.output.detokenizer import Detokeniser
+from any_agent.chat.output.markers import TEXT
 from any_agent.chat.output.message import MessageDelta, ParsedMessage
-from any_agent.chat.output.stops import StopFilter
+from any_agent.chat.output.stop_strings import StopFilter
 
 
 class TextParser:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from any_agent.chat.messages import text_of
+from any_agent.chat.message_validation import text_of
 from any_agent.types import Message
 
 _MOST = 128

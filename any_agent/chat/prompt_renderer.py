@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from any_agent.chat.bridge import Proof, TemplateBridge
-from any_agent.chat.settings import SWITCHES
 from any_agent.chat.template import Template
+from any_agent.chat.template_kwargs import SWITCHES
 from any_agent.types import Message, Tool
 
 

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from functools import lru_cache
 
-from any_agent.chat import probes
+from any_agent.chat import format_probes as probes
 from any_agent.chat.format import ChatFormat
 from any_agent.types import Message, Tool
 

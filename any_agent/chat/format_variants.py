@@ -8,9 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from any_agent.chat import probes
-from any_agent.chat.settings import Settings
-from any_agent.chat.writers import Writer
+from any_agent.chat import format_probes as probes
+from any_agent.chat.prompt_renderer import Writer
+from any_agent.chat.template_kwargs import Settings
 from any_agent.types import Message, Tool
 
 T = TypeVar("T")

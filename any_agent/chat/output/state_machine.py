@@ -12,8 +12,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol
 
-from any_agent.chat.output.builder import MessageBuilder
-from any_agent.chat.output.marks import (
+from any_agent.chat.output.markers import (
     ALL_KINDS,
     CALLS_CLOSE,
     CALLS_OPEN,
@@ -23,6 +22,7 @@ from any_agent.chat.output.marks import (
     TOOL_OPEN,
     Piece,
 )
+from any_agent.chat.output.message_builder import MessageBuilder
 
 
 class Status(Enum):

@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from any_agent.chat.messages import text_of
+from any_agent.chat.message_validation import text_of
 from any_agent.chat.reasoning import split_thinking
 
 _CHAIN, _PART = 16, 8

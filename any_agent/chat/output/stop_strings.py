@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from any_agent.chat.output.marks import TEXT, Piece
+from any_agent.chat.output.markers import TEXT, Piece
 
 
 class StopFilter:

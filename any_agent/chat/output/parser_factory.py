@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from any_agent.chat.output.buffered import BufferedParser, WholeParser
-from any_agent.chat.output.builder import MessageBuilder
-from any_agent.chat.output.callids import CallIds
-from any_agent.chat.output.choosing import Choosing, Part
-from any_agent.chat.output.detokenise import detokeniser_factory
+from any_agent.chat.output.buffered_parser import BufferedParser, WholeParser
+from any_agent.chat.output.choice_grammar import Choosing, Part
+from any_agent.chat.output.detokenizer import detokeniser_factory
 from any_agent.chat.output.grammar import OutputGrammar
 from any_agent.chat.output.grammars import grammar_of
 from any_agent.chat.output.grammars.harmony import HarmonyMachine
-from any_agent.chat.output.marks import Piece
-from any_agent.chat.output.spans import Spans
-from any_agent.chat.output.stream import IncrementalParser, Markers, StreamParser
+from any_agent.chat.output.markers import Piece
+from any_agent.chat.output.message_builder import MessageBuilder
+from any_agent.chat.output.stream_parser import IncrementalParser, Markers, StreamParser
+from any_agent.chat.output.token_spans import Spans
+from any_agent.chat.output.tool_call_ids import CallIds
 from any_agent.types import IdArray, Tool, plain_ids
 
 _TAIL = 64

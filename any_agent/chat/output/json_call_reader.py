@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from any_agent.chat.output.builder import MessageBuilder, Trimmed
-from any_agent.chat.output.jsontext import StringReader, ValueScanner, read_string
+from any_agent.chat.output.json_stream import StringReader, ValueScanner, read_string
+from any_agent.chat.output.message_builder import MessageBuilder, Trimmed
 
 _WHITE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
