@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from any_agent.completions.params import PARAMETERS, Parameter
-from any_agent.completions.params.values import words
+from any_agent.completions.params.schema_check import words
 
 HEAD = """# Parameters of model calls
 

@@ -1,14 +1,6 @@
 """One request + one interaction tree -> its recorded completions."""
 
-from any_agent.completions.complete import VERSION_GONE, Completer, Past
-from any_agent.completions.params import (
-    TOKEN_LIMITS,
-    ChatCall,
-    parse_chat,
-    parse_completion,
-    require_supported,
-)
-from any_agent.completions.prepared import (
+from any_agent.completions.call_types import (
     Choice,
     Completed,
     Completion,
@@ -17,6 +9,14 @@ from any_agent.completions.prepared import (
     Prepared,
     choice_ids,
     completion_of,
+)
+from any_agent.completions.completer import VERSION_GONE, Completer, Past
+from any_agent.completions.params import (
+    TOKEN_LIMITS,
+    ChatCall,
+    parse_chat,
+    parse_completion,
+    require_supported,
 )
 from any_agent.completions.top_logprobs import PackedTop, TopLogprobs, top_logprobs_of
 

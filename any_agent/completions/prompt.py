@@ -8,8 +8,8 @@ import numpy as np
 
 from any_agent.chat import ChatFormat
 from any_agent.chat.tool_visibility import showing_of
+from any_agent.completions.find_parent import Found, find_parent
 from any_agent.completions.params import ChatCall
-from any_agent.completions.parent import Found, find_parent
 from any_agent.errors import UnsupportedParameter
 from any_agent.record import InteractionTree
 from any_agent.types import BranchReason, Continuation, IdArray, Interaction, id_array

@@ -27,7 +27,7 @@ class RequestRecord(TypedDict, total=False):
     """The likeliest tokens at each position, if they were asked for: see ``PackedTop``."""
     order: list[list[Any]]
     """What the answer says in which order, where it is not reasoning, content, calls: see
-    ``any_agent.completions.answers.parts``."""
+    ``any_agent.completions.encoders.output_order``."""
     matched_stop: int
     """Which of ``gconfig.stop`` ended the answer."""
     responses: dict[str, Any]

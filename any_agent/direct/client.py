@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from openai import AsyncOpenAI
 
 from any_agent.chat import ChatFormat, chat_format_for
-from any_agent.completions.asked import Rules
+from any_agent.completions.parsed_request import Rules
 from any_agent.completions.untrainable import bent
 from any_agent.config import NAME_PATTERN, SamplingConfig
 from any_agent.direct.session import DirectSession, checked_discount, checked_reward

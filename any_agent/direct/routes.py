@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import orjson
 
 from any_agent.completions import Completer
-from any_agent.completions.asked import Asked, chat_asked, text_asked, token_logprobs
+from any_agent.completions.parsed_request import Asked, chat_asked, text_asked, token_logprobs
 from any_agent.completions.responses import (
     answer_of,
     deleted_record,

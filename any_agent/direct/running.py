@@ -7,7 +7,7 @@ import logging
 from contextlib import aclosing
 
 from any_agent.completions import Completer, Completion, Delta, Prepared
-from any_agent.completions.prepared import Completed
+from any_agent.completions.call_types import Completed
 from any_agent.completions.refused import in_the_agents_words
 from any_agent.errors import AnyAgentError
 

@@ -12,10 +12,10 @@ import httpx
 import orjson
 
 from any_agent.completions import Completion, Delta, Head
-from any_agent.completions.answers import Answer
-from any_agent.completions.asked import Asked, headers_of, version_of, whole
-from any_agent.completions.begin import checked, prepare
-from any_agent.completions.body import json_of
+from any_agent.completions.encoders import Answer
+from any_agent.completions.json_body import json_of
+from any_agent.completions.parsed_request import Asked, headers_of, version_of, whole
+from any_agent.completions.prepare import checked, prepare
 from any_agent.direct.routes import CALLS, told
 from any_agent.direct.running import Running
 from any_agent.direct.session import DirectSession

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from any_agent.chat import MessageDelta, merge_deltas
 from any_agent.completions import Delta, PackedTop, top_logprobs_of
-from any_agent.completions.answers.parts import Part, parts_of
+from any_agent.completions.encoders.output_order import Part, parts_of
 from any_agent.types import Interaction
 
 _STEPS = 64

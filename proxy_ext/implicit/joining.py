@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from any_agent.completions import ChatCall, Completer, Prepared
-from any_agent.completions.begin import LONG_TEXT, prepare
+from any_agent.completions.prepare import LONG_TEXT, prepare
 from any_agent.completions.refused import in_the_agents_words
 from any_agent.config import SessionConfig
 from any_agent.errors import (

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 from fastapi.dependencies.models import Dependant
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from any_agent.completions.body import json_of
+from any_agent.completions.json_body import json_of
 from any_agent.errors import InvalidRequest
 
 _MOST = 2048

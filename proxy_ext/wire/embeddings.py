@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.completions.asked import Asked
+from any_agent.completions.parsed_request import Asked
 from any_agent.errors import InvalidRequest, NotFound
 from proxy_ext.service import Service
 from proxy_ext.wire.serve import Asking, serve

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from any_agent.completions.body import json_of
+from any_agent.completions.json_body import json_of
 from any_agent.errors import AnyAgentError, InvalidRequest
 from any_agent.protocol.error_bodies import shaped
 

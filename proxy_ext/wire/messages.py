@@ -8,9 +8,9 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.completions.asked import Asked
-from any_agent.completions.begin import parsed
 from any_agent.completions.messages import count_tokens, messages_asked, parse_count
+from any_agent.completions.parsed_request import Asked
+from any_agent.completions.prepare import parsed
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.protocol.error_bodies import REQUEST_ID, request_id
 from proxy_ext.service import Service

@@ -7,14 +7,14 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.completions.asked import Asked, token_logprobs, whole
+from any_agent.completions.parsed_request import Asked, token_logprobs, whole
 from any_agent.completions.responses import (
     answer_of,
     deleted_record,
     input_items,
     responses_asked,
 )
-from any_agent.completions.responses.recorded import shape_again
+from any_agent.completions.responses.stored_response import shape_again
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
 from proxy_ext.journal import PutInteraction

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from any_agent.completions import ChatCall, Delta, Prepared
-from any_agent.completions.answers import Answer
-from any_agent.completions.asked import (
+from any_agent.completions.encoders import Answer
+from any_agent.completions.parsed_request import (
     Asked,
     Rules,
     chat_asked,
@@ -22,7 +22,7 @@ from any_agent.completions.asked import (
     version_of,
     whole,
 )
-from any_agent.completions.begin import checked, prepare
+from any_agent.completions.prepare import checked, prepare
 from any_agent.errors import AnyAgentError, Unauthenticated
 from any_agent.types import Interaction, SessionMode
 from proxy_ext.calls.call import Item, Listener

@@ -7,7 +7,7 @@ from typing import Any
 
 from any_agent.completions.messages import parse_messages
 from any_agent.completions.params import ChatCall, parse_chat, parse_completion
-from any_agent.completions.params.rows import Api
+from any_agent.completions.params.parameter import Api
 from any_agent.completions.responses import parse_responses
 from any_agent.types import GenerationHyperparameters, SessionMode
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from any_agent.chat.output.message import MessageDelta, ParsedMessage
 from any_agent.chat.output.message_builder import MessageBuilder
 from any_agent.chat.output.tool_call_ids import CallIds
-from any_agent.completions.answers.parts import parts_of
+from any_agent.completions.encoders.output_order import parts_of
 from tests.record.record_lab import make_interaction
 
 Step = tuple[str, str]

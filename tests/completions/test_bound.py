@@ -9,10 +9,10 @@ from typing import Any
 import orjson
 import pytest
 
-from any_agent.completions.asked import Asked
-from any_agent.completions.begin import checked
-from any_agent.completions.bound import grammar_of_answer
+from any_agent.completions.parsed_request import Asked
+from any_agent.completions.prepare import checked
 from any_agent.completions.prompt import Prompt
+from any_agent.completions.structured_output import grammar_of_answer
 from any_agent.engine import Capabilities
 from any_agent.errors import UnsupportedParameter
 from any_agent.types import id_array

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.completions.params.functions import with_tool_calls
+from any_agent.completions.params.legacy_functions import with_tool_calls
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from tests.completions.params_lab import OTHER, TOOL, parse
 

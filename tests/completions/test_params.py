@@ -13,7 +13,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from any_agent.completions.params import PARAMETERS, TABLE, Parameter
-from any_agent.completions.params.rows import Api
+from any_agent.completions.params.parameter import Api
 from any_agent.completions.untrainable import REASONS
 from any_agent.errors import InvalidRequest, NotFound, UnsupportedParameter
 from tests.completions.params_lab import BODIES, RUN, TOOL, parse

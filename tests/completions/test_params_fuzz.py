@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from any_agent.completions.params import TABLE, TOKEN_LIMITS, ChatCall
-from any_agent.completions.params.rows import MAX_CHOICES, MAX_STOPS, Api
+from any_agent.completions.params.parameter import MAX_CHOICES, MAX_STOPS, Api
 from any_agent.completions.untrainable import REASONS
 from any_agent.errors import InvalidRequest, NotFound
 from tests.completions.params_lab import BODIES, RUN, parse

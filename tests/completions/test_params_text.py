@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.completions.params.rows import MAX_PROMPT_IDS
+from any_agent.completions.params.parameter import MAX_PROMPT_IDS
 from any_agent.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from tests.completions.params_lab import RUN, parse
 

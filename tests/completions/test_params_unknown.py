@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from any_agent.completions.params.rows import Api
-from any_agent.completions.params.unknown import MAX_UNKNOWN
+from any_agent.completions.params.parameter import Api
+from any_agent.completions.params.unknown_parameters import MAX_UNKNOWN
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from tests.completions.params_lab import BODIES, parse
 

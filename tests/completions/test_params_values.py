@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from any_agent.completions.params import PARAMETERS, request_schema
-from any_agent.completions.params.values import check, json_text, shown, words
+from any_agent.completions.params.schema_check import check, json_text, shown, words
 from any_agent.errors import InvalidRequest
 
 ROWS = [p for p in PARAMETERS if p.checked or p.kind == "refused"]

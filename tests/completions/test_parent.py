@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import any_agent.chat.conversation_hash
 from any_agent.chat import chain_keys
 from any_agent.completions import ChatCall
-from any_agent.completions.parent import Found, find_parent
+from any_agent.completions.find_parent import Found, find_parent
 from any_agent.errors import ContextLengthExceeded
 from any_agent.record import InteractionTree, without_texts
 from any_agent.types import (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
-from any_agent.completions.text_prompt import (
+from any_agent.completions.legacy_prompt import (
     TextInput,
     TextPrompt,
     digests,

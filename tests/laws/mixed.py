@@ -12,10 +12,10 @@ import orjson
 
 from any_agent.chat import ChatFormat
 from any_agent.completions import Completion, Head
-from any_agent.completions.answers import Answer
-from any_agent.completions.asked import Asked as Checked
-from any_agent.completions.asked import Rules, chat_asked
+from any_agent.completions.encoders import Answer
 from any_agent.completions.messages import messages_asked
+from any_agent.completions.parsed_request import Asked as Checked
+from any_agent.completions.parsed_request import Rules, chat_asked
 from any_agent.record import InteractionTree
 from any_agent.types import GenerationHyperparameters, Message, SessionMode
 from tests.families import Family

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from any_agent.completions import Prepared, begin
-from any_agent.completions import body as bodies
+from any_agent.completions import Prepared
+from any_agent.completions import json_body as bodies
+from any_agent.completions import prepare as begin
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
 from tests.proxy_ext.test_proxy_refusals import refusal

@@ -12,8 +12,8 @@ import orjson
 import pytest
 
 from any_agent.chat import ChatFormat, MessageDelta, load_chat_format, merge_deltas
-from any_agent.completions.answers.parts import Part, parts_of
-from any_agent.completions.messages.callids import tool_use_id
+from any_agent.completions.encoders.output_order import Part, parts_of
+from any_agent.completions.messages.tool_use_ids import tool_use_id
 from any_agent.types import Interaction
 from proxy_ext.calls.call import Call
 from tests.fakes.scripted_engine import ScriptedEngine

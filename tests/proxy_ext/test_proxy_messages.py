@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
-from any_agent.completions import begin
+from any_agent.completions import prepare as begin
 from any_agent.completions.messages import count_tokens, parse_count
 from any_agent.types import Continuation
 from proxy_ext.wire import messages as wire

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from any_agent.chat import ChatFormat
-from any_agent.completions import asked as completions_asked
+from any_agent.completions import parsed_request as completions_asked
 from any_agent.completions.responses import ResponsesAnswer
 from any_agent.types import Continuation
 from tests.fakes.scripted_engine import ScriptedEngine

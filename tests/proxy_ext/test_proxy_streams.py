@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from any_agent.chat import ChatFormat
-from any_agent.completions import asked as completions_asked
-from any_agent.completions.answers.chat import ChatAnswer
+from any_agent.completions import parsed_request as completions_asked
+from any_agent.completions.encoders.chat import ChatAnswer
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, until
 from tests.proxy_ext.retry_lab import agent_of, stream_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.chat import ChatFormat
-from any_agent.completions.asked import Asked, Rules
-from any_agent.completions.messages.answer import MessagesAnswer
+from any_agent.completions.messages.encoder import MessagesAnswer
 from any_agent.completions.messages.parse import parse_messages
+from any_agent.completions.parsed_request import Asked, Rules
 
 
 def messages_asked(body: Any, rules: Rules, chat: ChatFormat) -> Asked:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from any_agent.completions.begin import LONG_TEXT, LONG_WHOLE
-from any_agent.completions.complete import Completer
+from any_agent.completions.completer import Completer
 from any_agent.completions.params import ChatCall
+from any_agent.completions.prepare import LONG_TEXT, LONG_WHOLE
 from any_agent.completions.prompt import prompt_of
 from any_agent.record import InteractionTree
 

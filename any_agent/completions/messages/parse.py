@@ -6,15 +6,15 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
-from any_agent.completions.messages.conversation import conversation_of
+from any_agent.completions.messages.input_messages import conversation_of
 from any_agent.completions.messages.thinking import format_of, thinking_of
 from any_agent.completions.messages.tools import messages_tools
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.grammar import unless_forced
+from any_agent.completions.params.parameter import UnknownParameters
 from any_agent.completions.params.parse import sort_out, untrainable_by
-from any_agent.completions.params.rows import UnknownParameters
 from any_agent.completions.params.sampling import sampling_of
-from any_agent.completions.params.template import template_kwargs_of
+from any_agent.completions.params.template_kwargs import template_kwargs_of
 from any_agent.errors import InvalidRequest
 from any_agent.types import GenerationHyperparameters, SessionMode
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from any_agent.chat.template_kwargs import SWITCHES
 from any_agent.completions.params.grammar import schema_grammar
-from any_agent.completions.params.rows import MAX_NOTE_BYTES
-from any_agent.completions.params.values import check, json_text, require_object, shown
+from any_agent.completions.params.parameter import MAX_NOTE_BYTES
+from any_agent.completions.params.schema_check import check, json_text, require_object, shown
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")

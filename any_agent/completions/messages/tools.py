@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from any_agent.completions.params.schema_check import shown
 from any_agent.completions.params.tools import LONGEST_NAME, tools_of
-from any_agent.completions.params.values import shown
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Tool
 

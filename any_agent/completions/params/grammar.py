@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from any_agent.completions.params.rows import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
+from any_agent.completions.params.parameter import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
+from any_agent.completions.params.schema_check import check, json_text, require_object
 from any_agent.completions.params.table import TABLE
-from any_agent.completions.params.unknown import Rest
-from any_agent.completions.params.values import check, json_text, require_object
+from any_agent.completions.params.unknown_parameters import Rest
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 
 _STRUCTURED = ("json", "regex", "choice", "json_object")

@@ -6,26 +6,26 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from any_agent.completions.params.call import ChatCall
-from any_agent.completions.params.functions import (
+from any_agent.completions.params.grammar import grammar_of, unless_forced
+from any_agent.completions.params.legacy_functions import (
     asks_for_functions,
     functions_of,
     with_tool_calls,
 )
-from any_agent.completions.params.grammar import grammar_of, unless_forced
-from any_agent.completions.params.prompts import prompts_of
-from any_agent.completions.params.rows import (
+from any_agent.completions.params.parameter import (
     COMPLETION_TOKENS,
     MAX_CHOICES,
     Api,
     Parameter,
     UnknownParameters,
 )
+from any_agent.completions.params.prompts import prompts_of
 from any_agent.completions.params.sampling import sampling_of
+from any_agent.completions.params.schema_check import check, json_text, require_object, shown
 from any_agent.completions.params.table import TABLE
-from any_agent.completions.params.template import template_kwargs_of
+from any_agent.completions.params.template_kwargs import template_kwargs_of
 from any_agent.completions.params.tools import tools_of
-from any_agent.completions.params.unknown import Rest, rest_of
-from any_agent.completions.params.values import check, json_text, require_object, shown
+from any_agent.completions.params.unknown_parameters import Rest, rest_of
 from any_agent.completions.untrainable import UntrainableReason, bent
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import GenerationHyperparameters, SessionMode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.completions.params.call import TextInput
-from any_agent.completions.params.rows import MAX_CHOICES, MAX_PROMPT_IDS
+from any_agent.completions.params.parameter import MAX_CHOICES, MAX_PROMPT_IDS
 from any_agent.errors import ContextLengthExceeded, InvalidRequest
 
 

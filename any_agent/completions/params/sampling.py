@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from any_agent.completions.params.rows import MAX_BIASES, MAX_STOP_LENGTH, MAX_STOPS
+from any_agent.completions.params.parameter import MAX_BIASES, MAX_STOP_LENGTH, MAX_STOPS
+from any_agent.completions.params.schema_check import check, require_object
 from any_agent.completions.params.table import TABLE
-from any_agent.completions.params.values import check, require_object
 from any_agent.errors import InvalidRequest
 from any_agent.types import GenerationHyperparameters, SessionMode
 

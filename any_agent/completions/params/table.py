@@ -15,10 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from any_agent.chat.template_kwargs import EFFORTS
-from any_agent.completions.params.messages_rows import MESSAGES_ROWS, SWITCHES_AS_IN_CHAT
-from any_agent.completions.params.refused_rows import REFUSED_ROWS
-from any_agent.completions.params.responses_rows import AS_IN_CHAT, RESPONSES_ROWS
-from any_agent.completions.params.rows import (
+from any_agent.completions.params.parameter import (
     APIS,
     BOOLEAN,
     BOTH,
@@ -48,7 +45,10 @@ from any_agent.completions.params.rows import (
     Parameter,
     penalty,
 )
-from any_agent.completions.params.values import Schema
+from any_agent.completions.params.schema_check import Schema
+from any_agent.completions.params.table_messages import MESSAGES_ROWS, SWITCHES_AS_IN_CHAT
+from any_agent.completions.params.table_refused import REFUSED_ROWS
+from any_agent.completions.params.table_responses import AS_IN_CHAT, RESPONSES_ROWS
 
 _HONOURED = (
     Parameter("model", "honoured", TEXT, "Any name is the policy; the answer repeats it."),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from any_agent.completions.params.rows import MAX_TOOLS, MAX_TOOLS_BYTES
-from any_agent.completions.params.values import json_text, shown
+from any_agent.completions.params.parameter import MAX_TOOLS, MAX_TOOLS_BYTES
+from any_agent.completions.params.schema_check import json_text, shown
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Tool
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.chat import ChatFormat
-from any_agent.completions.asked import Asked, Rules, token_logprobs
-from any_agent.completions.responses.answer import ResponsesAnswer
+from any_agent.completions.parsed_request import Asked, Rules, token_logprobs
+from any_agent.completions.responses.encoder import ResponsesAnswer
 from any_agent.completions.responses.parse import parse_responses
 from any_agent.record import InteractionTree
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from any_agent.chat import text_of
 from any_agent.chat.conversation_hash import is_leading_system
-from any_agent.completions.responses.items import ITEM_ID
-from any_agent.completions.responses.output import items_of
+from any_agent.completions.responses.input_items import ITEM_ID
+from any_agent.completions.responses.output_items import items_of
 from any_agent.errors import InvalidRequest, NotFound
 from any_agent.record import InteractionTree, lacks_texts
 from any_agent.types import Interaction, Message

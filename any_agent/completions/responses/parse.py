@@ -7,15 +7,15 @@ from typing import Any
 
 from any_agent.completions.params import TABLE, ChatCall
 from any_agent.completions.params.grammar import grammar_text, schema_grammar, unless_forced
+from any_agent.completions.params.parameter import MAX_NOTE_BYTES, UnknownParameters
 from any_agent.completions.params.parse import sort_out, untrainable_by
-from any_agent.completions.params.responses_rows import MAX_FORMAT_NAME
-from any_agent.completions.params.rows import MAX_NOTE_BYTES, UnknownParameters
 from any_agent.completions.params.sampling import sampling_of
-from any_agent.completions.params.template import template_kwargs_of
-from any_agent.completions.params.values import check, json_text, require_object, shown
+from any_agent.completions.params.schema_check import check, json_text, require_object, shown
+from any_agent.completions.params.table_responses import MAX_FORMAT_NAME
+from any_agent.completions.params.template_kwargs import template_kwargs_of
 from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
 from any_agent.completions.responses.history import ID_PREFIX, Items, full_lines, messages_before
-from any_agent.completions.responses.items import messages_of, require_few
+from any_agent.completions.responses.input_items import messages_of, require_few
 from any_agent.completions.responses.tools import chat_tools_of, flat, require_names
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from any_agent.completions.params.rows import MAX_TOOLS
+from any_agent.completions.params.parameter import MAX_TOOLS
+from any_agent.completions.params.schema_check import shown
 from any_agent.completions.params.tools import tools_of
-from any_agent.completions.params.values import shown
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Tool
 

@@ -11,8 +11,8 @@ from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from any_agent.completions.call_types import Head
 from any_agent.completions.messages import MessagesAnswer, MessagesCall, parse_messages
-from any_agent.completions.prepared import Head
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
 
 RUN = GenerationHyperparameters(max_new_tokens=100)

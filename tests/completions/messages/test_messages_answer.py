@@ -13,9 +13,9 @@ from any_agent.chat import chain_keys
 from any_agent.chat.output.message import MessageDelta, merge_deltas
 from any_agent.chat.output.message_builder import MessageBuilder
 from any_agent.chat.output.tool_call_ids import CallIds
+from any_agent.completions.call_types import Delta
 from any_agent.completions.messages import MessagesAnswer
-from any_agent.completions.messages.conversation import conversation_of
-from any_agent.completions.prepared import Delta
+from any_agent.completions.messages.input_messages import conversation_of
 from any_agent.errors import EngineUnavailable, SessionClosed
 from any_agent.types import Interaction
 from tests.completions.messages.anthropic_lab import (
@@ -190,7 +190,7 @@ def test_a_long_call_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     answer.start(0)
     step: dict[str, Any] = {"index": 0, "id": "x", "function": {"name": "f", "arguments": ""}}
     answer.delta(Delta(MessageDelta(tool_calls=[step]), [], []))
-    monkeypatch.setattr("any_agent.completions.messages.answer._PING_SECONDS", 0.0)
+    monkeypatch.setattr("any_agent.completions.messages.encoder._PING_SECONDS", 0.0)
     more = {"index": 0, "function": {"arguments": "{"}}
     events = events_of(answer.delta(Delta(MessageDelta(tool_calls=[more]), [], [])))
     assert events == [("ping", {"type": "ping"})]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from any_agent.completions.messages import parse_count
-from any_agent.completions.messages.conversation import conversation_of
+from any_agent.completions.messages.input_messages import conversation_of
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.protocol.error_bodies import anthropic_body
 from tests.completions.messages.anthropic_lab import HELLO, parse

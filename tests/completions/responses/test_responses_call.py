@@ -10,7 +10,7 @@ import pytest
 
 from any_agent.chat import MessageDelta, merge_deltas
 from any_agent.chat.output.token_spans import Spans
-from any_agent.completions.prepared import Delta, Head
+from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.responses import ResponsesAnswer
 from any_agent.errors import EngineUnavailable, InvalidRequest, UnsupportedParameter
 from any_agent.types import Interaction

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from any_agent.completions.responses.history import Items, messages_before, parted
-from any_agent.completions.responses.items import messages_of
+from any_agent.completions.responses.input_items import messages_of
 from any_agent.completions.responses.reasoning import decoded, encoded
-from any_agent.completions.responses.recorded import answer_of, deleted_record, input_items
+from any_agent.completions.responses.stored_response import answer_of, deleted_record, input_items
 from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, UnsupportedParameter
 from any_agent.record import InteractionTree, without_texts
 from any_agent.types import (

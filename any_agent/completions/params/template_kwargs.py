@@ -6,9 +6,9 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from any_agent.chat.template_kwargs import SWITCHES
-from any_agent.completions.params.rows import MAX_NOTE_BYTES, UnknownParameters
-from any_agent.completions.params.unknown import Rest
-from any_agent.completions.params.values import json_text, shown
+from any_agent.completions.params.parameter import MAX_NOTE_BYTES, UnknownParameters
+from any_agent.completions.params.schema_check import json_text, shown
+from any_agent.completions.params.unknown_parameters import Rest
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 
 _KWARGS = "chat_template_kwargs"

@@ -10,10 +10,11 @@ from functools import lru_cache
 from typing import Any
 
 from any_agent.chat import ChatFormat
-from any_agent.completions.answers import Answer
-from any_agent.completions.answers.chat import ChatAnswer
-from any_agent.completions.answers.logprobs import TokenLogprobs
-from any_agent.completions.answers.text import TextAnswer
+from any_agent.completions.call_types import Head
+from any_agent.completions.encoders import Answer
+from any_agent.completions.encoders.chat import ChatAnswer
+from any_agent.completions.encoders.logprobs import TokenLogprobs
+from any_agent.completions.encoders.text import TextAnswer
 from any_agent.completions.params import (
     TOKEN_LIMITS,
     ChatCall,
@@ -21,7 +22,6 @@ from any_agent.completions.params import (
     parse_chat,
     parse_completion,
 )
-from any_agent.completions.prepared import Head
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
 
 _MANY_ENTRIES = 10_000

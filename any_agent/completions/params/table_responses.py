@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from any_agent.completions.params.rows import (
+from any_agent.completions.params.parameter import (
     BOOLEAN,
     MAX_INTEGER,
     MAX_NOTE_BYTES,

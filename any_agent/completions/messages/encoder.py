@@ -14,11 +14,11 @@ from typing import Any
 
 import orjson
 
-from any_agent.completions.answers.parts import Part, parts_of
-from any_agent.completions.messages.callids import tool_use_id
-from any_agent.completions.messages.inputs import input_of
+from any_agent.completions.call_types import Delta, Head
+from any_agent.completions.encoders.output_order import Part, parts_of
 from any_agent.completions.messages.parse import MessagesCall
-from any_agent.completions.prepared import Delta, Head
+from any_agent.completions.messages.tool_input import input_of
+from any_agent.completions.messages.tool_use_ids import tool_use_id
 from any_agent.errors import AnyAgentError
 from any_agent.protocol.error_bodies import anthropic_body
 from any_agent.types import Interaction

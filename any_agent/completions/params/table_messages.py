@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from any_agent.completions.params.rows import (
+from any_agent.completions.params.parameter import (
     BOOLEAN,
     MAX_SCHEMA_BYTES,
     MAX_STOP_LENGTH,
@@ -21,7 +21,7 @@ from any_agent.completions.params.rows import (
     never,
     only,
 )
-from any_agent.completions.params.values import Schema
+from any_agent.completions.params.schema_check import Schema
 
 SWITCHES_AS_IN_CHAT = ("chat_template_kwargs", "enable_thinking")
 """Rows that are those of a chat call."""

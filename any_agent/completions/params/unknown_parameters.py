@@ -8,9 +8,9 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from any_agent.completions.params.rows import MAX_NOTE_BYTES, Api, UnknownParameters
+from any_agent.completions.params.parameter import MAX_NOTE_BYTES, Api, UnknownParameters
+from any_agent.completions.params.schema_check import json_text, shown
 from any_agent.completions.params.table import PARAMETERS, TABLE
-from any_agent.completions.params.values import json_text, shown
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 
 MAX_UNKNOWN = 32

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from any_agent.completions.params.values import shown
+from any_agent.completions.params.schema_check import shown
 from any_agent.completions.responses.reasoning import decoded
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from any_agent.completions.prepared import Delta
+from any_agent.completions.call_types import Delta
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 
-from any_agent.completions.answers.logprobs import TokenLogprobs
-from any_agent.completions.answers.usage import usage_of
+from any_agent.completions.call_types import Delta, Head
+from any_agent.completions.encoders.logprobs import TokenLogprobs
+from any_agent.completions.encoders.usage import usage_of
 from any_agent.completions.params import ChatCall
-from any_agent.completions.prepared import Delta, Head
 from any_agent.completions.top_logprobs import top_logprobs_of
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction

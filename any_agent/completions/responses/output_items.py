@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from any_agent.completions.answers.parts import Part, parts_of
+from any_agent.completions.encoders.output_order import Part, parts_of
 from any_agent.types import Interaction
 
 PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc", "output": "fco"}

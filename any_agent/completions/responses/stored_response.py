@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.chat import ChatFormat, text_of
-from any_agent.completions.answers import Answer
-from any_agent.completions.answers.logprobs import TokenLogprobs
-from any_agent.completions.answers.parts import Part
+from any_agent.completions.call_types import Head
+from any_agent.completions.encoders import Answer
+from any_agent.completions.encoders.logprobs import TokenLogprobs
+from any_agent.completions.encoders.output_order import Part
 from any_agent.completions.params import ChatCall
-from any_agent.completions.prepared import Head
-from any_agent.completions.responses.answer import ResponsesAnswer
 from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
+from any_agent.completions.responses.encoder import ResponsesAnswer
 from any_agent.completions.responses.history import (
     DELETED,
     RECORD,
@@ -19,7 +19,7 @@ from any_agent.completions.responses.history import (
     parted,
     require_texts,
 )
-from any_agent.completions.responses.output import item_id, item_of
+from any_agent.completions.responses.output_items import item_id, item_of
 from any_agent.completions.responses.tools import flat
 from any_agent.errors import NotFound
 from any_agent.record import InteractionTree
@@ -61,7 +61,7 @@ def response_again(
 def shape_again(
     interaction: Interaction, tree: InteractionTree, logprobs: TokenLogprobs, chat: ChatFormat
 ) -> tuple[Answer, ChatCall]:
-    """What :func:`any_agent.completions.asked.whole` writes the body from that the answer had."""
+    """What :func:`any_agent.completions.parsed_request.whole` writes the body from that the answer had."""
     asked = interaction.request[RECORD]
     recorded = interaction.request.get("recorded", {})
     repeated = {name: recorded[name] for name in DEFAULTS if name in recorded}

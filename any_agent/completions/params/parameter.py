@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-from any_agent.completions.params.values import Schema
+from any_agent.completions.params.schema_check import Schema
 from any_agent.completions.untrainable import UntrainableReason
 
 Class: TypeAlias = Literal["honoured", "harmless", "refused"]

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from any_agent.chat.conversation_hash import same_arguments
-from any_agent.completions.body import require_shallow
+from any_agent.completions.json_body import require_shallow
 from any_agent.errors import InvalidRequest
 
 INVALID = "INVALID_JSON"

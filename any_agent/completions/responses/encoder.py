@@ -8,13 +8,13 @@ import orjson
 
 from any_agent.chat import ChatFormat
 from any_agent.chat.output.token_spans import Spans
-from any_agent.completions.answers.logprobs import TokenLogprobs
-from any_agent.completions.answers.parts import Part
-from any_agent.completions.prepared import Delta, Head
+from any_agent.completions.call_types import Delta, Head
+from any_agent.completions.encoders.logprobs import TokenLogprobs
+from any_agent.completions.encoders.output_order import Part
 from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
 from any_agent.completions.responses.events import Events
-from any_agent.completions.responses.open_item import OpenItem, item_bytes
-from any_agent.completions.responses.output import item_id, parts_to_tell
+from any_agent.completions.responses.item_stream import OpenItem, item_bytes
+from any_agent.completions.responses.output_items import item_id, parts_to_tell
 from any_agent.completions.top_logprobs import TopLogprobs, top_logprobs_of
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from any_agent.completions.prepared import Head
+from any_agent.completions.call_types import Head
 from any_agent.types import Interaction
 
 

@@ -8,9 +8,9 @@ import orjson
 
 from any_agent.chat import ChatFormat
 from any_agent.completions.params import ChatCall
-from any_agent.completions.params.enforced import require_enforced
 from any_agent.completions.params.grammar import format_part
-from any_agent.completions.params.values import shown
+from any_agent.completions.params.schema_check import shown
+from any_agent.completions.params.unenforced_keywords import require_enforced
 from any_agent.completions.prompt import Prompt
 from any_agent.errors import UnsupportedParameter
 

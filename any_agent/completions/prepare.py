@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from any_agent.completions.asked import Asked
-from any_agent.completions.complete import Completer
+from any_agent.completions.call_types import Prepared
+from any_agent.completions.completer import Completer
 from any_agent.completions.params import ChatCall, require_supported
-from any_agent.completions.prepared import Prepared
+from any_agent.completions.parsed_request import Asked
 from any_agent.completions.refused import in_the_agents_words
 from any_agent.engine import Capabilities
 from any_agent.errors import InvalidRequest, UnsupportedParameter

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from any_agent.completions.messages.callids import call_id
-from any_agent.completions.messages.inputs import arguments_of
-from any_agent.completions.params.values import shown
+from any_agent.completions.messages.tool_input import arguments_of
+from any_agent.completions.messages.tool_use_ids import call_id
+from any_agent.completions.params.schema_check import shown
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Message
 

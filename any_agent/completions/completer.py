@@ -14,10 +14,7 @@ import numpy as np
 
 from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, chain_keys
 from any_agent.chat.output.stream_parser import StreamParser
-from any_agent.completions.bound import forced_ids, grammar_of_answer, one_call_stops
-from any_agent.completions.params import ChatCall, choice_seed
-from any_agent.completions.parent import Found
-from any_agent.completions.prepared import (
+from any_agent.completions.call_types import (
     Choice,
     Completed,
     Completion,
@@ -25,15 +22,18 @@ from any_agent.completions.prepared import (
     Prepared,
     choice_ids,
 )
-from any_agent.completions.prompt import Prompt, parent_of, prompt_of
-from any_agent.completions.request_record import RequestRecord, recorded_of
-from any_agent.completions.text_prompt import (
+from any_agent.completions.find_parent import Found
+from any_agent.completions.legacy_prompt import (
     TextPast,
     digests,
     find_text_past,
     text_key,
     text_prompt_of,
 )
+from any_agent.completions.params import ChatCall, choice_seed
+from any_agent.completions.prompt import Prompt, parent_of, prompt_of
+from any_agent.completions.request_record import RequestRecord, recorded_of
+from any_agent.completions.structured_output import forced_ids, grammar_of_answer, one_call_stops
 from any_agent.completions.top_logprobs import PackedTop
 from any_agent.completions.untrainable import why_untrainable
 from any_agent.engine import InferenceEngine

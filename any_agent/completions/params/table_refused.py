@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from any_agent.completions.params.rows import CHAT, COMPLETIONS, Parameter, never, only
+from any_agent.completions.params.parameter import CHAT, COMPLETIONS, Parameter, never, only
 
 _GRAMMAR = "Use `response_format` or `guided_regex`."
 _TEMPLATE = "Use `chat_template_kwargs`."
