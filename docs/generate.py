@@ -199,7 +199,7 @@ def render(source: str) -> str:
 
 def _aliases() -> str:
     """The table of AReaL's names."""
-    elsewhere = importlib.import_module("any_agent.config.elsewhere")
+    elsewhere = importlib.import_module("any_agent.config.foreign_settings")
     rows = [f"| `{theirs}` | `{here}` |" for theirs, here in elsewhere.ALIASES.items()]
     return "\n".join([ALIASES_HEAD, *rows]) + "\n"
 

@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field
 
 from any_agent.config import Config, load_config
-from any_agent.config.elsewhere import ALIASES, NEUTRAL, SCHEDULER
+from any_agent.config.foreign_settings import ALIASES, NEUTRAL, SCHEDULER
 from any_agent.config.script import GRPOConfig
 from any_agent.errors import ConfigError
 

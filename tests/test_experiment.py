@@ -128,7 +128,7 @@ def test_every_name_that_is_answered_with_is_a_setting() -> None:
     import re
 
     from any_agent.config import known_keys
-    from any_agent.config.elsewhere import ALIASES, CALLED_HERE, NOT_HERE, SPECIAL
+    from any_agent.config.foreign_settings import ALIASES, CALLED_HERE, NOT_HERE, SPECIAL
 
     known = set(known_keys())
     foreign = [*ALIASES, *CALLED_HERE, *NOT_HERE, *SPECIAL]

@@ -1,5 +1,6 @@
 """One configuration tree; a section's meaning is told where it is defined."""
 
+from any_agent.config.base import LOOPBACK, NAME_PATTERN, Name
 from any_agent.config.cluster import ClusterConfig
 from any_agent.config.load import (
     ENV_PREFIX,
@@ -8,7 +9,7 @@ from any_agent.config.load import (
     load_config,
     load_resolved,
 )
-from any_agent.config.section import LOOPBACK, NAME_PATTERN, Name
+from any_agent.config.schema import Config
 from any_agent.config.serving import (
     EngineConfig,
     FrozenConfig,
@@ -24,7 +25,6 @@ from any_agent.config.training import (
     RolloutConfig,
     TrainConfig,
 )
-from any_agent.config.tree import Config
 
 __all__ = [
     "ENV_PREFIX",

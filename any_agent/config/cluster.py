@@ -7,7 +7,7 @@ import re
 
 from pydantic import Field, field_validator
 
-from any_agent.config.section import Section, listed
+from any_agent.config.base import Section, listed
 
 _OURS = (
     *("-J", "--job-name", "-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node", "-o", "--output"),

@@ -2,8 +2,8 @@
 
 A setting's name is its dotted path (``train.lr``). In the environment it is
 ``ANY_AGENT_TRAIN__LR``, on the command line ``train.lr=1e-3``. Unknown names are refused with the
-nearest known one, AReaL's (:mod:`any_agent.config.elsewhere`) are taken where they mean the same.
-In a file ``${model.path}`` is the value of that setting (:mod:`any_agent.config.references`).
+nearest known one, AReaL's (:mod:`any_agent.config.foreign_settings`) are taken where they mean the same.
+In a file ``${model.path}`` is the value of that setting (:mod:`any_agent.config.interpolation`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any, TypeVar, get_args, get_origin, overload
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from any_agent.config import elsewhere, references
-from any_agent.config.tree import Config
+from any_agent.config import foreign_settings as elsewhere
+from any_agent.config import interpolation as references
+from any_agent.config.schema import Config
 from any_agent.errors import ConfigError
 
 ENV_PREFIX = "ANY_AGENT_"

@@ -10,9 +10,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
+from any_agent.config.base import Section, listed
 from any_agent.config.engine_arguments import option_words, require_free_options
 from any_agent.config.model_list import ModelList, check_model_list
-from any_agent.config.section import Section, listed
 from any_agent.keys import KEY_PREFIXES
 
 

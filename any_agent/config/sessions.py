@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from any_agent.config.section import NAME_PATTERN, Section
+from any_agent.config.base import NAME_PATTERN, Section
 
 MAX_REWARD_WEIGHT = 1000.0
 

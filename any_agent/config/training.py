@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from any_agent.config.section import Section
+from any_agent.config.base import Section
 
 
 class AgentConfig(Section):

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from any_agent.config.elsewhere import SCHEDULER
+    from any_agent.config.foreign_settings import SCHEDULER
     from any_agent.launcher.slurm.coordinator import run_job
     from any_agent.launcher.slurm.job import current_job
     from any_agent.launcher.slurm.submit import require_cluster, submit

@@ -10,10 +10,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from any_agent.config.base import Name, Section
 from any_agent.config.cluster import ClusterConfig
 from any_agent.config.model_list import names as frozen_names
 from any_agent.config.model_list import secrets_of
-from any_agent.config.section import Name, Section
 from any_agent.config.serving import (
     EngineConfig,
     FrozenConfig,
