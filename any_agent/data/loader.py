@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from any_agent.data.positions import Positions
+from any_agent.data.cursor import Positions
 from any_agent.data.rows import DataRow, as_dataset
 
 
