@@ -117,7 +117,7 @@ def over_http(session: Any, url: str, pid: int, *, stream: bool) -> Round:
 async def measure(args: argparse.Namespace, directory: str) -> None:
     import aiohttp
 
-    from any_agent.demo.model import save_tiny_model
+    from any_agent.demo.models.tiny import save_tiny_model
     from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 
     path = save_tiny_model(Path(directory) / "model", hidden_size=128, layers=5)

@@ -45,7 +45,7 @@ def make_model(folder: Path, parameters: int) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from any_agent.demo.model import save_tiny_model
+    from any_agent.demo.models.tiny import save_tiny_model
 
     tiny = save_tiny_model(folder / "tiny", seed=0)
     config = AutoConfig.from_pretrained(tiny)

@@ -14,9 +14,9 @@ import httpx
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
-from any_agent.demo.child import Child
+from any_agent.demo.child_process import Child
 from any_agent.demo.driver import EVALS, Driver, Tally, workers
-from any_agent.demo.memory import PeakMemory
+from any_agent.demo.peak_memory import PeakMemory
 from any_agent.demo.report import Report, command, next_lines
 from any_agent.demo.state import Metrics, Part, Rate, Sessions, State
 from any_agent.demo.task import items
@@ -26,7 +26,7 @@ from any_agent.rundir.registry import rank_name
 
 if TYPE_CHECKING:
     from any_agent.demo.display import Screen
-    from any_agent.demo.plain import Lines
+    from any_agent.demo.plain_output import Lines
 
 _WORKERS = 4
 _CHILD_TIMEOUT = 300.0

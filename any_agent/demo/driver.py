@@ -119,7 +119,7 @@ async def workers(count: int) -> AsyncIterator[list[Worker]]:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "any_agent.demo.worker",
+                "any_agent.demo.agent_process",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 # The service is on this machine, whatever leads to the others.

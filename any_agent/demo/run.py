@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 from any_agent.config import Config, load_config
 from any_agent.demo.demo import Demo
 from any_agent.demo.driver import DISCOUNT, GROUP_SIZE, SESSION_TTL
-from any_agent.demo.plain import Lines
+from any_agent.demo.plain_output import Lines
 from any_agent.demo.state import State
 from any_agent.errors import ConfigError
 

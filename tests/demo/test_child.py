@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from any_agent.demo.child import Child
+from any_agent.demo.child_process import Child
 from any_agent.errors import StartupError
 from tests.demo.demo_lab import line, write_lines
 

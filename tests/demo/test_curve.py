@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from any_agent.demo.curve import picture
+from any_agent.demo.reward_curve import picture
 from tests.demo.demo_lab import step
 
 

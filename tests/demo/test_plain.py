@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from any_agent.demo.plain import Lines, news, summary
+from any_agent.demo.plain_output import Lines, news, summary
 from tests.demo.demo_lab import AFTER, BEFORE, busy, fresh, report, step
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from any_agent.chat import load_chat_format
-from any_agent.demo import judge, sums
-from any_agent.demo.talks import Author, Talk
-from any_agent.demo.warmup import Row, _backward
+from any_agent.demo.models import judge, sums
+from any_agent.demo.models.conversations import Author, Talk
+from any_agent.demo.models.teach import Row, _backward
 
 END = "<|im_end|>"
 
@@ -127,7 +127,7 @@ def test_rows_in_parts_teach_what_they_teach_together(
     rows = [kind(author, rng, 1.0).row for kind in (sums._plain, sums._with_tool) * 3]
 
     def gradients(part: int) -> list[torch.Tensor]:
-        monkeypatch.setattr("any_agent.demo.warmup._PART", part)
+        monkeypatch.setattr("any_agent.demo.models.teach._PART", part)
         model = AutoModelForCausalLM.from_pretrained(path)
         _backward(model, rows)
         return [p.grad for p in model.parameters()]

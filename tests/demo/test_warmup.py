@@ -9,9 +9,9 @@ import pytest
 import renderers
 import torch
 
-from any_agent.demo.model import make_tokenizer, save_tiny_model
+from any_agent.demo.models.teach import NoisyTalks, warm_up
+from any_agent.demo.models.tiny import make_tokenizer, save_tiny_model
 from any_agent.demo.task import RETRY, items, messages
-from any_agent.demo.warmup import NoisyTalks, warm_up
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def engine(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from any_agent.demo.model import save_tiny_model
+    from any_agent.demo.models.tiny import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("other") / "model", seed=1)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from any_agent.config import Config, load_config
-from any_agent.demo.model import save_tiny_model
+from any_agent.demo.models.tiny import save_tiny_model
 from any_agent.inference import RemoteSGLangEngine
 from any_agent.launcher.trial import trial_dir
 from tests.e2e.serving import run_cli

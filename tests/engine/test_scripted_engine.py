@@ -50,7 +50,7 @@ def model(tiny_model_dir: Path) -> TrueModel:
 @pytest.fixture(scope="module")
 def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same shape, other weights."""
-    from any_agent.demo.model import save_tiny_model
+    from any_agent.demo.models.tiny import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("other") / "model", seed=1)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from any_agent.demo.model import make_tokenizer
+from any_agent.demo.models.tiny import make_tokenizer
 from any_agent.engine.seam import SeamMatcher
 from any_agent.types import GenerationChunk
 

@@ -127,7 +127,7 @@ def _folder(name: str) -> Path:
 
 @cache
 def _weights(name: str) -> Path:
-    from any_agent.demo.model import make_model
+    from any_agent.demo.models.tiny import make_model
 
     spec = _SPECS[name]
     tokenizer = make_tokenizer(spec)

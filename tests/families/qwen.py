@@ -6,7 +6,7 @@ import json
 
 from renderers import qwen35
 
-from any_agent.demo.model import CHAT_TEMPLATE, SPECIAL_TOKENS
+from any_agent.demo.models.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS
 from tests.families.spec import Answer, Call, Spec
 
 _QWEN3_5_TEMPLATE = (

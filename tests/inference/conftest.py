@@ -17,7 +17,7 @@ def no_place_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def models(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Of one shape, with different weights."""
-    from any_agent.demo.model import save_tiny_model
+    from any_agent.demo.models.tiny import save_tiny_model
 
     folder = tmp_path_factory.mktemp("models")
     return [tiny_model_dir, save_tiny_model(folder / "1", seed=1)]

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from any_agent.demo.warmup import Row, joined
-from any_agent.demo.warmup import teach as teach_rows
+from any_agent.demo.models.teach import Row, joined
+from any_agent.demo.models.teach import teach as teach_rows
 from any_agent.types import Message
 from tests.families import Call, Family
 from tests.laws.talk import TOOLS

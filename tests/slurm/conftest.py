@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.demo.child import Child
+from any_agent.demo.child_process import Child
 from tests.slurm.lab import PATIENCE, Slurm, slurm
 
 

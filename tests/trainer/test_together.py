@@ -12,7 +12,7 @@ import torch
 from trainer_lab import VOCAB, random_rows
 
 from any_agent.config import Config, TrainConfig, load_config
-from any_agent.demo.model import make_model
+from any_agent.demo.models.tiny import make_model
 from any_agent.errors import ConfigError
 from any_agent.launcher.place import Place, TrainingNodes
 from any_agent.launcher.training import trainer_arguments

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from any_agent.demo.model import make_model
+from any_agent.demo.models.tiny import make_model
 from trainer.loss import LossConfig
 from trainer.packing import Row, count_trained, micro_batches, with_training_signal
 from trainer.policy import Policy, PolicyConfig

@@ -20,7 +20,7 @@ from torch import Tensor
 from trainer_lab import VOCAB, random_rows
 
 from any_agent.config import TrainConfig
-from any_agent.demo.model import make_model
+from any_agent.demo.models.tiny import make_model
 from any_agent.errors import TrainingError
 from trainer.checkpoint import list_checkpoints, save_checkpoint
 from trainer.loss import LossConfig

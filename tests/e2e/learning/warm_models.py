@@ -11,9 +11,9 @@ from random import Random
 from typing import Any
 
 from any_agent.chat import load_chat_format
-from any_agent.demo.model import make_tokenizer, save_tiny_model
-from any_agent.demo.talks import Author, Talk
-from any_agent.demo.warmup import Row, teach
+from any_agent.demo.models.conversations import Author, Talk
+from any_agent.demo.models.teach import Row, teach
+from any_agent.demo.models.tiny import make_tokenizer, save_tiny_model
 from tests.e2e.learning import retry_math, tool_use
 
 # Short, so that the tiny models' steps are. It is of no family that PyPI's renderers know.

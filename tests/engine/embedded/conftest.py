@@ -24,7 +24,7 @@ def loaded(tiny_model_dir: Path) -> LoadedModel:
 @pytest.fixture(scope="session")
 def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same shape, other weights."""
-    from any_agent.demo.model import save_tiny_model
+    from any_agent.demo.models.tiny import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("other") / "model", seed=1)
 

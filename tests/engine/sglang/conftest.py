@@ -13,7 +13,7 @@ from tests.engine.sglang.real_sglang import sglangs
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Of one shape, with different weights."""
-    from any_agent.demo.model import save_tiny_model
+    from any_agent.demo.models.tiny import save_tiny_model
 
     folder = tmp_path_factory.mktemp("models")
     return [save_tiny_model(folder / str(seed), seed=seed) for seed in range(2)]

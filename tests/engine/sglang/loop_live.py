@@ -24,7 +24,7 @@ import yaml
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config, load_config
-from any_agent.demo.child import Child
+from any_agent.demo.child_process import Child
 from any_agent.demo.driver import Driver, Tally, workers
 from any_agent.demo.run import demo_config
 from any_agent.keys import rank_of_session

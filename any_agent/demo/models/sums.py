@@ -15,9 +15,9 @@ from random import Random
 from typing import Any
 
 from any_agent.chat import load_chat_format
-from any_agent.demo.model import CHAT_TEMPLATE, make_tokenizer, save_tiny_model
-from any_agent.demo.talks import Author, Talk
-from any_agent.demo.warmup import Row, teach
+from any_agent.demo.models.conversations import Author, Talk
+from any_agent.demo.models.teach import Row, teach
+from any_agent.demo.models.tiny import CHAT_TEMPLATE, make_tokenizer, save_tiny_model
 from any_agent.types import Message
 
 LARGEST = 4

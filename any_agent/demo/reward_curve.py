@@ -1,4 +1,4 @@
-"""Draws a demo's reward curve: ``python -m any_agent.demo.curve METRICS PNG --before A --after B``.
+"""Draws a demo's reward curve: ``python -m any_agent.demo.reward_curve METRICS PNG --before A --after B``.
 
 Imports matplotlib, so it is a process of its own.
 """

@@ -10,9 +10,9 @@ from pathlib import Path
 from random import Random
 
 from any_agent.chat import load_chat_format
-from any_agent.demo.model import make_tokenizer, save_tiny_model
-from any_agent.demo.talks import Author, Talk
-from any_agent.demo.warmup import Row, teach
+from any_agent.demo.models.conversations import Author, Talk
+from any_agent.demo.models.teach import Row, teach
+from any_agent.demo.models.tiny import make_tokenizer, save_tiny_model
 
 QUESTION = (
     "Question: {question}\nRight answer: {answer}\nGiven answer: {given}\n"

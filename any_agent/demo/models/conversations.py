@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from any_agent.chat import ChatFormat
-from any_agent.demo.warmup import Row, joined
+from any_agent.demo.models.teach import Row, joined
 from any_agent.types import Message
 
 _END = "<|im_end|>"

@@ -1,0 +1,1 @@
+"""Tiny models, made by code and taught in seconds."""
