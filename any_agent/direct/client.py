@@ -14,7 +14,7 @@ from any_agent.chat import ChatFormat, chat_format_for
 from any_agent.completions.parsed_request import Rules
 from any_agent.completions.untrainable import bent
 from any_agent.config import NAME_PATTERN, SamplingConfig
-from any_agent.direct.session import DirectSession, checked_discount, checked_reward
+from any_agent.direct.record import DirectSession, checked_discount, checked_reward
 from any_agent.direct.transport import BASE_URL, InProcessClient
 from any_agent.engine import InferenceEngine, ScriptEngine
 from any_agent.errors import ConfigError

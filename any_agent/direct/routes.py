@@ -15,7 +15,7 @@ from any_agent.completions.responses import (
     response_again,
     responses_asked,
 )
-from any_agent.direct.session import DirectSession
+from any_agent.direct.record import DirectSession
 from any_agent.errors import NotFound, UnsupportedParameter
 
 Parse: TypeAlias = Callable[[Any, DirectSession, Completer], Asked]

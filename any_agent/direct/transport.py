@@ -16,9 +16,9 @@ from any_agent.completions.encoders import Answer
 from any_agent.completions.json_body import json_of
 from any_agent.completions.parsed_request import Asked, headers_of, version_of, whole
 from any_agent.completions.prepare import checked, prepare
+from any_agent.direct.choice_tasks import Running
+from any_agent.direct.record import DirectSession
 from any_agent.direct.routes import CALLS, told
-from any_agent.direct.running import Running
-from any_agent.direct.session import DirectSession
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 

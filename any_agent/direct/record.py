@@ -11,7 +11,7 @@ from typing import Any
 from any_agent.chat import ChatFormat
 from any_agent.completions import Completer, Completion, completion_of
 from any_agent.completions.parsed_request import Rules
-from any_agent.direct.running import Running
+from any_agent.direct.choice_tasks import Running
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError, InvalidRequest, NotFound, SessionClosed, Unprocessable
 from any_agent.protocol.rl import MAX_REWARD
