@@ -97,7 +97,7 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
     import_lean()
     import uvicorn
 
-    from any_agent.doctor.quick import require_sound
+    from any_agent.doctor.startup_check import require_sound
     from proxy_ext.app import create_app
     from proxy_ext.connections import Connection
     from proxy_ext.presence import PresentServer, entry_of

@@ -12,12 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from any_agent import __version__
+from any_agent.cli.doctor import add_doctor_command
 from any_agent.cli.eval import add_eval_command
 from any_agent.cli.export import add_export_command
 from any_agent.cli.keys import add_keys_commands
 from any_agent.cli.run import add_run_command
 from any_agent.cli.sessions import add_sessions_commands
-from any_agent.doctor.command import add_doctor_command
 from any_agent.errors import ConfigError
 from any_agent.runtime.command_line import add_service_arguments, guarded, overrides_of, parse
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from any_agent.doctor.asking import Asker
+from any_agent.doctor.engine_probe import Asker
 from any_agent.doctor.verdict import Law, Verdict
 
 LAW = Law("aborts")

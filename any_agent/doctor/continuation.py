@@ -7,8 +7,14 @@ from dataclasses import dataclass
 
 from any_agent.chat import ChatFormat
 from any_agent.chat import format_probes as probes
-from any_agent.doctor.rehearsal import Rehearsal
-from any_agent.doctor.template import NO_TOOLS, OWN_ADVICE, Refused, Template, without_thinking
+from any_agent.doctor.reference_template import (
+    NO_TOOLS,
+    OWN_ADVICE,
+    Refused,
+    Template,
+    without_thinking,
+)
+from any_agent.doctor.scripted_conversation import Rehearsal
 from any_agent.doctor.verdict import Law, Verdict
 from any_agent.errors import AnyAgentError
 from any_agent.types import Continuation, Message, Tool

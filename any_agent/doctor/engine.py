@@ -5,8 +5,18 @@ from __future__ import annotations
 from any_agent.chat import ChatFormat
 from any_agent.chat import format_probes as probes
 from any_agent.config import Config
-from any_agent.doctor import aborts, input, logprobs, parameters, stops, tokenizer, versions
-from any_agent.doctor.asking import asking, guarded
+from any_agent.doctor import (
+    aborts,
+    logprobs,
+    parameters,
+    stops,
+    tokenizer,
+    versions,
+)
+from any_agent.doctor import (
+    input_ids as input,
+)
+from any_agent.doctor.engine_probe import asking, guarded
 from any_agent.doctor.verdict import Law, Verdict
 from any_agent.errors import AnyAgentError
 from any_agent.rundir.layout import RunDir

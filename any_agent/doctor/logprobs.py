@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 
-from any_agent.doctor.asking import Asker, reported_version
+from any_agent.doctor.engine_probe import Asker, reported_version
 from any_agent.doctor.verdict import Law, Verdict
 from any_agent.doctor.weights import Forward, find_weights
 from any_agent.rundir.layout import RunDir

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
-from any_agent.doctor.asking import Asker
+from any_agent.doctor.engine_probe import Asker
 from any_agent.doctor.verdict import Law, Verdict
 
 LAW = Law("parameters")

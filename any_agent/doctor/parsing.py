@@ -8,8 +8,8 @@ from typing import Any
 
 from any_agent.chat import ChatFormat
 from any_agent.chat import format_probes as probes
-from any_agent.doctor.rehearsal import Rehearsal, merged
-from any_agent.doctor.template import NO_TOOLS, Refused, Template, Turn
+from any_agent.doctor.reference_template import NO_TOOLS, Refused, Template, Turn
+from any_agent.doctor.scripted_conversation import Rehearsal, merged
 from any_agent.doctor.verdict import Law, Verdict
 from any_agent.errors import AnyAgentError
 from any_agent.types import Message

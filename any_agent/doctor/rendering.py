@@ -6,7 +6,13 @@ from collections.abc import AsyncIterator
 
 from any_agent.chat import ChatFormat
 from any_agent.chat import format_probes as probes
-from any_agent.doctor.template import NO_TOOLS, OWN_ADVICE, Refused, Template, without_thinking
+from any_agent.doctor.reference_template import (
+    NO_TOOLS,
+    OWN_ADVICE,
+    Refused,
+    Template,
+    without_thinking,
+)
 from any_agent.doctor.verdict import Law, Verdict
 from any_agent.errors import AnyAgentError, InvalidRequest
 from any_agent.types import Message, Tool

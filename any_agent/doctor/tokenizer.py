@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from any_agent.chat import ChatFormat
-from any_agent.doctor.asking import Answer, Asker
+from any_agent.doctor.engine_probe import Answer, Asker
 from any_agent.doctor.verdict import Law, Verdict
 
 LAW = Law("tokenizer")

@@ -91,7 +91,7 @@ def require_weights(config: Config, settings: Path, say: Callable[[str], None]) 
     Judged by what it says of tokens, in a process that has torch, where the weights are here and
     a CPU has the memory for them; else it is only said. ``settings`` is the run's resolved file.
     """
-    command = [sys.executable, "-m", "any_agent.doctor.held", "--config", str(settings)]
+    command = [sys.executable, "-m", "any_agent.doctor.verify_weights", "--config", str(settings)]
     try:
         done = subprocess.run(
             [*command, *config.engine.urls],

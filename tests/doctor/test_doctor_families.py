@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from any_agent.doctor.quick import chat_laws
+from any_agent.doctor.startup_check import chat_laws
 from any_agent.doctor.verdict import Outcome, broken
 from tests.families import family, names
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from any_agent.chat import ChatFormat
 from any_agent.chat import format_probes as probes
-from any_agent.doctor.asking import Answer
+from any_agent.doctor.engine_probe import Answer
 from any_agent.doctor.stops import stops
 from any_agent.doctor.verdict import Outcome
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from any_agent.config import Config, load_config
-from any_agent.doctor.held import held
 from any_agent.doctor.verdict import Outcome
+from any_agent.doctor.verify_weights import held
 from any_agent.errors import ConfigError
 from any_agent.launcher.engines import require_weights
 from any_agent.runtime.ports import free_port

@@ -10,7 +10,7 @@ import pytest
 
 from any_agent.chat import ChatFormat, MessageDelta, load_chat_format
 from any_agent.config import Config, ModelConfig
-from any_agent.doctor.quick import chat_laws, require_sound
+from any_agent.doctor.startup_check import chat_laws, require_sound
 from any_agent.doctor.verdict import Outcome, Verdict, broken
 from any_agent.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""The arguments of ``any-agent doctor``; `any_agent.doctor.examine` does what they ask for."""
+"""The arguments of ``any-agent doctor``; `any_agent.doctor.run` does what they ask for."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def add_doctor_command(commands: argparse._SubParsersAction[argparse.ArgumentPar
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from any_agent.doctor.examine import run
+    from any_agent.doctor.run import run
 
     return run(arguments)

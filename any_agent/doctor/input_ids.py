@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from any_agent.doctor.asking import Asker
+from any_agent.doctor.engine_probe import Asker
 from any_agent.doctor.verdict import Law, Verdict
 from any_agent.errors import ConfigError, InvalidRequest
 

@@ -1,4 +1,4 @@
-"""Whether engines hold the run's weights: `python -m any_agent.doctor.held --config FILE URL ...`.
+"""Whether engines hold the run's weights: `python -m any_agent.doctor.verify_weights --config FILE URL ...`.
 
 A process of its own, because it computes a forward pass of them: the launcher has no torch. It
 prints a line of JSON for each engine, whose outcome is passed, failed or unchecked.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from any_agent.auth.access import run_dir_of
 from any_agent.config import Config, load_resolved
-from any_agent.doctor.asking import asking, reported_version
+from any_agent.doctor.engine_probe import asking, reported_version
 from any_agent.doctor.logprobs import LAW, OTHER_WEIGHTS, against_forward_pass
 from any_agent.doctor.verdict import Verdict
 from any_agent.doctor.weights import Forward, find_weights
@@ -27,7 +27,7 @@ CASE = "the run's weights"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m any_agent.doctor.held")
+    parser = argparse.ArgumentParser(prog="python -m any_agent.doctor.verify_weights")
     parser.add_argument("--config", required=True, help="the run's resolved YAML")
     parser.add_argument("urls", nargs="+")
     args = parser.parse_args()

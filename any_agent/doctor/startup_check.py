@@ -10,8 +10,8 @@ from any_agent.chat import ChatFormat
 from any_agent.config import Config
 from any_agent.doctor.continuation import continuation
 from any_agent.doctor.parsing import parsing
+from any_agent.doctor.reference_template import OWN_ADVICE, Template
 from any_agent.doctor.rendering import rendering
-from any_agent.doctor.template import OWN_ADVICE, Template
 from any_agent.doctor.verdict import Law, Verdict, broken
 from any_agent.errors import ConfigError
 
