@@ -184,7 +184,7 @@ class Bench:
 @contextmanager
 def broadcast(bench: Bench) -> Iterator[Callable[[], None]]:
     """The floor of a group: two processes that only receive."""
-    from any_agent.engine.weight_group import Rendezvous, WeightGroup
+    from any_agent.engine.weight_process_group import Rendezvous, WeightGroup
 
     meeting = Rendezvous("127.0.0.1")
     layout = bench.folder / "layout.json"
@@ -209,7 +209,7 @@ def receive(told: str) -> None:
     """What the floor's two processes do, until the group is closed."""
     import torch
 
-    from any_agent.engine.weight_group import WeightGroup
+    from any_agent.engine.weight_process_group import WeightGroup
 
     layout, port, rank = told.rsplit(":", 2)
     buckets = json.loads(Path(layout).read_text())

@@ -16,8 +16,8 @@ from any_agent.auth.access import require_key
 from any_agent.config import Config, load_resolved
 from any_agent.config.model_list import resolved
 from any_agent.engine import SGLangEngine
-from any_agent.engine.sglang import HALF_LOADED
-from any_agent.engine.shape import ModelShape, shape_of
+from any_agent.engine.model_fingerprint import ModelShape, shape_of
+from any_agent.engine.sglang.client import HALF_LOADED
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StartupError
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import rank_name

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from any_agent.chat import ChatFormat
 from any_agent.config import Config
-from any_agent.engine.shape import ModelShape
+from any_agent.engine.model_fingerprint import ModelShape
 from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, ServiceUnavailable
 from any_agent.runtime.metrics import CONTENT_TYPE
 from any_agent.types import SessionMode, SessionState

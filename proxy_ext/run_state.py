@@ -11,7 +11,7 @@ from typing import Any
 
 from any_agent.config import Config
 from any_agent.engine import SGLangEngine
-from any_agent.engine.sglang import HALF_LOADED
+from any_agent.engine.sglang.client import HALF_LOADED
 from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, RunFinished
 from any_agent.protocol.rl import PublishedVersion, RunInfo, SetRun
 from any_agent.types import SessionState

@@ -18,7 +18,7 @@ from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import Completer
 from any_agent.config import Config
 from any_agent.engine import SGLangEngine
-from any_agent.engine.shape import ModelShape
+from any_agent.engine.model_fingerprint import ModelShape
 from any_agent.errors import AnyAgentError, EngineUnavailable, StoreUnavailable
 from any_agent.loop_lag import new_lag, watched_loop
 from any_agent.protocol.conversation_key import rank_tag

@@ -14,8 +14,8 @@ import orjson
 
 from any_agent.doctor.verdict import Law, Verdict
 from any_agent.engine import SGLangEngine
-from any_agent.engine.sglang_answers import ChunkReader, events
-from any_agent.engine.sglang_wire import failure, generate_body, version_number
+from any_agent.engine.sglang.requests import failure, generate_body, version_number
+from any_agent.engine.sglang.responses import ChunkReader, events
 from any_agent.errors import AnyAgentError, EngineUnavailable
 from any_agent.types import GenerationChunk, GenerationHyperparameters, ModelRequest
 

@@ -8,7 +8,7 @@ from any_agent.engine.base import (
     agenerate,
 )
 from any_agent.engine.pool import EnginePool
-from any_agent.engine.sglang import SGLangEngine
+from any_agent.engine.sglang.client import SGLangEngine
 
 __all__ = [
     "Capabilities",

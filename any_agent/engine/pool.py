@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Literal, Self
 
 from any_agent.engine.base import Capabilities, InferenceEngine, agenerate
-from any_agent.engine.sglang import SGLangEngine
-from any_agent.engine.shape import ModelShape
+from any_agent.engine.model_fingerprint import ModelShape
+from any_agent.engine.sglang.client import SGLangEngine
 from any_agent.errors import ConfigError, EngineUnavailable
 from any_agent.types import GenerationChunk, ModelRequest, ModelResponse
 

@@ -16,7 +16,7 @@ from any_agent.chat import ChatFormat
 from any_agent.config import Config, RolloutConfig
 from any_agent.config.script import sampling_of
 from any_agent.engine import EnginePool, InferenceEngine
-from any_agent.engine.shape import shape_of
+from any_agent.engine.model_fingerprint import shape_of
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable
 from any_agent.inference.any_loop import AnyLoopEngine
 from any_agent.inference.kept import Kept, named, require_weights

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
-from any_agent.engine.embedded.model import LoadedModel
+from any_agent.engine.embedded.model_loader import LoadedModel
 from any_agent.types import GenerationHyperparameters, ModelRequest
 from benchmarks.gpu.shapes import Shape
 

@@ -16,7 +16,7 @@ from any_agent import EngineOpenAI, RolloutWorkflow
 from any_agent.chat import ChatFormat
 from any_agent.engine import InferenceEngine, SGLangEngine
 from any_agent.engine.embedded.engine import EmbeddedEngine
-from any_agent.engine.embedded.model import load_model
+from any_agent.engine.embedded.model_loader import load_model
 from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.record import InteractionTree
 from any_agent.types import Continuation, Trajectory

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from any_agent.engine.weight_group import WeightGroup
+from any_agent.engine.weight_process_group import WeightGroup
 from tests.engine.sync_lab import Fleet, Weights, syncing
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from any_agent.engine.embedded.model import LoadedModel, load_model
-from any_agent.engine.embedded.weights import apply_weights, read_weights
+from any_agent.engine.embedded.model_loader import LoadedModel, load_model
+from any_agent.engine.embedded.weight_loading import apply_weights, read_weights
 from trainer.policy import Policy
 
 

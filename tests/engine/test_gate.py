@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from any_agent.engine.gate import Gate, Outage
+from any_agent.engine.pause_gate import Gate, Outage
 from any_agent.errors import EngineUnavailable
 from tests.engine.sglang_lab import until
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from any_agent.engine.shape import shape_of
+from any_agent.engine.model_fingerprint import shape_of
 from tests.engine.embedded.sglang_contract import SGLangContract, call
 from tests.engine.sglang_lab import BOTH, PROMPT, all_of, client_of, joined, request, until
 from tests.fakes.scripted_engine import VOCABULARY, ScriptedEngine

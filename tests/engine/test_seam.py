@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from any_agent.demo.models.tiny import make_tokenizer
-from any_agent.engine.seam import SeamMatcher
+from any_agent.engine.resumed_stop_strings import SeamMatcher
 from any_agent.types import GenerationChunk
 
 

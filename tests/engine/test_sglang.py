@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from any_agent.engine import SGLangEngine, agenerate, sglang
-from any_agent.engine.sglang import _rest_of
-from any_agent.engine.sglang_wire import slots_of
+from any_agent.engine import SGLangEngine, agenerate
+from any_agent.engine.sglang import client as sglang
+from any_agent.engine.sglang.client import _rest_of
+from any_agent.engine.sglang.requests import slots_of
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from tests.engine.sglang_lab import (
     BOTH,

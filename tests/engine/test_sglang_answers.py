@@ -10,8 +10,8 @@ import numpy as np
 import orjson
 import pytest
 
-from any_agent.engine.sglang_answers import ChunkReader, events
-from any_agent.engine.sglang_wire import capabilities_of, generate_body
+from any_agent.engine.sglang.requests import capabilities_of, generate_body
+from any_agent.engine.sglang.responses import ChunkReader, events
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from any_agent.types import id_array
 from tests.engine.sglang_lab import PROMPT, request

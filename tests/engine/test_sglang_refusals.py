@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from any_agent.engine.sglang_answers import ChunkReader
-from any_agent.engine.sglang_wire import refusal
+from any_agent.engine.sglang.requests import refusal
+from any_agent.engine.sglang.responses import ChunkReader
 from any_agent.errors import AnyAgentError, EngineMismatch, EngineUnavailable, InvalidRequest
 from tests.engine.sglang_lab import request
 

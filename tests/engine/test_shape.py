@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.engine import SGLangEngine
-from any_agent.engine.shape import ModelShape, shape_of
+from any_agent.engine.model_fingerprint import ModelShape, shape_of
 from any_agent.errors import ConfigError, EngineUnavailable, InvalidRequest
 from tests.engine.sglang_lab import BOTH, all_of, client_of, request, until
 from tests.fakes.scripted_engine import ScriptedEngine

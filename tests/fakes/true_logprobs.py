@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from any_agent.engine.embedded.bend import Bend
-from any_agent.engine.embedded.contract import parse_generate
+from any_agent.engine.embedded.generate_schema import parse_generate
+from any_agent.engine.embedded.logits_processors import Bend
 
 
 class TrueModel:
@@ -31,7 +31,7 @@ class TrueModel:
 
     def load(self, folder: Path) -> None:
         """Other weights of the same shape. InvalidRequest if they are not, and nothing changes."""
-        from any_agent.engine.embedded.weights import apply_weights, read_weights
+        from any_agent.engine.embedded.weight_loading import apply_weights, read_weights
 
         apply_weights(self._model, read_weights(self._model, folder))
         self.generation += 1

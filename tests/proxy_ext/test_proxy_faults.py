@@ -11,7 +11,7 @@ import orjson
 import pytest
 from starlette.types import Message
 
-from any_agent.engine.shape import shape_of
+from any_agent.engine.model_fingerprint import shape_of
 from any_agent.errors import StoreUnavailable
 from proxy_ext.journal import Statement
 from proxy_ext.wire.http import EventStream

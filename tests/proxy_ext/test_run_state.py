@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from any_agent.engine import SGLangEngine
-from any_agent.engine.shape import ModelShape
+from any_agent.engine.model_fingerprint import ModelShape
 from any_agent.errors import Conflict, EngineUnavailable
 from proxy_ext.__main__ import _check_engine
 from tests.fakes.scripted_engine import ScriptedEngine

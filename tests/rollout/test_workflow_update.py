@@ -14,7 +14,7 @@ import torch
 
 from any_agent.engine import EnginePool
 from any_agent.engine.embedded.engine import EmbeddedEngine
-from any_agent.engine.embedded.model import LoadedModel, load_model
+from any_agent.engine.embedded.model_loader import LoadedModel, load_model
 from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import GenerationHyperparameters, ModelRequest

@@ -15,7 +15,7 @@ from any_agent import MultiTurnWorkflow, RLVRWorkflow, stats_tracker
 from any_agent.chat import ChatFormat
 from any_agent.engine import EnginePool
 from any_agent.engine.embedded.engine import EmbeddedEngine
-from any_agent.engine.embedded.model import load_model
+from any_agent.engine.embedded.model_loader import load_model
 from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.errors import ConfigError, ContextLengthExceeded
 from any_agent.rewards.async_wrapper import RewardFailed

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from any_agent.engine.weight_wire import checksums
+from any_agent.engine.weight_serialization import checksums
 from any_agent.errors import AnyAgentError, NotFound, ServiceUnavailable, TrainingError
 from any_agent.rollout import Ranks
 from trainer.sync.base import AWAY, RELOAD_SLACK, Bucket, Call, NewWeights

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from any_agent.engine.weight_group import Backend, Rendezvous, WeightGroup
+from any_agent.engine.weight_process_group import Backend, Rendezvous, WeightGroup
 from any_agent.errors import AnyAgentError, EngineUnavailable, TrainingError
 from any_agent.runtime.private_address import is_private
 from trainer.sync.base import Bucket

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from any_agent.engine.weight_wire import cuda_reduction, pack
+from any_agent.engine.weight_serialization import cuda_reduction, pack
 from trainer.sync.base import Bucket
 from trainer.sync.engine import Engine
 

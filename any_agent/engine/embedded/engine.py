@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from any_agent.engine.base import Capabilities
-from any_agent.engine.embedded.bend import Bend, bend_of
 from any_agent.engine.embedded.grammar import Grammars
 from any_agent.engine.embedded.grammar_check import GrammarChecks
-from any_agent.engine.embedded.loop import GenerationLoop, LoopLimits, PauseMode
-from any_agent.engine.embedded.model import LoadedModel, load_model
+from any_agent.engine.embedded.logits_processors import Bend, bend_of
+from any_agent.engine.embedded.model_loader import LoadedModel, load_model
 from any_agent.engine.embedded.request import Event, Finish, Request
+from any_agent.engine.embedded.scheduler import GenerationLoop, LoopLimits, PauseMode
 from any_agent.engine.embedded.stops import StopMatcher
 from any_agent.engine.embedded.validation import check_request, check_top
-from any_agent.engine.embedded.weights import apply_weights, read_weights
+from any_agent.engine.embedded.weight_loading import apply_weights, read_weights
 from any_agent.errors import Conflict, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationChunk, ModelRequest
 

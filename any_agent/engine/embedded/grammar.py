@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from any_agent.engine.embedded.grammar_tags import lark_of
 from any_agent.engine.embedded.grammar_tokens import tokens_of
+from any_agent.engine.embedded.structural_tags import lark_of
 from any_agent.errors import AnyAgentError, EngineMismatch, InvalidRequest, UnsupportedParameter
 
 if TYPE_CHECKING:
-    from any_agent.engine.embedded.model import LoadedModel
+    from any_agent.engine.embedded.model_loader import LoadedModel
 
 _NOT_ALLOWED = "doesn't satisfy the grammar"
 """What llguidance says of a token that it did not allow."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-    from any_agent.engine.embedded.model import LoadedModel
+    from any_agent.engine.embedded.model_loader import LoadedModel
 
 
 def tokens_of(loaded: LoadedModel) -> LLTokenizer:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from any_agent.engine.embedded.bend import Bend
+from any_agent.engine.embedded.logits_processors import Bend
 from any_agent.engine.embedded.stops import StopMatcher
 from any_agent.errors import AnyAgentError, EngineUnavailable
 from any_agent.types import GenerationHyperparameters, StopReason

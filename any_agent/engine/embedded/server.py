@@ -11,14 +11,14 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from any_agent.engine.embedded.contract import (
+from any_agent.engine.embedded.engine import EmbeddedEngine, Generation
+from any_agent.engine.embedded.generate_schema import (
     GenerateCall,
     answer,
     json_object,
     parse_generate,
 )
-from any_agent.engine.embedded.engine import EmbeddedEngine, Generation
-from any_agent.engine.embedded.text import StreamedText, final_text
+from any_agent.engine.embedded.output_text import StreamedText, final_text
 from any_agent.engine.embedded.weight_routes import WeightRoutes
 from any_agent.errors import (
     AnyAgentError,

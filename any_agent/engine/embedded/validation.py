@@ -9,7 +9,7 @@ from any_agent.errors import ContextLengthExceeded, InvalidRequest
 from any_agent.types import GenerationHyperparameters
 
 if TYPE_CHECKING:
-    from any_agent.engine.embedded.model import LoadedModel
+    from any_agent.engine.embedded.model_loader import LoadedModel
 
 MAX_STOPS = 64
 MAX_TOP = 100

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import orjson
 from aiohttp import web
 
-from any_agent.engine.embedded.contract import json_object
 from any_agent.engine.embedded.engine import EmbeddedEngine
-from any_agent.engine.embedded.updates import WeightUpdates
+from any_agent.engine.embedded.generate_schema import json_object
+from any_agent.engine.embedded.weight_updates import WeightUpdates
 from any_agent.errors import AnyAgentError, EngineUnavailable, InvalidRequest, PayloadTooLarge
 
 T = TypeVar("T")

@@ -10,13 +10,13 @@ from embedded_lab import Serve
 
 if TYPE_CHECKING:
     from any_agent.engine.embedded.engine import EmbeddedEngine
-    from any_agent.engine.embedded.model import LoadedModel
+    from any_agent.engine.embedded.model_loader import LoadedModel
 
 
 @pytest.fixture(scope="session")
 def loaded(tiny_model_dir: Path) -> LoadedModel:
     """The tiny model, shared: tests must not change its weights."""
-    from any_agent.engine.embedded.model import load_model
+    from any_agent.engine.embedded.model_loader import load_model
 
     return load_model(str(tiny_model_dir))
 

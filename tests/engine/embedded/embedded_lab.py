@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from any_agent.engine.embedded.engine import EmbeddedEngine
-from any_agent.engine.embedded.model import LoadedModel
+from any_agent.engine.embedded.model_loader import LoadedModel
 from any_agent.types import GenerationHyperparameters, ModelRequest
 
 Serve: TypeAlias = Callable[..., Awaitable[str]]

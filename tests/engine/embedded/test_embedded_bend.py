@@ -14,11 +14,11 @@ import torch
 from embedded_lab import prompt, request
 
 from any_agent.engine.base import agenerate
-from any_agent.engine.embedded.bend import Bend, bend_of
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.embedded.grammar import Grammars
 from any_agent.engine.embedded.grammar_check import GrammarChecks
-from any_agent.engine.embedded.model import LoadedModel
+from any_agent.engine.embedded.logits_processors import Bend, bend_of
+from any_agent.engine.embedded.model_loader import LoadedModel
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationHyperparameters, ModelResponse
 

@@ -18,7 +18,7 @@ from embedded_lab import (
 )
 
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
-from any_agent.engine.embedded.model import LoadedModel
+from any_agent.engine.embedded.model_loader import LoadedModel
 from any_agent.errors import EngineUnavailable, InvalidRequest
 
 

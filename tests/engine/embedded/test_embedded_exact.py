@@ -11,8 +11,8 @@ from embedded_lab import fresh_logprobs, prompt, request, worst
 
 from any_agent.engine.base import InferenceEngine
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
-from any_agent.engine.embedded.model import LoadedModel, load_model
-from any_agent.engine.embedded.sampling import BatchSampler
+from any_agent.engine.embedded.model_loader import LoadedModel, load_model
+from any_agent.engine.embedded.sampler import BatchSampler
 from any_agent.errors import StartupError
 from any_agent.types import GenerationHyperparameters
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from any_agent.engine.embedded.grammar import Grammars
 from any_agent.engine.embedded.grammar_tokens import tokens_of
-from any_agent.engine.embedded.model import LoadedModel
+from any_agent.engine.embedded.model_loader import LoadedModel
 
 
 def with_added(loaded: LoadedModel, *names: str, special: bool) -> LoadedModel:

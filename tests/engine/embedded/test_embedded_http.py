@@ -25,7 +25,7 @@ from sglang_contract import IDS, SamplingContract, body, call, check_answer, eve
 
 from any_agent.engine.embedded.__main__ import main
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
-from any_agent.engine.embedded.model import LoadedModel
+from any_agent.engine.embedded.model_loader import LoadedModel
 from any_agent.runtime.ports import reserve
 
 

@@ -12,7 +12,7 @@ from embedded_lab import Gate, fresh_logprobs, prompt, request, worst, wrapped
 
 from any_agent.engine import SGLangEngine
 from any_agent.engine.embedded.engine import EmbeddedEngine
-from any_agent.engine.embedded.model import LoadedModel, load_model
+from any_agent.engine.embedded.model_loader import LoadedModel, load_model
 from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.engine.embedded.stops import StopMatcher
 from any_agent.types import GenerationChunk, ModelRequest

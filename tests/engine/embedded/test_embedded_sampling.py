@@ -13,8 +13,8 @@ from embedded_lab import prompt, request
 
 from any_agent.engine import SGLangEngine, agenerate
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
-from any_agent.engine.embedded.model import LoadedModel
-from any_agent.engine.embedded.sampling import BatchSampler
+from any_agent.engine.embedded.model_loader import LoadedModel
+from any_agent.engine.embedded.sampler import BatchSampler
 from any_agent.errors import InvalidRequest
 from any_agent.types import GenerationHyperparameters as Sampling
 from any_agent.types import ModelRequest, ModelResponse

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_agent.engine.embedded.engine import EmbeddedEngine
-from any_agent.engine.embedded.model import LoadedModel
+from any_agent.engine.embedded.model_loader import LoadedModel
 from any_agent.engine.embedded.stops import (
     IncrementalDecoder,
     StopMatcher,

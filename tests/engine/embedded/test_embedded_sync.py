@@ -14,7 +14,7 @@ from embedded_lab import Serve
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
-from any_agent.engine.weight_wire import pack
+from any_agent.engine.weight_serialization import pack
 from tests.engine.embedded.sglang_contract import call
 from tests.engine.embedded.sync_contract import SyncContract
 

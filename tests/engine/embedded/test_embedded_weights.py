@@ -15,7 +15,7 @@ from embedded_lab import LIMIT, Gate, fresh_logprobs, prompt, request, worst, wr
 from safetensors.torch import load_file, save_file
 
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
-from any_agent.engine.embedded.model import load_model
+from any_agent.engine.embedded.model_loader import load_model
 from any_agent.errors import Conflict, InvalidRequest
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from any_agent.engine import SGLangEngine
-from any_agent.engine.shape import ModelShape, shape_of
+from any_agent.engine.model_fingerprint import ModelShape, shape_of
 from any_agent.errors import ConfigError, InvalidRequest
 from any_agent.types import GenerationHyperparameters, ModelRequest
 from tests.engine.embedded.sglang_contract import IDS, body, call, events

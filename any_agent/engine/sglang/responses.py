@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from any_agent.engine.sglang_wire import refusal, version_number
+from any_agent.engine.sglang.requests import refusal, version_number
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationChunk, ModelRequest, StopReason
 

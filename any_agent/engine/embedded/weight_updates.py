@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from any_agent.engine.embedded.engine import EmbeddedEngine
-from any_agent.engine.embedded.weights import fit_weights
-from any_agent.engine.weight_group import WeightGroup
-from any_agent.engine.weight_wire import checksums, dtype_of, unpack
+from any_agent.engine.embedded.weight_loading import fit_weights
+from any_agent.engine.weight_process_group import WeightGroup
+from any_agent.engine.weight_serialization import checksums, dtype_of, unpack
 from any_agent.errors import Conflict, EngineUnavailable, InvalidRequest
 
 _GROUP_TIMEOUT = 600.0

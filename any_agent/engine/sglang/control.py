@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from any_agent.engine.sglang_wire import one_token
+from any_agent.engine.sglang.requests import one_token
 from any_agent.errors import EngineUnavailable
 
 _TIMEOUT = 30.0

@@ -19,9 +19,9 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from any_agent.engine.embedded.cache import SlotCache
+from any_agent.engine.embedded.kv_cache import SlotCache
 from any_agent.engine.embedded.request import Event, Finish, Request, similar_lengths
-from any_agent.engine.embedded.sampling import BatchSampler, Draw
+from any_agent.engine.embedded.sampler import BatchSampler, Draw
 from any_agent.errors import Conflict, EngineUnavailable
 
 logger = logging.getLogger(__name__)

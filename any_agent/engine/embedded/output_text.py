@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from any_agent.engine.embedded.contract import GenerateCall
+from any_agent.engine.embedded.generate_schema import GenerateCall
 from any_agent.engine.embedded.request import Finish, Request
 from any_agent.engine.embedded.stops import Decode, IncrementalDecoder, held_back
 

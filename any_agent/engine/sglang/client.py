@@ -16,18 +16,18 @@ import numpy as np
 import orjson
 
 from any_agent.engine.base import Capabilities, agenerate
-from any_agent.engine.gate import Drain, Gate, Outage
-from any_agent.engine.seam import SeamMatcher
-from any_agent.engine.sglang_answers import ChunkReader, events
-from any_agent.engine.sglang_control import Busy, Control
-from any_agent.engine.sglang_wire import (
+from any_agent.engine.model_fingerprint import ModelShape, other_model
+from any_agent.engine.pause_gate import Drain, Gate, Outage
+from any_agent.engine.resumed_stop_strings import SeamMatcher
+from any_agent.engine.sglang.control import Busy, Control
+from any_agent.engine.sglang.requests import (
     capabilities_of,
     failure,
     generate_body,
     slots_of,
     version_number,
 )
-from any_agent.engine.shape import ModelShape, other_model
+from any_agent.engine.sglang.responses import ChunkReader, events
 from any_agent.errors import ConfigError, EngineUnavailable
 from any_agent.types import GenerationChunk, ModelRequest, ModelResponse
 

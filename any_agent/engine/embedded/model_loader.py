@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from any_agent.engine.alignment import align
-from any_agent.engine.embedded.cache import SlotCache
+from any_agent.engine.embedded.kv_cache import SlotCache
 from any_agent.engine.embedded.stops import Decode
 from any_agent.errors import StartupError
 

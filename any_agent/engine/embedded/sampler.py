@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from any_agent.engine.embedded.bend import Bend
+from any_agent.engine.embedded.logits_processors import Bend
 from any_agent.types import GenerationHyperparameters
 
 GREEDY_BELOW = 1e-5

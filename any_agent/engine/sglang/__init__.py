@@ -1,0 +1,9 @@
+"""A real SGLang server as an engine."""
+
+from any_agent.engine.sglang.client import (
+    SGLangEngine,
+)
+
+__all__ = [
+    "SGLangEngine",
+]
