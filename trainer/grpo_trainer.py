@@ -17,7 +17,7 @@ from any_agent.auth.access import run_dir_of, signer_of
 from any_agent.config import Config
 from any_agent.data import as_dataset
 from any_agent.errors import ConfigError
-from any_agent.launcher.address import listening
+from any_agent.launcher.reachability import listening
 from any_agent.launcher.trial import require_same_trial
 from any_agent.rollout import RolloutExecutor
 from any_agent.rollout.workflow_executor import WorkflowExecutor

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 from any_agent.config import Config
 from any_agent.launcher import Node, NodeOptions
-from any_agent.launcher.devices import SHARED_GPUS
-from any_agent.launcher.progress import Progress
-from any_agent.launcher.stopping import Terminated
+from any_agent.launcher.gpu_assignment import SHARED_GPUS
+from any_agent.launcher.shutdown import Terminated
+from any_agent.launcher.training_progress import Progress
 
 _LOOK_EVERY = 0.1
 

@@ -137,8 +137,8 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     at once.
     """
     from any_agent.launcher import Node, NodeOptions
-    from any_agent.launcher.address import listening
-    from any_agent.launcher.stopping import terminate
+    from any_agent.launcher.reachability import listening
+    from any_agent.launcher.shutdown import terminate
     from any_agent.launcher.trial import resolve_config
     from any_agent.runtime.logs import set_up_logging
 

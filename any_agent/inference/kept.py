@@ -9,7 +9,7 @@ from pathlib import Path
 from any_agent.config import LOOPBACK, Config, load_config
 from any_agent.engine import EnginePool, SGLangEngine
 from any_agent.errors import ConfigError, NotFound
-from any_agent.launcher.model import check_model
+from any_agent.launcher.served_model import check_model
 from any_agent.launcher.trial import Weights, kept_weights, latest_weights, trial_dir
 from any_agent.rundir.layout import checkpoint_problem, read_json
 

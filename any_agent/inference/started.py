@@ -13,13 +13,13 @@ from any_agent.config import LOOPBACK, Config
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError, StartupError
 from any_agent.inference.kept import Kept
-from any_agent.launcher.devices import sees_gpu
 from any_agent.launcher.engines import (
     engine_command,
     engine_ready,
     require_engines,
     start_timeout,
 )
+from any_agent.launcher.gpu_assignment import sees_gpu
 from any_agent.launcher.process import Process
 from any_agent.launcher.trial import Weights
 from any_agent.runtime.event_loop import LoopThread

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from any_agent.config import Config
 from any_agent.errors import ConfigError
-from any_agent.launcher.address import answers
-from any_agent.launcher.devices import sees_gpu
+from any_agent.launcher.gpu_assignment import sees_gpu
 from any_agent.launcher.process import Command
+from any_agent.launcher.reachability import answers
 from any_agent.runtime.parent_death import die_with_parent
 from any_agent.runtime.private_address import require_private_url
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from any_agent.errors import ConfigError
-from any_agent.launcher.script import SERVICE, found_script
+from any_agent.launcher.script_path import SERVICE, found_script
 from any_agent.runtime.command_line import guarded
 
 _USAGE = """usage: python -m any_agent.launcher.local SCRIPT [argument ...]

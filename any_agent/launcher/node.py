@@ -26,18 +26,18 @@ import yaml
 from any_agent.auth.access import require_key
 from any_agent.config import Config
 from any_agent.errors import StartupError
-from any_agent.launcher import journals
-from any_agent.launcher.address import from_here, reachable
-from any_agent.launcher.devices import require_devices
+from any_agent.launcher import journal_storage as journals
+from any_agent.launcher.component import Part
+from any_agent.launcher.disk_space import Room
 from any_agent.launcher.engines import require_engines, require_weights
-from any_agent.launcher.model import Model
-from any_agent.launcher.part import Part
-from any_agent.launcher.place import WHOLE, Place
-from any_agent.launcher.progress import Progress
-from any_agent.launcher.room import Room
-from any_agent.launcher.silence import Silence
-from any_agent.launcher.starting import Starter, port_of
-from any_agent.launcher.stopping import Terminated, drain, stop, uninterrupted
+from any_agent.launcher.gpu_assignment import require_devices
+from any_agent.launcher.hang_detector import Silence
+from any_agent.launcher.node_role import WHOLE, Place
+from any_agent.launcher.reachability import from_here, reachable
+from any_agent.launcher.served_model import Model
+from any_agent.launcher.shutdown import Terminated, drain, stop, uninterrupted
+from any_agent.launcher.starter import Starter, port_of
+from any_agent.launcher.training_progress import Progress
 from any_agent.launcher.trial import Weights, latest_weights, trial_dir
 from any_agent.runtime.atomic_files import write_whole
 from any_agent.runtime.ports import reserve, url_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from any_agent.config import Config
-from any_agent.launcher.place import Place
+from any_agent.launcher.node_role import Place
 
 
 def trainer_arguments(config: Config, settings: Path, place: Place) -> list[str]:

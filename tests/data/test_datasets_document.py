@@ -11,7 +11,7 @@ import pytest
 
 from any_agent.data import get_custom_dataset
 from any_agent.errors import DatasetError
-from any_agent.launcher.progress import shown_evaluation
+from any_agent.launcher.training_progress import shown_evaluation
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "datasets.md").read_text()
 

@@ -20,7 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 from any_agent.config import Config, load_config
-from any_agent.launcher import Node, NodeOptions, starting
+from any_agent.launcher import Node, NodeOptions
+from any_agent.launcher import starter as starting
 from any_agent.launcher.trial import trial_dir
 from tests.e2e.counting_agent import CountingAgent, items
 

@@ -19,7 +19,7 @@ import pytest
 from any_agent.client.rl_client import RLClient
 from any_agent.keys import rank_of_session
 from any_agent.launcher import Node, NodeOptions
-from any_agent.launcher.part import Part
+from any_agent.launcher.component import Part
 from any_agent.protocol.rl import SessionStarted
 from any_agent.rundir.registry import Entry, Registry, rank_name
 from tests.e2e.live_run import live_config

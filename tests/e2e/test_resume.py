@@ -24,7 +24,8 @@ from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
 from any_agent.errors import RunFinished
 from any_agent.keys import rank_of_session
-from any_agent.launcher import Node, NodeOptions, starting
+from any_agent.launcher import Node, NodeOptions
+from any_agent.launcher import starter as starting
 from any_agent.launcher.trial import trial_dir
 from any_agent.types import SessionState
 from proxy_ext.journal import SessionRow

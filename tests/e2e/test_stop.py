@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from any_agent.launcher import Node, NodeOptions
-from any_agent.launcher.stopping import Terminated
+from any_agent.launcher.shutdown import Terminated
 from any_agent.launcher.trial import latest_weights
 from tests.e2e.live_run import drive, live_config
 from tests.e2e.serving import Served, serve

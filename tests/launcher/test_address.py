@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from any_agent.launcher.address import answers, from_here, reachable
+from any_agent.launcher.reachability import answers, from_here, reachable
 
 
 @pytest.mark.parametrize(

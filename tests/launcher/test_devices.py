@@ -8,7 +8,8 @@ import pytest
 
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
-from any_agent.launcher import Node, NodeOptions, devices
+from any_agent.launcher import Node, NodeOptions
+from any_agent.launcher import gpu_assignment as devices
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.errors import ConfigError
-from any_agent.launcher.journals import bring, leave
+from any_agent.launcher.journal_storage import bring, leave
 from any_agent.rundir.layout import RunDir, read_json
 from tests.launcher.standins import Lab
 

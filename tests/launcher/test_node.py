@@ -14,9 +14,10 @@ import pytest
 import yaml
 
 from any_agent.errors import ConfigError, StartupError
-from any_agent.launcher import Node, silence
-from any_agent.launcher.model import check_model
+from any_agent.launcher import Node
+from any_agent.launcher import hang_detector as silence
 from any_agent.launcher.process import Process
+from any_agent.launcher.served_model import check_model
 from any_agent.launcher.trial import SavedWeights, Weights, trial_dir
 from any_agent.rundir.registry import Entry, publish
 from any_agent.runtime.ports import listen

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from any_agent.errors import ConfigError, StartupError
-from any_agent.launcher.part import (
+from any_agent.launcher.component import (
     LONG_WINDOW,
     MAX_DEATHS,
     MAX_FAILURES,

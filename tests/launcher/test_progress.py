@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from any_agent.launcher.progress import Progress
+from any_agent.launcher.training_progress import Progress
 from any_agent.runtime.atomic_files import write_whole
 
 

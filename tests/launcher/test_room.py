@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from any_agent.launcher.room import Room
+from any_agent.launcher.disk_space import Room
 from any_agent.rundir.registry import Entry, publish
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from any_agent.errors import ConfigError
 from any_agent.launcher import local
-from any_agent.launcher.script import SERVICE, found_script, is_service, service_script
+from any_agent.launcher.script_path import SERVICE, found_script, is_service, service_script
 from any_agent.launcher.slurm import __main__ as slurm
 from tests.e2e.serving import environment
 

@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
-from any_agent.launcher.part import Part
-from any_agent.launcher.silence import PATIENCE, Silence
+from any_agent.launcher.component import Part
+from any_agent.launcher.hang_detector import PATIENCE, Silence
 
 KILLED = f"has not been heard of for {PATIENCE:g} s"
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from any_agent.config import Config
-from any_agent.launcher import journals
-from any_agent.launcher.slurm.coordinator import Coordinator, run_job
+from any_agent.launcher import journal_storage as journals
+from any_agent.launcher.slurm.head_node import Coordinator, run_job
 from any_agent.launcher.slurm.job import Job
 from any_agent.launcher.trial import trial_dir
 from any_agent.runtime.ports import listen

@@ -9,7 +9,7 @@ import pytest
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.slurm import job as jobs
 from any_agent.launcher.slurm.job import Job, ask, current_job, node_address, require_program
-from any_agent.launcher.slurm.shared import mark, require_shared
+from any_agent.launcher.slurm.shared_folder import mark, require_shared
 from any_agent.rundir.layout import RunDir
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from any_agent.launcher import journals
-from any_agent.launcher.slurm import member
-from any_agent.launcher.slurm.shared import mark
+from any_agent.launcher import journal_storage as journals
+from any_agent.launcher.slurm import worker_node as member
+from any_agent.launcher.slurm.shared_folder import mark
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir
 from tests.launcher.children import until

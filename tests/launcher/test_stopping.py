@@ -10,7 +10,7 @@ import time
 import pytest
 
 from any_agent.launcher import Node
-from any_agent.launcher.stopping import Terminated, terminate
+from any_agent.launcher.shutdown import Terminated, terminate
 from tests.launcher.children import until
 from tests.launcher.standins import Lab, checked_until
 

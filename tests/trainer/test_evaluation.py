@@ -17,7 +17,7 @@ from loop_lab import config_of
 from any_agent import stats_tracker, workflow_context
 from any_agent.config import EvalConfig
 from any_agent.data import as_dataset
-from any_agent.launcher.progress import Progress, shown_evaluation
+from any_agent.launcher.training_progress import Progress, shown_evaluation
 from any_agent.rollout import WorkflowExecutor
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import RolloutWorkflow

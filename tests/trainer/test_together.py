@@ -14,7 +14,7 @@ from trainer_lab import VOCAB, random_rows
 from any_agent.config import Config, TrainConfig, load_config
 from any_agent.demo.models.tiny import make_model
 from any_agent.errors import ConfigError
-from any_agent.launcher.place import Place, TrainingNodes
+from any_agent.launcher.node_role import Place, TrainingNodes
 from any_agent.launcher.training import trainer_arguments
 from trainer.parallel.network import interface_of
 from trainer.parallel.world import follows, join, leave, require_processes, started_together

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from any_agent.errors import ConfigError
-from any_agent.launcher.script import SERVICE, found_script, is_service
+from any_agent.launcher.script_path import SERVICE, found_script, is_service
 from any_agent.runtime.command_line import add_service_arguments, guarded, overrides_of, parse
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from any_agent.config.foreign_settings import SCHEDULER
-    from any_agent.launcher.slurm.coordinator import run_job
+    from any_agent.launcher.slurm.head_node import run_job
     from any_agent.launcher.slurm.job import current_job
     from any_agent.launcher.slurm.submit import require_cluster, submit
     from any_agent.runtime.logs import set_up_logging

@@ -13,8 +13,8 @@ from pathlib import Path
 from any_agent.auth.access import require_key
 from any_agent.config import Config
 from any_agent.errors import StartupError
-from any_agent.launcher.address import LISTENING
-from any_agent.launcher.model import check_model
+from any_agent.launcher.reachability import LISTENING
+from any_agent.launcher.served_model import check_model
 from any_agent.launcher.slurm.job import ask, require_program
 from any_agent.launcher.trial import newest_weights, trial_dir
 from any_agent.rundir.layout import RunDir

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from any_agent.config import SECRET_VARIABLES, Config
-from any_agent.launcher.address import answers, from_here
-from any_agent.launcher.devices import SHARED_GPUS, deal, visible_gpus
+from any_agent.launcher.component import Part
 from any_agent.launcher.engines import engine_command, engine_ready, start_timeout
-from any_agent.launcher.model import Model
-from any_agent.launcher.part import Part
-from any_agent.launcher.place import Place
+from any_agent.launcher.gpu_assignment import SHARED_GPUS, deal, visible_gpus
+from any_agent.launcher.node_role import Place
 from any_agent.launcher.process import Command, Process
+from any_agent.launcher.reachability import answers, from_here
+from any_agent.launcher.served_model import Model
 from any_agent.launcher.training import trainer_arguments
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import Registry, rank_name

@@ -1,4 +1,4 @@
-"""Another node of a job: ``python -m any_agent.launcher.slurm.member``, as the first one starts it.
+"""Another node of a job: ``python -m any_agent.launcher.slurm.worker_node``, as the first one starts it.
 
 It runs its share of the parts until it is told to end: SIGUSR1 or SIGTERM lets what is under way
 end first, SIGUSR2 does not.
@@ -24,10 +24,10 @@ from any_agent.auth.access import run_dir_of
 from any_agent.config import Config, load_resolved
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.node import Node, NodeOptions
-from any_agent.launcher.place import Place, TrainingNodes
+from any_agent.launcher.node_role import Place, TrainingNodes
+from any_agent.launcher.shutdown import Terminated
 from any_agent.launcher.slurm.job import node_address
-from any_agent.launcher.slurm.shared import require_shared
-from any_agent.launcher.stopping import Terminated
+from any_agent.launcher.slurm.shared_folder import require_shared
 from any_agent.rundir.layout import RunDir, locked
 from any_agent.rundir.registry import HEARTBEAT, Entry, Registry, publish
 from any_agent.runtime.command_line import guarded
@@ -110,7 +110,7 @@ def _at_once(number: int, frame: FrameType | None) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m any_agent.launcher.slurm.member")
+    parser = argparse.ArgumentParser(prog="python -m any_agent.launcher.slurm.worker_node")
     add = parser.add_argument
     add("--config", required=True, type=Path, help="the run's resolved YAML")
     add("--token", required=True, help="what the first node left in the run's folder")

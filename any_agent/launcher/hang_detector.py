@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from any_agent.launcher.part import Part
+from any_agent.launcher.component import Part
 from any_agent.rundir.registry import HEARTBEAT, SILENT_AFTER, Stamp, read_stamp
 
 PATIENCE = 30.0

@@ -9,16 +9,16 @@ from types import FrameType
 
 from any_agent.config import LOOPBACK, SECRET_VARIABLES, Config, ServerConfig
 from any_agent.errors import ConfigError
-from any_agent.launcher.address import listening
+from any_agent.launcher.component import Part
 from any_agent.launcher.node import Node, NodeOptions
-from any_agent.launcher.part import Part
-from any_agent.launcher.place import LOCAL, Place
+from any_agent.launcher.node_role import LOCAL, Place
 from any_agent.launcher.process import Process
+from any_agent.launcher.reachability import listening
+from any_agent.launcher.shutdown import Terminated
 from any_agent.launcher.slurm.job import Job, node_address, requeue, require_program
+from any_agent.launcher.slurm.log_tail import Said
 from any_agent.launcher.slurm.plan import Plan, Role, plan
-from any_agent.launcher.slurm.said import Said
-from any_agent.launcher.slurm.shared import mark
-from any_agent.launcher.stopping import Terminated
+from any_agent.launcher.slurm.shared_folder import mark
 from any_agent.rundir.registry import HEARTBEAT, Registry
 
 _LAST = 40.0
@@ -172,7 +172,7 @@ class Coordinator(Node):
         part.start()
 
     def _member(self, role: Role) -> Sequence[str]:
-        arguments = ["any_agent.launcher.slurm.member", "--config", str(self.dir.resolved)]
+        arguments = ["any_agent.launcher.slurm.worker_node", "--config", str(self.dir.resolved)]
         arguments += ["--token", self._token, "--index", str(role.index), "--node", role.node]
         arguments += ["--public-url", self.url, "--ranks", ",".join(map(str, role.ranks))]
         if role.training is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
-from any_agent.launcher.part import Part
+from any_agent.launcher.component import Part
 
 STOP_GRACE = 4.0
 """Seconds for the trainer to finish its step, and again for all the others."""
