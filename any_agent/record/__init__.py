@@ -9,6 +9,7 @@ from any_agent.record.codec import (
     unpack_trajectories,
 )
 from any_agent.record.completion import CompletionWithTokenLogpReward, chat_completion_of
+from any_agent.record.content_removal import has_reasoning, lacks_texts, without_texts
 from any_agent.record.export import (
     concat_rows,
     export_rows,
@@ -17,12 +18,16 @@ from any_agent.record.export import (
     to_json,
     to_tensors,
 )
-from any_agent.record.frozen import FROZEN_MODEL, frozen_id, is_frozen
-from any_agent.record.interactions import InteractionWithTokenLogpReward
-from any_agent.record.rewards import discarded, propagate_rewards, session_score, was_received
-from any_agent.record.seen import Beginning
-from any_agent.record.texts import has_reasoning, lacks_texts, without_texts
-from any_agent.record.tree import InteractionTree
+from any_agent.record.exported_interaction import InteractionWithTokenLogpReward
+from any_agent.record.frozen_calls import FROZEN_MODEL, frozen_id, is_frozen
+from any_agent.record.interaction_tree import InteractionTree
+from any_agent.record.request_prefix_cache import Beginning
+from any_agent.record.reward_propagation import (
+    discarded,
+    propagate_rewards,
+    session_score,
+    was_received,
+)
 from any_agent.types import Row
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from any_agent.record.texts import lacks_texts
+from any_agent.record.content_removal import lacks_texts
 from any_agent.types import Interaction, Message
 
 _ENDINGS = ("stop", "length", "tool_calls", "content_filter", "function_call")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from any_agent.errors import InvalidRequest, Unprocessable
-from any_agent.record.rewards import discarded
-from any_agent.record.tree import InteractionTree
+from any_agent.record.interaction_tree import InteractionTree
+from any_agent.record.reward_propagation import discarded
 from any_agent.types import Continuation, Row
 
 if TYPE_CHECKING:

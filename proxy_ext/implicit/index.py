@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from any_agent.chat import chain_keys, reasoning_of
 from any_agent.record import Beginning, was_received
-from any_agent.record.seen import SeenRequests
+from any_agent.record.request_prefix_cache import SeenRequests
 from any_agent.types import Interaction, Message, SessionState
 
 if TYPE_CHECKING:

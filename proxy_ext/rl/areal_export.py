@@ -18,7 +18,7 @@ from any_agent.record import (
     chat_completion_of,
     propagate_rewards,
 )
-from any_agent.record.texts import lacks_texts
+from any_agent.record.content_removal import lacks_texts
 from any_agent.types import Trajectory
 
 

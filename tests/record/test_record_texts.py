@@ -6,7 +6,7 @@ import numpy as np
 from record_lab import Make
 
 from any_agent.record import lacks_texts, pack_interaction
-from any_agent.record.texts import has_reasoning, without_texts
+from any_agent.record.content_removal import has_reasoning, without_texts
 from any_agent.types import GenerationHyperparameters
 
 SECRET = "the combination is 1234"

@@ -12,7 +12,7 @@ import numpy as np
 from any_agent.errors import InvalidTrajectory
 from any_agent.record.completion import chat_completion_of
 from any_agent.record.export import export_rows, interaction_row, to_tensors
-from any_agent.record.tree import InteractionTree
+from any_agent.record.interaction_tree import InteractionTree
 from any_agent.types import Interaction, Message, ModelResponse, Row, StopReason
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from any_agent.record.hot import HotPaths
-from any_agent.record.rewards import was_received
-from any_agent.record.seen import ENTRY_BYTES, SeenRequests
+from any_agent.record.request_prefix_cache import ENTRY_BYTES, SeenRequests
+from any_agent.record.reward_propagation import was_received
+from any_agent.record.token_path_cache import HotPaths
 from any_agent.types import Continuation, IdArray, Interaction, Message
 
 _MESSAGES = 16
