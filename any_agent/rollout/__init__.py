@@ -1,8 +1,8 @@
 """Running workflows: admission by staleness, long polls, batches."""
 
-from any_agent.rollout.executor import Consumed, RolloutExecutor
-from any_agent.rollout.ranks import Ranks, engine_urls
-from any_agent.rollout.staleness import free_slots
+from any_agent.rollout.admission import free_slots
+from any_agent.rollout.lease_executor import Consumed, RolloutExecutor
+from any_agent.rollout.rank_clients import Ranks, engine_urls
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 
 __all__ = [

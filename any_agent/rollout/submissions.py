@@ -9,10 +9,10 @@ from typing import Any
 
 from any_agent.data import items_of
 from any_agent.errors import TooManyRequests
-from any_agent.rollout.board import Board
-from any_agent.rollout.crew import Crew, nothing_left
+from any_agent.rollout.episode_scheduler import Crew, nothing_left
 from any_agent.rollout.jobs import Accept, Job
-from any_agent.rollout.making import Workshop
+from any_agent.rollout.result_queue import Board
+from any_agent.rollout.workflow_cache import Workshop
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.workflow.base import TensorDict
 from any_agent.workflow.resolve import WorkflowLike

@@ -12,12 +12,12 @@ from any_agent.config import RolloutConfig
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError
 from any_agent.protocol.rl import Capacity
-from any_agent.rollout.board import Board, unmistakable
-from any_agent.rollout.crew import Crew
-from any_agent.rollout.episodes import Episodes
+from any_agent.rollout.episode_runner import Episodes
+from any_agent.rollout.episode_scheduler import Crew
 from any_agent.rollout.jobs import Accept, Item, Job, Reject, Stream, epochs
-from any_agent.rollout.making import Workshop, is_same
+from any_agent.rollout.result_queue import Board, unmistakable
 from any_agent.rollout.submissions import Submissions, load_torch
+from any_agent.rollout.workflow_cache import Workshop, is_same
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import GenerationHyperparameters, SampledSession
 from any_agent.workflow import context

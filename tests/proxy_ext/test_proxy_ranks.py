@@ -14,7 +14,7 @@ from any_agent.chat import ChatFormat
 from any_agent.config import Config
 from any_agent.launcher.trial import trial_dir
 from any_agent.rollout import Ranks, RolloutExecutor
-from any_agent.rollout import capacity as module
+from any_agent.rollout import capacity_keeper as module
 from any_agent.rundir.registry import Entry, publish, rank_name
 from any_agent.workflow import ProxyWorkflow
 from tests.fakes.scripted_engine import ScriptedEngine

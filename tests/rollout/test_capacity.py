@@ -14,8 +14,8 @@ from any_agent.config import RolloutConfig
 from any_agent.errors import ServiceUnavailable, Unauthenticated
 from any_agent.protocol.rl import Capacity
 from any_agent.rollout import Ranks
-from any_agent.rollout import capacity as module
-from any_agent.rollout.capacity import CapacityKeeper
+from any_agent.rollout import capacity_keeper as module
+from any_agent.rollout.capacity_keeper import CapacityKeeper
 from proxy_ext.opening.slots import Admission, Ticket
 
 

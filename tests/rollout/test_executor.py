@@ -22,7 +22,7 @@ from any_agent.errors import (
 )
 from any_agent.protocol.rl import Rejection
 from any_agent.rollout import Ranks, RolloutExecutor
-from any_agent.rollout import executor as module
+from any_agent.rollout import lease_executor as module
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode
 

@@ -16,7 +16,7 @@ from any_agent.errors import Conflict, NotFound, ServiceUnavailable
 from any_agent.protocol.rl import Rejection
 from any_agent.record import pack_trajectories
 from any_agent.rollout import Consumed, Ranks, RolloutExecutor
-from any_agent.rollout import executor as module
+from any_agent.rollout import lease_executor as module
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode, RolloutWorkflow
 

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from any_agent.errors import NotFound, ServiceUnavailable
 from any_agent.rollout import Ranks
-from any_agent.rollout import ranks as module
+from any_agent.rollout import rank_clients as module
 from any_agent.rundir.registry import Entry, publish, rank_name
 
 INFO = {

@@ -4,7 +4,7 @@ import pytest
 
 from any_agent.config import RolloutConfig
 from any_agent.protocol.rl import Capacity
-from any_agent.rollout.staleness import free_slots, stalled
+from any_agent.rollout.admission import free_slots, stalled
 
 CONFIG = RolloutConfig(batch_size=8, max_concurrent=16, eta=2)
 

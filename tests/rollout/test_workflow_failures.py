@@ -22,7 +22,7 @@ from any_agent.errors import (
     ServiceUnavailable,
     TrainingError,
 )
-from any_agent.rollout.failures import Failures, is_passing
+from any_agent.rollout.failure_budget import Failures, is_passing
 from tests.rollout.workflow_lab import Doing, executor, items, numbers
 from tests.workflow.tensors_lab import tensors
 

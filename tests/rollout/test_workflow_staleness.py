@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from any_agent.config import RolloutConfig
 from any_agent.record import InteractionWithTokenLogpReward
-from any_agent.rollout.board import Board
-from any_agent.rollout.crew import Crew
-from any_agent.rollout.episodes import Episodes
+from any_agent.rollout.episode_runner import Episodes
+from any_agent.rollout.episode_scheduler import Crew
 from any_agent.rollout.jobs import Job, Stream
+from any_agent.rollout.result_queue import Board
 from any_agent.workflow import RolloutWorkflow
 
 ITEMS = 24

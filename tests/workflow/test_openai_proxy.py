@@ -19,7 +19,7 @@ from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.errors import AgentFailed, AnyAgentError, ConfigError
 from any_agent.record import InteractionTree, InteractionWithTokenLogpReward
-from any_agent.rollout.failures import said
+from any_agent.rollout.failure_budget import said
 from any_agent.runtime import cancellation as last_words
 from any_agent.sdk.service import find_service
 from any_agent.types import SessionState

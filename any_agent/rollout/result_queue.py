@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from any_agent.errors import TrainingError
-from any_agent.rollout.failures import said
+from any_agent.rollout.failure_budget import said
 from any_agent.rollout.jobs import Job
 from any_agent.workflow.base import TensorDict
 

@@ -16,8 +16,8 @@ from itertools import count
 from any_agent.config import RolloutConfig
 from any_agent.errors import AnyAgentError
 from any_agent.protocol.rl import Capacity
-from any_agent.rollout.allocation import RankView, divide, total
-from any_agent.rollout.ranks import Ranks
+from any_agent.rollout.rank_clients import Ranks
+from any_agent.rollout.slot_allocation import RankView, divide, total
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from any_agent.config import RolloutConfig
 from any_agent.protocol.rl import Capacity
-from any_agent.rollout.staleness import room
+from any_agent.rollout.admission import room
 
 
 class Ledger:

@@ -12,11 +12,11 @@ from typing import Any
 from any_agent import stats_tracker
 from any_agent.config import RolloutConfig
 from any_agent.errors import RolloutError, TrainingError
-from any_agent.rollout.board import Board
-from any_agent.rollout.episodes import Episodes, Outcome
-from any_agent.rollout.failures import Failures, said
+from any_agent.rollout.episode_runner import Episodes, Outcome
+from any_agent.rollout.failure_budget import Failures, said
 from any_agent.rollout.jobs import Job, Stream
-from any_agent.rollout.ledger import Ledger
+from any_agent.rollout.result_queue import Board
+from any_agent.rollout.session_counts import Ledger
 from any_agent.types import Row, SampledSession
 from any_agent.workflow.dump import TrajectoryDump, rows_in
 from any_agent.workflow.tensors import concat_padded_tensors, padded

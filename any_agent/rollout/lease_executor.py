@@ -17,8 +17,8 @@ from any_agent.protocol.rl import Capacity, Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rollout.acks import Acks
 from any_agent.rollout.awaited import what_is_there
-from any_agent.rollout.capacity import CapacityKeeper
-from any_agent.rollout.ranks import Ranks
+from any_agent.rollout.capacity_keeper import CapacityKeeper
+from any_agent.rollout.rank_clients import Ranks
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode, RolloutWorkflow, trajectories_of

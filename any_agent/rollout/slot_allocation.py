@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from any_agent.config import RolloutConfig
 from any_agent.protocol.rl import Capacity
-from any_agent.rollout.staleness import free_slots, stalled
+from any_agent.rollout.admission import free_slots, stalled
 
 
 @dataclass(frozen=True, slots=True)
