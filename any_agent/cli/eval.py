@@ -16,7 +16,7 @@ from any_agent.runtime.command_line import count, number, seconds
 
 if TYPE_CHECKING:
     from any_agent.sdk.evaluating import EvalOptions, Evaluated
-    from any_agent.sdk.service import Service
+    from any_agent.sdk.find_service import Service
 
 _DESCRIPTION = (
     "Run an agent on every item of a dataset and say what it scores: the mean reward, pass@k, and "
@@ -136,7 +136,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--k {max(ks)} needs as many runs of each item: -n is {options.runs}")
     with ExitStack() as stack:
         if arguments.model is None:
-            from any_agent.sdk.service import service_of_options
+            from any_agent.sdk.find_service import service_of_options
 
             service = service_of_options(arguments.url, arguments.api_key_file)
             done = _until_signal(evaluate(options, service))
@@ -150,7 +150,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _options(arguments: argparse.Namespace) -> EvalOptions:
     """All that can be wrong here is found before a model is loaded."""
     from any_agent.sdk.evaluating import EvalOptions
-    from any_agent.sdk.plan import Items
+    from any_agent.sdk.run_plan import Items
 
     agent = _agent(arguments)
     items = Items(arguments.data)
@@ -174,7 +174,7 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
 def _agent(arguments: argparse.Namespace) -> Any:
     from any_agent.errors import ConfigError
     from any_agent.runtime.import_string import import_by_name
-    from any_agent.sdk.agents import Agent, callable_of
+    from any_agent.sdk.agent_callable import Agent, callable_of
 
     # A command's own folder is where Python looks, not the one that it is given in.
     here = str(Path.cwd())
@@ -213,7 +213,7 @@ def _serve(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Service, An
     import tempfile
 
     from any_agent.launcher.checkpoint_service import find_kept, served
-    from any_agent.sdk.service import Service
+    from any_agent.sdk.find_service import Service
 
     kept = find_kept(arguments.model, arguments.overrides)
     # With its version, also where none was named.
@@ -278,7 +278,7 @@ def _until_signal(evaluation: Coroutine[Any, Any, Evaluated]) -> Evaluated:
     """What comes of it. SystemExit for a signal, once open sessions are aborted."""
     import asyncio
 
-    from any_agent.sdk.until_signal import run_until_signal
+    from any_agent.runtime.signals import run_until_signal
 
     found: list[Evaluated] = []
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 from any_agent.runtime.command_line import count, seconds
 
 if TYPE_CHECKING:
-    from any_agent.sdk.command_reward import RewardSource
-    from any_agent.sdk.command_run import CommandRun, RunOptions
-    from any_agent.sdk.command_runs import CommandRuns
+    from any_agent.sdk.program.group import CommandRuns
+    from any_agent.sdk.program.reward import RewardSource
+    from any_agent.sdk.program.run import CommandRun, RunOptions
 
 _count = count(4096)
 _DESCRIPTION = (
@@ -86,9 +86,9 @@ def add_run_command(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from any_agent.sdk.command_report import as_json, exit_code
-    from any_agent.sdk.command_runs import CommandRuns
-    from any_agent.sdk.until_signal import run_until_signal
+    from any_agent.runtime.signals import run_until_signal
+    from any_agent.sdk.program.group import CommandRuns
+    from any_agent.sdk.program.report import as_json, exit_code
 
     with _Folder(arguments.logs) as folder:
         options = _options(arguments, folder.path)
@@ -108,8 +108,8 @@ def _options(arguments: argparse.Namespace, folder: Path) -> RunOptions:
     import os
 
     from any_agent.errors import ConfigError
-    from any_agent.sdk.command_run import RunOptions
-    from any_agent.sdk.service import service_of_options
+    from any_agent.sdk.find_service import service_of_options
+    from any_agent.sdk.program.run import RunOptions
 
     program = arguments.program[arguments.program[:1] == ["--"] :]
     if not program:
@@ -143,8 +143,8 @@ def _options(arguments: argparse.Namespace, folder: Path) -> RunOptions:
 def _source(arguments: argparse.Namespace) -> RewardSource:
     import os
 
-    from any_agent.sdk.command_reward import RewardSource
-    from any_agent.sdk.command_run import without_ours
+    from any_agent.sdk.program.reward import RewardSource
+    from any_agent.sdk.program.run import without_ours
 
     return RewardSource(
         command=arguments.reward_cmd,
@@ -171,7 +171,7 @@ def _metadata(text: str | None) -> dict[str, Any]:
 
 def _failure_reward(text: str | None) -> float | dict[str, float] | None:
     from any_agent.errors import ConfigError
-    from any_agent.sdk.command_reward import reward_of
+    from any_agent.sdk.program.reward import reward_of
 
     try:
         return reward_of(text) if text is not None else None
@@ -184,7 +184,7 @@ def _failure_reward(text: str | None) -> float | dict[str, float] | None:
 
 def _tell(run: CommandRun) -> None:
     """What becomes known early of a run among several: what went wrong."""
-    from any_agent.sdk.command_report import plain
+    from any_agent.sdk.program.report import plain
 
     if run.state == "failed":
         print(f"run {run.run} failed: {plain(run.error or '')}", file=sys.stderr, flush=True)
@@ -192,7 +192,7 @@ def _tell(run: CommandRun) -> None:
 
 def _report(runs: CommandRuns, folder: _Folder) -> None:
     """To standard error: standard output is the program's."""
-    from any_agent.sdk.command_report import table
+    from any_agent.sdk.program.report import table
 
     if any(run.session_id is not None or run.error is not None for run in runs.results):
         print(table(runs.results), file=sys.stderr)

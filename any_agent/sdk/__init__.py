@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from any_agent.sdk.find_service import Service, find_service
 from any_agent.sdk.progress import Progress
 from any_agent.sdk.results import RunResult, RunResults
 from any_agent.sdk.runner import AgentRunner
-from any_agent.sdk.service import Service, find_service
 from any_agent.sdk.session import AgentSession, AsyncSession, Session
 
 __all__ = [

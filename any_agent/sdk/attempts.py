@@ -14,11 +14,11 @@ from any_agent.errors import AgentFailed, AnyAgentError, NotFound, SessionClosed
 from any_agent.protocol.rl import SessionInfo
 from any_agent.rewards.returned import no_reward
 from any_agent.runtime.cancellation import end_run
-from any_agent.sdk.agents import Agent
-from any_agent.sdk.plan import Place, Plan
+from any_agent.sdk.agent_callable import Agent
+from any_agent.sdk.find_service import Service
 from any_agent.sdk.results import RunResult, RunState
-from any_agent.sdk.run_log import RunLog
-from any_agent.sdk.service import Service
+from any_agent.sdk.results_log import RunLog
+from any_agent.sdk.run_plan import Place, Plan
 from any_agent.sdk.session import AgentSession, AsyncSession
 
 log = logging.getLogger(__name__)

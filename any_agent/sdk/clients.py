@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from any_agent.errors import ConfigError
-from any_agent.sdk.service import tls_context
+from any_agent.sdk.find_service import tls_context
 
 if TYPE_CHECKING:
     import anthropic

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from any_agent.sdk.evaluation import Evaluation
-from any_agent.sdk.opening import run_info
+from any_agent.sdk.find_service import Service, borrow_client, return_client
+from any_agent.sdk.open_session import run_info
 from any_agent.sdk.runner import AgentRunner
-from any_agent.sdk.service import Service, borrow_client, return_client
 
 _LOOK_EVERY = 0.1
 _ANSWERS_WITHIN = 10.0

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from any_agent.errors import AnyAgentError, NotFound, SessionClosed, Unauthenticated
 from any_agent.protocol.rl import SessionStarted
-from any_agent.sdk.background import sdk_thread
-from any_agent.sdk.service import Service, borrow_client, return_client
+from any_agent.sdk.find_service import Service, borrow_client, return_client
+from any_agent.sdk.sdk_thread import sdk_thread
 
 log = logging.getLogger(__name__)
 

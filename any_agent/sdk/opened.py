@@ -6,7 +6,7 @@ from typing import Literal
 
 from any_agent.client.environment import environment
 from any_agent.protocol.rl import SessionStarted
-from any_agent.sdk.service import Service
+from any_agent.sdk.find_service import Service
 
 
 class Opened:

@@ -12,15 +12,15 @@ from typing import Any, Literal
 from any_agent.client.retry_transport import patient_client
 from any_agent.errors import ConfigError
 from any_agent.protocol.rl import RunInfo
-from any_agent.sdk.agents import Agent, AgentLike
+from any_agent.sdk.agent_callable import Agent, AgentLike
 from any_agent.sdk.attempts import Attempts, MissingReward, Terms
-from any_agent.sdk.opening import run_info
-from any_agent.sdk.plan import Header, Items, Plan, new_run
+from any_agent.sdk.find_service import borrow_client, find_service, return_client
+from any_agent.sdk.open_session import run_info
 from any_agent.sdk.progress import Bar, Progress, shown
 from any_agent.sdk.results import RunResults
-from any_agent.sdk.run_log import RunLog
-from any_agent.sdk.running import Policy, Running
-from any_agent.sdk.service import borrow_client, find_service, return_client
+from any_agent.sdk.results_log import RunLog
+from any_agent.sdk.run_plan import Header, Items, Plan, new_run
+from any_agent.sdk.run_scheduler import Policy, Running
 
 log = logging.getLogger(__name__)
 

@@ -23,19 +23,14 @@ from any_agent.errors import (
 )
 from any_agent.protocol.rl import RewardSet, SessionInfo, SessionStarted, StartSession
 from any_agent.rewards.returned import give_rewards, rewards_of
-from any_agent.sdk import ambient, clients
-from any_agent.sdk.background import sdk_thread, wait_for
+from any_agent.sdk import clients
+from any_agent.sdk import session_context as ambient
+from any_agent.sdk.find_service import Service, borrow_client, borrowed, find_service, return_client
 from any_agent.sdk.heartbeats import heartbeats
+from any_agent.sdk.http_patches import patches
+from any_agent.sdk.open_session import opened
 from any_agent.sdk.opened import Opened
-from any_agent.sdk.opening import opened
-from any_agent.sdk.patches import patches
-from any_agent.sdk.service import (
-    Service,
-    borrow_client,
-    borrowed,
-    find_service,
-    return_client,
-)
+from any_agent.sdk.sdk_thread import sdk_thread, wait_for
 
 if TYPE_CHECKING:
     import anthropic

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from any_agent.errors import AgentFailed, ConfigError
-from any_agent.sdk.agents import Agent
+from any_agent.sdk.agent_callable import Agent
 
 URL = "http://s/k/v1"
 SESSION: Any = SimpleNamespace(session_url=URL, api_key="k", blocking="blocking session")

@@ -18,8 +18,8 @@ import httpx
 import pytest
 import requests
 
-from any_agent.sdk import ambient
-from any_agent.sdk.patches import patches
+from any_agent.sdk import session_context as ambient
+from any_agent.sdk.http_patches import patches
 from tests.sdk.hops import CLIENTS, Get, Server, serving
 
 KEY = "sk-v1.0.aaaaaaaaaaaaaaaaaaaaaaaa.bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
@@ -369,7 +369,7 @@ async def test_somebody_elses_patch_stays(service: Server, monkeypatch: pytest.M
 
 LATE = """
 import sys
-from any_agent.sdk.patches import patches
+from any_agent.sdk.http_patches import patches
 assert not {"aiohttp", "requests", "httpx2", "openai"} & set(sys.modules)
 patches.acquire()
 import aiohttp, requests, httpx2
@@ -392,7 +392,7 @@ def test_clients_that_are_imported_later_are_found() -> None:
 ZIPPED = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from any_agent.sdk.patches import patches
+from any_agent.sdk.http_patches import patches
 patches.acquire()
 import aiohttp.client_reqrep, aiohttp.other
 assert hasattr(aiohttp.client_reqrep.ClientRequest.send, "__wrapped__")

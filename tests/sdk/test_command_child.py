@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from any_agent.errors import AgentFailed
-from any_agent.sdk import command_child
-from any_agent.sdk.command_child import Ended, Program, run_program
+from any_agent.sdk.program import process as command_child
+from any_agent.sdk.program.process import Ended, Program, run_program
 from tests.launcher.children import is_alive as alive
 from tests.launcher.children import until
 
@@ -185,7 +185,7 @@ def test_it_dies_with_who_started_it(tmp_path: Path) -> None:
     script = f"""
 import asyncio, os, sys
 from pathlib import Path
-from any_agent.sdk.command_child import Program, run_program
+from any_agent.sdk.program.process import Program, run_program
 folder = Path({str(tmp_path)!r})
 env = {{**os.environ, "PID_FILE": str(folder / "pid")}}
 argv = ["/bin/sh", "-c", "echo $$ > $PID_FILE; exec sleep 600"]

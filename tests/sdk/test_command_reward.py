@@ -10,7 +10,7 @@ import pytest
 
 from any_agent.errors import AgentFailed, ConfigError
 from any_agent.protocol.rl import InteractionContent, SessionContent
-from any_agent.sdk.command_reward import (
+from any_agent.sdk.program.reward import (
     Graded,
     RewardFile,
     RewardSource,

@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from any_agent.errors import ConfigError
-from any_agent.sdk.command_report import as_json, exit_code, table
-from any_agent.sdk.command_reward import RewardSource
-from any_agent.sdk.command_run import CommandRun, RunOptions
-from any_agent.sdk.command_runs import CommandRuns
-from any_agent.sdk.service import Service
+from any_agent.sdk.find_service import Service
+from any_agent.sdk.program.group import CommandRuns
+from any_agent.sdk.program.report import as_json, exit_code, table
+from any_agent.sdk.program.reward import RewardSource
+from any_agent.sdk.program.run import CommandRun, RunOptions
 from tests.proxy_ext.proxy_lab import until
 from tests.sdk.command_lab import agent, marks_itself
 from tests.sdk.conftest import Serve, Served
@@ -234,7 +234,7 @@ async def test_a_program_that_cannot_be_started(make: Make, served: Served, tmp_
 
 
 async def test_no_service(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("any_agent.sdk.command_runs._ANSWERS_WITHIN", 0.1)
+    monkeypatch.setattr("any_agent.sdk.program.group._ANSWERS_WITHIN", 0.1)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         runs = make(n=4, service=Service(f"http://127.0.0.1:{unused.getsockname()[1]}"))

@@ -10,8 +10,8 @@ import pytest
 
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import TooManyRequests
-from any_agent.sdk import opening
-from any_agent.sdk.service import Service
+from any_agent.sdk import open_session as opening
+from any_agent.sdk.find_service import Service
 
 SERVICE = Service("http://there:8000", None)
 

@@ -8,7 +8,7 @@ import pytest
 
 from any_agent.config import NAME_PATTERN
 from any_agent.data import get_custom_dataset
-from any_agent.sdk.plan import Header, Items, Place, Plan, new_run
+from any_agent.sdk.run_plan import Header, Items, Place, Plan, new_run
 
 HEADER = Header(new_run(), "00", items=12, group_size=2, mode="train", service="e/t")
 

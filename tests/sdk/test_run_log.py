@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from any_agent.errors import ConfigError
-from any_agent.sdk.plan import Header, Place
 from any_agent.sdk.results import RunResult
-from any_agent.sdk.run_log import Begun, RunLog
+from any_agent.sdk.results_log import Begun, RunLog
+from any_agent.sdk.run_plan import Header, Place
 
 HEADER = Header("run-1", "00", items=2, group_size=2, mode="train", service="e/t")
 DONE = RunResult(item=0, epoch=0, member=1, state="finalized", reward=1.0, session_id="s-2")

@@ -16,7 +16,7 @@ import pytest
 from any_agent import AgentRunner
 from any_agent.errors import ConfigError
 from any_agent.sdk import AsyncSession
-from any_agent.sdk.plan import Items
+from any_agent.sdk.run_plan import Items
 from tests.proxy_ext.proxy_lab import until
 from tests.sdk.conftest import Served
 from tests.sdk.runner_killed import GROUP

@@ -12,7 +12,7 @@ from any_agent import AgentSession
 from any_agent.errors import ConfigError, ServiceUnavailable, Unauthenticated, WrongService
 from any_agent.protocol.rl import API_HEADER
 from any_agent.sdk import find_service
-from any_agent.sdk.service import borrow_client, return_client
+from any_agent.sdk.find_service import borrow_client, return_client
 from tests.sdk.conftest import Serve, Served
 from tests.sdk.hops import serving
 

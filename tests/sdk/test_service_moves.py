@@ -22,8 +22,9 @@ from any_agent.client.retry_transport import PatientTransport
 from any_agent.client.rl_client import RLClient
 from any_agent.client.service_url import moved, url_file
 from any_agent.errors import ConfigError, ServiceUnavailable
-from any_agent.sdk import ambient, find_service
-from any_agent.sdk.patches import patches
+from any_agent.sdk import find_service
+from any_agent.sdk import session_context as ambient
+from any_agent.sdk.http_patches import patches
 from any_agent.sdk.session import AsyncSession
 from tests.sdk.conftest import ADMIN, Serve, Served
 from tests.sdk.hops import CLIENTS, Get, Server, serving

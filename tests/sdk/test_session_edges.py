@@ -16,9 +16,10 @@ from any_agent import AgentSession
 from any_agent.client.aiohttp_transport import ManyRequests
 from any_agent.client.rl_client import RLClient
 from any_agent.protocol.rl import SessionStarted
-from any_agent.sdk import background, clients
+from any_agent.sdk import clients
+from any_agent.sdk import sdk_thread as background
+from any_agent.sdk.find_service import Service
 from any_agent.sdk.heartbeats import Heartbeats
-from any_agent.sdk.service import Service
 from tests.proxy_ext.proxy_lab import until
 from tests.sdk.conftest import Served
 from tests.sdk.hops import serving

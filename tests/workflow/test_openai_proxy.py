@@ -21,7 +21,7 @@ from any_agent.errors import AgentFailed, AnyAgentError, ConfigError
 from any_agent.record import InteractionTree, InteractionWithTokenLogpReward
 from any_agent.rollout.failure_budget import said
 from any_agent.runtime import cancellation as last_words
-from any_agent.sdk.service import find_service
+from any_agent.sdk.find_service import find_service
 from any_agent.types import SessionState
 from any_agent.workflow import (
     AgentService,

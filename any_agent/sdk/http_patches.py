@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-from any_agent.sdk.ambient import followed, key_for
+from any_agent.sdk.session_context import followed, key_for
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from any_agent.errors import AgentFailed, ConfigError
 from any_agent.protocol.rl import SessionContent, as_reward
-from any_agent.sdk.command_child import Program, run_program
+from any_agent.sdk.program.process import Program, run_program
 
 Reward: TypeAlias = float | dict[str, float]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from any_agent.sdk.command_run import CommandRun
-from any_agent.sdk.command_runs import UNUSABLE, CommandRuns
+from any_agent.sdk.program.group import UNUSABLE, CommandRuns
+from any_agent.sdk.program.run import CommandRun
 
 ALL_FINALIZED, SOME_FAILED, WRONG_INPUT, NO_SERVICE, INTERRUPTED = 0, 1, 2, 3, 130
 

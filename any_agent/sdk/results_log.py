@@ -18,8 +18,8 @@ from typing import Any
 
 from any_agent.errors import ConfigError
 from any_agent.runtime.atomic_files import fsync
-from any_agent.sdk.plan import Header, Place
 from any_agent.sdk.results import RunResult
+from any_agent.sdk.run_plan import Header, Place
 
 _WRITES_WITHIN = 10.0
 """Seconds; a file that is still being written to stays open until the process ends."""

@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeAlias
 from any_agent.config import ENV_PREFIX
 from any_agent.errors import AgentFailed, AnyAgentError, SessionClosed, Unprocessable
 from any_agent.protocol.rl import SessionContent, SessionInfo
-from any_agent.sdk.command_child import Ended, Program, run_program
-from any_agent.sdk.command_reward import (
+from any_agent.sdk.find_service import Service, borrow_client, return_client
+from any_agent.sdk.program.process import Ended, Program, run_program
+from any_agent.sdk.program.reward import (
     Graded,
     Reward,
     RewardFile,
@@ -22,7 +23,6 @@ from any_agent.sdk.command_reward import (
     last_line,
     reward_from,
 )
-from any_agent.sdk.service import Service, borrow_client, return_client
 from any_agent.sdk.session import AsyncSession
 
 RunState: TypeAlias = Literal["finalized", "failed", "interrupted", "not started"]

@@ -14,7 +14,7 @@ from any_agent.client.backoff import jittered
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, TooManyRequests, Unauthenticated
 from any_agent.protocol.rl import RunInfo, SessionStarted
-from any_agent.sdk.service import Service
+from any_agent.sdk.find_service import Service
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from typing import Literal
 
 from any_agent.client.backoff import jittered
 from any_agent.errors import AgentFailed, AnyAgentError, Conflict, RunFinished
-from any_agent.sdk.agents import Agent
+from any_agent.sdk.agent_callable import Agent
 from any_agent.sdk.attempts import Attempts, Outcome
-from any_agent.sdk.plan import Items, Place, Plan
 from any_agent.sdk.progress import Progress
 from any_agent.sdk.results import RunResult
-from any_agent.sdk.run_log import RunLog
+from any_agent.sdk.results_log import RunLog
+from any_agent.sdk.run_plan import Items, Place, Plan
 
 log = logging.getLogger(__name__)
 

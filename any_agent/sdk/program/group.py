@@ -20,12 +20,12 @@ from any_agent.errors import (
     Unprocessable,
     WrongService,
 )
-from any_agent.sdk.command_child import Program
-from any_agent.sdk.command_echo import Echo
-from any_agent.sdk.command_reward import check_source
-from any_agent.sdk.command_run import CommandRun, RunOptions, run_in
-from any_agent.sdk.opening import run_info
-from any_agent.sdk.service import borrow_client, return_client
+from any_agent.sdk.find_service import borrow_client, return_client
+from any_agent.sdk.open_session import run_info
+from any_agent.sdk.program.echo import Echo
+from any_agent.sdk.program.process import Program
+from any_agent.sdk.program.reward import check_source
+from any_agent.sdk.program.run import CommandRun, RunOptions, run_in
 from any_agent.sdk.session import AgentSession
 
 UNUSABLE = (Unauthenticated, Forbidden, ServiceUnavailable, WrongService, RunFinished)

@@ -1,0 +1,1 @@
+"""Programs as agents: `any-agent run` starts one process for each run."""
