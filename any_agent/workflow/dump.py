@@ -35,7 +35,7 @@ import numpy as np
 
 from any_agent.config import Config
 from any_agent.types import Row
-from any_agent.workflow.check import PER_TOKEN
+from any_agent.workflow.tensor_checks import PER_TOKEN
 
 log = logging.getLogger(__name__)
 

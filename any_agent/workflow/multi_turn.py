@@ -14,7 +14,7 @@ from any_agent.types import GenerationHyperparameters, Message, ModelResponse
 from any_agent.workflow import context as workflow_context
 from any_agent.workflow.base import RolloutWorkflow
 from any_agent.workflow.tensors import concat_padded_tensors
-from any_agent.workflow.turns import (
+from any_agent.workflow.turn_sampler import (
     TokenRow,
     TurnSampler,
     checked_number,

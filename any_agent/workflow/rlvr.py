@@ -12,7 +12,7 @@ from any_agent.rewards.async_wrapper import AsyncRewardWrapper
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import context as workflow_context
 from any_agent.workflow.base import RolloutWorkflow
-from any_agent.workflow.turns import (
+from any_agent.workflow.turn_sampler import (
     TokenRow,
     TurnSampler,
     checked_number,

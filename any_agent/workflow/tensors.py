@@ -1,6 +1,6 @@
 """What episodes return as one batch of tensors, or as the rows that a trainer eats.
 
-:mod:`any_agent.workflow.check` says what the fields of such tensors are.
+:mod:`any_agent.workflow.tensor_checks` says what the fields of such tensors are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from any_agent.record import (
 )
 from any_agent.types import Row, Trajectory
 from any_agent.workflow.base import EpisodeResult, TensorDict
-from any_agent.workflow.check import (
+from any_agent.workflow.tensor_checks import (
     PADDING,
     PER_TOKEN,
     TRAINED_ON,
