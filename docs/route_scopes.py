@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from any_agent.auth.access import Scope
-from proxy_ext.scopes import LITELLM, RULES
+from proxy_ext.web.permissions import LITELLM, RULES
 
 HEAD = """# Keys: who may do what
 
-<!-- Written by docs/generate.py from proxy_ext/scopes.py; change that file, then run it. -->
+<!-- Written by docs/generate.py from proxy_ext/web/permissions.py; change that file, then run it. -->
 
 | scope | form | made by | good for |
 |---|---|---|---|

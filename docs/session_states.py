@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from any_agent.types import SessionState
-from proxy_ext.sessions import lifecycle
-from proxy_ext.sessions.lifecycle import Event, Transition
+from proxy_ext.sessions import state_machine as lifecycle
+from proxy_ext.sessions.state_machine import Event, Transition
 
 _WIDTH = 28
 
 HEAD = """# Sessions: their states, and what can happen in each
 
-<!-- Written by docs/generate.py from proxy_ext/sessions/lifecycle.py; change that, then run it. -->
+<!-- Written by docs/generate.py from proxy_ext/sessions/state_machine.py; change that, then run it. -->
 
 A session is one trajectory of one agent. It is opened, takes model calls and rewards, and is
 finalized; the trainer leases it with its group, and says what became of it. This page is made from

@@ -92,17 +92,17 @@ async def _check_engine(url: str, wait: float, shape: ModelShape) -> None:
 
 
 def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) -> int:
-    from proxy_ext.lean import import_lean
+    from proxy_ext.lean_imports import import_lean
 
     import_lean()
     import uvicorn
 
     from any_agent.doctor.startup_check import require_sound
     from proxy_ext.app import create_app
-    from proxy_ext.connections import Connection
-    from proxy_ext.presence import PresentServer, entry_of
+    from proxy_ext.server import PresentServer, entry_of
     from proxy_ext.service import Service, load_chat
     from proxy_ext.sessions.grading import check_grader
+    from proxy_ext.web.protocol import Connection
 
     url = url_of(*listener.getsockname()[:2])
     chat = load_chat(config, args.model_path)

@@ -23,20 +23,22 @@ from any_agent.engine.model_fingerprint import ModelShape
 from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, ServiceUnavailable
 from any_agent.runtime.metrics import CONTENT_TYPE
 from any_agent.types import SessionMode, SessionState
-from proxy_ext import litellm_shim, rl, scopes
-from proxy_ext.frozen.frozen import require_prices
+from proxy_ext import litellm_shim
+from proxy_ext.api import rl
+from proxy_ext.api.model_routes import ModelRoutes
+from proxy_ext.api.models import list_models, one_model
+from proxy_ext.api.openapi.build import describe
+from proxy_ext.api.responses import delete_response, response, response_items
+from proxy_ext.api.rl.dependencies import service_of
+from proxy_ext.frozen.frozen_models import require_prices
 from proxy_ext.frozen.provider import Provider
 from proxy_ext.idempotency import Replayed
 from proxy_ext.in_process import RankApp
 from proxy_ext.litellm_app import LiteLLMApp
 from proxy_ext.metrics import exposition
-from proxy_ext.model_routes import ModelRoutes
-from proxy_ext.openapi import describe
-from proxy_ext.rl.common import service_of
 from proxy_ext.service import Service, open_service
-from proxy_ext.wire.http import JSONResponse, error_response
-from proxy_ext.wire.models import list_models, one_model
-from proxy_ext.wire.responses import delete_response, response, response_items
+from proxy_ext.web import permissions as scopes
+from proxy_ext.web.exchange import JSONResponse, error_response
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from any_agent import keys
 from any_agent.auth.access import ANYONE, NOBODY, Access, Caller, Scope
 from any_agent.errors import NotFound, SessionMismatch, Unauthenticated
 from any_agent.keys import SESSION_KEY_PREFIX, Lane
-from proxy_ext.opening.quotas import Quotas
-from proxy_ext.sessions.live import Sessions
 from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.web.quotas import Quotas
 
 __all__ = ["ANYONE", "NOBODY", "Auth", "Caller", "Scope"]
 
@@ -27,7 +27,7 @@ _NO_SESSION = (
 
 
 class Auth:
-    """The keys of one rank. `proxy_ext.scopes` says what each is good for."""
+    """The keys of one rank. `proxy_ext.web.permissions` says what each is good for."""
 
     def __init__(self, sessions: Sessions, access: Access, quotas: Quotas) -> None:
         self._sessions = sessions

@@ -31,7 +31,7 @@ from any_agent.errors import Conflict, InvalidRequest, ServiceUnavailable, Unpro
 from any_agent.keys import KeySigner, Lane
 from proxy_ext.auth import SESSION_HEADER, Caller
 from proxy_ext.journal import AnswerRow, DropAnswers, Journal, PutAnswer, Statement
-from proxy_ext.keep import Keep, keep_nothing
+from proxy_ext.journal.kept_answer import Keep, keep_nothing
 
 HEADER = "idempotency-key"
 KEPT_SECONDS = 24 * 3600.0

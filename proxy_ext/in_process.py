@@ -16,7 +16,7 @@ from any_agent.errors import Draining, ServiceUnavailable
 from any_agent.protocol.rl import Ack, Lease
 from any_agent.record import CompletionWithTokenLogpReward, pack_trajectories
 from any_agent.types import GenerationChunk, ModelRequest, ModelResponse, SessionState
-from proxy_ext.front import Front
+from proxy_ext.middleware import Front
 from proxy_ext.service import Service
 from proxy_ext.sessions.session import Session
 

@@ -11,13 +11,13 @@ from any_agent.loop_lag import LOOP_LAG
 from any_agent.rundir.registry import rank_name
 from any_agent.runtime.metrics import Exposition, Metric, Reading, Values
 from any_agent.types import Continuation, SessionMode, SessionState
+from proxy_ext.admission.implicit_session import How
 from proxy_ext.calls.stats import FIRST, NO_SESSION, Outcome, Retried
-from proxy_ext.frozen.spend import CAPS
+from proxy_ext.frozen.spend_caps import CAPS
 from proxy_ext.frozen.stats import OUTCOMES
-from proxy_ext.implicit.joining import How
-from proxy_ext.opening.quotas import QUOTAS
 from proxy_ext.service import Service
-from proxy_ext.sessions import late
+from proxy_ext.sessions import late_rewards as late
+from proxy_ext.web.quotas import QUOTAS
 
 S = TypeVar("S", bound=str)
 CREATED = Metric(

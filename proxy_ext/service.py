@@ -25,29 +25,29 @@ from any_agent.protocol.conversation_key import rank_tag
 from any_agent.rundir.registry import rank_name
 from any_agent.runtime.metrics import Histogram
 from any_agent.types import GenerationHyperparameters
-from proxy_ext.archive.sweep import Archive
+from proxy_ext.admission.close_groups import close_groups
+from proxy_ext.admission.implicit_session import Implicit
+from proxy_ext.admission.open_session import Opening
+from proxy_ext.admission.stale_sessions import drop_leftovers
+from proxy_ext.archive.archiver import Archive
 from proxy_ext.auth import Auth
-from proxy_ext.calls.calls import Calls
-from proxy_ext.calls.inflight import most_calls
-from proxy_ext.frozen.frozen import FrozenModels
+from proxy_ext.calls.call_manager import Calls
+from proxy_ext.calls.concurrency_limit import most_calls
+from proxy_ext.frozen.frozen_models import FrozenModels
 from proxy_ext.frozen.provider import Provider
 from proxy_ext.idempotency import Answers
-from proxy_ext.implicit.joining import Implicit
 from proxy_ext.journal import Journal, PutMeta, SQLiteJournal
 from proxy_ext.leases.fence import Fence
 from proxy_ext.leases.leases import Leases
-from proxy_ext.opening.closing import close_groups
-from proxy_ext.opening.leftovers import drop_leftovers
-from proxy_ext.opening.opening import Opening
-from proxy_ext.opening.quotas import Limits, Quotas
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import Endings
 from proxy_ext.sessions.expiry import Expiry
 from proxy_ext.sessions.grading import grader_of
-from proxy_ext.sessions.late import LateRewards
-from proxy_ext.sessions.live import Sessions
-from proxy_ext.sessions.names import Names
+from proxy_ext.sessions.ids import Names
+from proxy_ext.sessions.late_rewards import LateRewards
 from proxy_ext.sessions.rewards import Rewards
+from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.web.quotas import Limits, Quotas
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import pytest
 from any_agent.completions.params import PARAMETERS
 from any_agent.config import known_keys, load_config
 from any_agent.types import SessionState
-from proxy_ext.sessions.lifecycle import Event
+from proxy_ext.sessions.state_machine import Event
 from tests.proxy_ext.proxy_lab import our_app
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -106,7 +106,7 @@ def test_a_message_that_cannot_be_formatted_tells_no_secret(
 def test_json_lines_have_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging("info", "json", part="rank-1")
     before = datetime.now(UTC)
-    log = logging.getLogger("proxy_ext.calls.calls")
+    log = logging.getLogger("proxy_ext.calls.call_manager")
     log.warning("two\nlines of %s", "text", extra={"session": "ses-0-1", "pid": "not mine"})
     try:
         raise ValueError("why")
@@ -116,7 +116,7 @@ def test_json_lines_have_every_field(capsys: pytest.CaptureFixture[str]) -> None
     at = datetime.fromisoformat(first["time"])
     assert first["time"].endswith("Z") and len(first["time"]) == len("2026-01-01T00:00:00.000Z")
     assert abs((at - before).total_seconds()) < 60
-    assert (first["level"], first["logger"]) == ("warning", "proxy_ext.calls.calls")
+    assert (first["level"], first["logger"]) == ("warning", "proxy_ext.calls.call_manager")
     assert (first["message"], first["part"]) == ("two\nlines of text", "rank-1")
     assert (first["session"], first["pid"]) == ("ses-0-1", logging.makeLogRecord({}).process)
     assert "exception" not in first

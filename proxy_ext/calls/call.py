@@ -22,12 +22,12 @@ from any_agent.completions import (
 from any_agent.completions.refused import in_the_agents_words
 from any_agent.errors import AnyAgentError, InvalidRequest, SessionClosed, VersionGone
 from any_agent.types import Interaction
-from proxy_ext.calls.inflight import Place
-from proxy_ext.calls.so_far import SoFar, whole
+from proxy_ext.calls.concurrency_limit import Place
 from proxy_ext.calls.stats import CallTimer
+from proxy_ext.calls.stream_buffer import SoFar, whole
 from proxy_ext.journal import RequestMark
-from proxy_ext.sessions.live import Sessions
 from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session_store import Sessions
 
 log = logging.getLogger(__name__)
 

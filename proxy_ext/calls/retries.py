@@ -19,9 +19,9 @@ from starlette.requests import Request
 from any_agent.completions import ChatCall, choice_ids, completion_of
 from any_agent.types import Interaction
 from proxy_ext.calls.call import Call, Listener
-from proxy_ext.calls.calls import Calls
-from proxy_ext.calls.delivery import UNDELIVERED, was_used
+from proxy_ext.calls.call_manager import Calls
 from proxy_ext.journal import RequestMark
+from proxy_ext.sessions.delivery import UNDELIVERED, was_used
 from proxy_ext.sessions.session import Session
 
 HEADER = "x-stainless-retry-count"

@@ -18,7 +18,7 @@ from any_agent.rundir.layout import RunDir
 from any_agent.runtime.command_line import parse
 from proxy_ext.archive.records import read_record
 from proxy_ext.export.output import Out, output
-from proxy_ext.export.reading import Found, Wanted, read_rank
+from proxy_ext.export.reader import Found, Wanted, read_rank
 from proxy_ext.export.styles import rows
 
 _READER_LEFT = 141

@@ -14,10 +14,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from any_agent.errors import AnyAgentError, ProviderError, ProviderTimeout, SessionClosed
-from proxy_ext.frozen.answers import FrozenAnswer, json_bytes
-from proxy_ext.frozen.pipe import Pipe
+from proxy_ext.frozen.bounded_pipe import Pipe
 from proxy_ext.frozen.provider import Deployment
-from proxy_ext.frozen.requests import FrozenRequest
+from proxy_ext.frozen.provider_requests import FrozenRequest
+from proxy_ext.frozen.provider_responses import FrozenAnswer, json_bytes
 from proxy_ext.sessions.session import Session
 
 log = logging.getLogger(__name__)

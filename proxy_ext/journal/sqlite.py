@@ -18,11 +18,10 @@ import orjson
 from any_agent.errors import SessionDamaged
 from any_agent.record import unpack_interaction
 from any_agent.types import SessionState
-from proxy_ext.journal import listing
+from proxy_ext.journal import queries as listing
 from proxy_ext.journal.base import JournalStats
 from proxy_ext.journal.files import mark_damaged, open_journal
-from proxy_ext.journal.listing import session_row
-from proxy_ext.journal.prepare import prepare
+from proxy_ext.journal.queries import session_row
 from proxy_ext.journal.rows import (
     AnswerRow,
     NumberedRow,
@@ -34,6 +33,7 @@ from proxy_ext.journal.rows import (
     StoredInteraction,
     StoredRequest,
 )
+from proxy_ext.journal.sql import prepare
 from proxy_ext.journal.statements import EraseContent, MarkDelivered, Statement
 from proxy_ext.journal.writer import Job, Writer, is_damage
 

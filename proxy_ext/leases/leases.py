@@ -16,11 +16,11 @@ from any_agent.protocol.rl import Ack, Capacity, Lease, SetCapacity
 from any_agent.types import Interaction, SessionState, Trajectory
 from proxy_ext.journal import SessionRow
 from proxy_ext.leases.fence import Fence
-from proxy_ext.leases.leasable import Leasable
-from proxy_ext.sessions.lifecycle import Event, allowed, refusal, target
-from proxy_ext.sessions.live import Sessions
-from proxy_ext.sessions.owners import EXPORT_OWNER, GRANT_OWNER, for_export, handed_out, holds
+from proxy_ext.sessions.lease_index import Leasable
+from proxy_ext.sessions.lease_owners import EXPORT_OWNER, GRANT_OWNER, for_export, handed_out, holds
 from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.sessions.state_machine import Event, allowed, refusal, target
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import asyncio
 import orjson
 
 from any_agent.errors import Conflict
-from proxy_ext.sessions.live import Sessions
 from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session_store import Sessions
 
 
 async def content_of(sessions: Sessions, session: Session) -> bytes:

@@ -14,7 +14,6 @@ from any_agent.errors import InvalidRequest, Unprocessable
 from any_agent.protocol.rl import SessionInfo
 from any_agent.record import InteractionTree
 from any_agent.types import SessionMode, SessionState
-from proxy_ext.calls.delivery import UNDELIVERED, undelivered, unreceived
 from proxy_ext.journal import (
     EraseContent,
     PutInteraction,
@@ -23,12 +22,13 @@ from proxy_ext.journal import (
     SetReward,
     Statement,
 )
-from proxy_ext.keep import Keep, keep_nothing
-from proxy_ext.sessions.lifecycle import Event, already_finalized, refusal, target
-from proxy_ext.sessions.live import Sessions, ended, set_state
-from proxy_ext.sessions.owners import NO_PLACE
+from proxy_ext.journal.kept_answer import Keep, keep_nothing
+from proxy_ext.sessions.delivery import UNDELIVERED, undelivered, unreceived
+from proxy_ext.sessions.lease_owners import NO_PLACE
 from proxy_ext.sessions.rewards import NOTHING, Parts, Rewards
 from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session_store import Sessions, ended, set_state
+from proxy_ext.sessions.state_machine import Event, already_finalized, refusal, target
 
 if TYPE_CHECKING:
     from proxy_ext.calls.call import Call

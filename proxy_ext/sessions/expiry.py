@@ -9,9 +9,9 @@ import time
 from any_agent.errors import AnyAgentError, SessionClosed, Unprocessable
 from any_agent.types import SessionState
 from proxy_ext.sessions.endings import Endings
-from proxy_ext.sessions.late import LateRewards
-from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.late_rewards import LateRewards
 from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session_store import Sessions
 
 log = logging.getLogger(__name__)
 

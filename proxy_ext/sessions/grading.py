@@ -20,7 +20,7 @@ from any_agent.errors import ConfigError
 from any_agent.protocol.rl import as_reward
 from any_agent.rewards import grader as grading
 from any_agent.rewards.grader import short
-from proxy_ext.sessions.grader_worker import die_with
+from proxy_ext.sessions.grader_main import die_with
 from proxy_ext.sessions.rewards import Parts, parts_of
 from proxy_ext.sessions.session import Session
 

@@ -19,12 +19,12 @@ from any_agent.config import SessionConfig
 from any_agent.errors import InvalidRequest, NotFound, Unprocessable
 from any_agent.protocol.rl import RewardEntry, RewardSet, SessionDetails
 from any_agent.types import Interaction, SessionState
-from proxy_ext.calls.delivery import last_received
 from proxy_ext.journal import SessionRow, SetReward, SetState
-from proxy_ext.keep import Keep, keep_nothing
-from proxy_ext.sessions.lifecycle import Event, target
-from proxy_ext.sessions.live import Sessions, set_state
+from proxy_ext.journal.kept_answer import Keep, keep_nothing
+from proxy_ext.sessions.delivery import last_received
 from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session_store import Sessions, set_state
+from proxy_ext.sessions.state_machine import Event, target
 
 Parts: TypeAlias = Mapping[str | None, float]
 """What a reward is made of: values by name, None for the unnamed one."""

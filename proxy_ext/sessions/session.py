@@ -15,9 +15,10 @@ from any_agent.protocol.rl import Heartbeat, SessionInfo
 from any_agent.record import InteractionTree, is_frozen, lacks_texts
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import RequestMark, SessionRow, StoredInteraction
-from proxy_ext.opening.groups import public_id
-from proxy_ext.sessions import clock, lifecycle
-from proxy_ext.sessions.lifecycle import Event
+from proxy_ext.sessions import session_age as clock
+from proxy_ext.sessions import state_machine as lifecycle
+from proxy_ext.sessions.groups import public_id
+from proxy_ext.sessions.state_machine import Event
 
 if TYPE_CHECKING:
     from proxy_ext.calls.call import Call

@@ -99,7 +99,7 @@ def serve_proxy(
     import uvicorn
 
     from proxy_ext.app import create_app
-    from proxy_ext.connections import Connection
+    from proxy_ext.web.protocol import Connection
     from tests.proxy_ext.proxy_lab import litellm_stand_in
 
     config = load_config(None, settings, {})

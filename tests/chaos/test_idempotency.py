@@ -22,11 +22,11 @@ from any_agent.client.rl_client import RLClient
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.registry import Entry, publish, rank_name
 from any_agent.types import Interaction, SessionState
+from proxy_ext.api.model_routes import HANDLERS
 from proxy_ext.journal import SetState, SQLiteJournal, Statement
-from proxy_ext.model_routes import HANDLERS
 from proxy_ext.run_state import RunState
-from proxy_ext.scopes import RULES
 from proxy_ext.sessions.session import Session
+from proxy_ext.web.permissions import RULES
 from tests.chaos.conftest import Figure
 from tests.chaos.killable import KillableProxy, engine_in_thread
 from tests.fakes.scripted_engine import ScriptedEngine

@@ -23,8 +23,8 @@ from schemathesis.specs.openapi import checks
 
 from any_agent.auth.access import Scope
 from any_agent.errors import StoreUnavailable
-from proxy_ext.model_routes import HANDLERS
-from proxy_ext.scopes import RULES
+from proxy_ext.api.model_routes import HANDLERS
+from proxy_ext.web.permissions import RULES
 from tests.chaos.conftest import Figure
 from tests.chaos.killable import KillableProxy, engine_in_thread
 from tests.proxy_ext.proxy_lab import HELLO

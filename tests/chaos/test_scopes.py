@@ -1,5 +1,5 @@
 """Every route of the running app, LiteLLM's included, with every kind of key: at a proxy, and
-through the router. The answers are those of the table in `proxy_ext.scopes`.
+through the router. The answers are those of the table in `proxy_ext.web.permissions`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from any_agent.keys import KeySigner
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.registry import Registry
 from any_agent.runtime.ports import free_port
-from proxy_ext import scopes
+from proxy_ext.web import permissions as scopes
 from tests.chaos.conftest import Figure
 from tests.chaos.killable import engine_in_thread
 from tests.proxy_ext.proxy_lab import HELLO, our_app, until

@@ -12,10 +12,10 @@ from typing import Any
 
 from any_agent.config import Config, load_config
 from any_agent.types import SessionState
-from proxy_ext.archive.sweep import Archive
+from proxy_ext.archive.archiver import Archive
 from proxy_ext.journal import PutInteraction, PutSession, SetReward, SQLiteJournal
-from proxy_ext.sessions.live import Sessions
-from proxy_ext.sessions.names import Names
+from proxy_ext.sessions.ids import Names
+from proxy_ext.sessions.session_store import Sessions
 from tests.proxy_ext.journal_lab import make_interaction, make_row
 from tests.proxy_ext.proxy_lab import Proxy
 

@@ -30,7 +30,7 @@ from any_agent.types import Trajectory
 from proxy_ext.app import create_app
 from proxy_ext.in_process import RankApp
 from proxy_ext.service import Service
-from proxy_ext.wire.http import Client
+from proxy_ext.web.exchange import Client
 
 LIMIT = 60.0
 """Seconds until a test gives up on what must happen in a moment."""

@@ -13,13 +13,14 @@ import pytest
 
 from any_agent.errors import Conflict, StoreUnavailable
 from any_agent.types import Interaction, SessionState
-from proxy_ext.archive import files, sweep
+from proxy_ext.archive import archiver as sweep
+from proxy_ext.archive import files
 from proxy_ext.archive.files import Writer
 from proxy_ext.archive.records import read_record
 from proxy_ext.journal import ArchiveContent, EraseContent, sqlite
 from proxy_ext.leases.fence import Fence
 from proxy_ext.leases.leases import Leases
-from proxy_ext.sessions.owners import EXPORT_OWNER
+from proxy_ext.sessions.lease_owners import EXPORT_OWNER
 from tests.proxy_ext.archive_lab import CALLS, Rank
 from tests.proxy_ext.test_archive_files import archives_of
 

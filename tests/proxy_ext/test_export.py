@@ -21,8 +21,8 @@ from any_agent.protocol import rl as protocol
 from any_agent.types import SessionState
 from proxy_ext.archive.files import Archives, Writer, read_lines
 from proxy_ext.archive.records import read_record
-from proxy_ext.export import reading
-from proxy_ext.export.reading import Wanted
+from proxy_ext.export import reader as reading
+from proxy_ext.export.reader import Wanted
 from proxy_ext.journal import EraseContent
 from tests.proxy_ext.archive_lab import CALLS, Exported, Rank, archive_now
 from tests.proxy_ext.conftest import Start

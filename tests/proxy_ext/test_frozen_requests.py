@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from any_agent.errors import AnyAgentError, InvalidRequest, UnsupportedParameter
 from proxy_ext.frozen.provider import FrozenApi
-from proxy_ext.frozen.requests import checked
+from proxy_ext.frozen.provider_requests import checked
 from tests.proxy_ext.proxy_lab import HELLO
 
 GOOD: dict[FrozenApi, dict[str, Any]] = {

@@ -17,9 +17,9 @@ from any_agent.errors import ConfigError, SpendCapExceeded
 from any_agent.types import Continuation
 from proxy_ext.archive.records import read_record, record_line
 from proxy_ext.export.styles import rows
-from proxy_ext.frozen.answers import MessagesAnswer, ids_in
-from proxy_ext.frozen.frozen import require_prices
-from proxy_ext.frozen.spend import Spending
+from proxy_ext.frozen.frozen_models import require_prices
+from proxy_ext.frozen.provider_responses import MessagesAnswer, ids_in
+from proxy_ext.frozen.spend_caps import Spending
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.frozen_lab import (

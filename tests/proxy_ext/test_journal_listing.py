@@ -17,7 +17,9 @@ from proxy_ext.journal import (
     SessionFilter,
     SetReward,
     SQLiteJournal,
-    listing,
+)
+from proxy_ext.journal import (
+    queries as listing,
 )
 from tests.proxy_ext.journal_lab import make_interaction, make_row
 

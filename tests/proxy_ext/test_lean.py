@@ -15,9 +15,9 @@ from tests.families import family, names
 
 RANK = """
 import json, sys
-from proxy_ext.lean import import_lean
+from proxy_ext.lean_imports import import_lean
 import_lean()
-import proxy_ext.app, proxy_ext.presence, proxy_ext.service
+import proxy_ext.app, proxy_ext.server, proxy_ext.service
 from any_agent.chat import load_chat_format
 from any_agent.chat.format_probes import SYSTEM, TOOLS, USER
 read = {}
@@ -64,7 +64,7 @@ def test_what_is_there_already_stays() -> None:
     code = """
 import sys
 import openai, torch
-from proxy_ext.lean import import_lean
+from proxy_ext.lean_imports import import_lean
 import_lean()
 from renderers.client import AsyncOpenAI
 from transformers.utils import is_torch_available
@@ -78,7 +78,7 @@ def test_the_environment_is_left_alone() -> None:
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     code = f"""
 import os
-from proxy_ext.lean import import_lean
+from proxy_ext.lean_imports import import_lean
 import_lean()
 print(os.environ.get("{name}"))
 """

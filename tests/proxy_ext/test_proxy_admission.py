@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from proxy_ext.leases import leases
-from proxy_ext.opening import slots as admission
-from proxy_ext.opening.slots import Admission
+from proxy_ext.sessions import slots as admission
+from proxy_ext.sessions.slots import Admission
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy, until
 from tests.proxy_ext.test_proxy_leases import state

@@ -20,8 +20,8 @@ from any_agent.chat import ChatFormat
 from any_agent.errors import StoreUnavailable
 from any_agent.launcher.trial import trial_dir
 from any_agent.types import SessionState
-from proxy_ext.opening.opening import Opening
-from proxy_ext.rl import areal
+from proxy_ext.admission.open_session import Opening
+from proxy_ext.api.rl import areal
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.areal_client import ArealClient
 from tests.proxy_ext.conftest import Start

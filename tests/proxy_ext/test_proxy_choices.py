@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from any_agent.chat import ChatFormat
-from proxy_ext.sessions.live import Sessions
+from proxy_ext.sessions.session_store import Sessions
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Restart, Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until

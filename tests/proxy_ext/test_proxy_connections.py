@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from proxy_ext import connections
-from proxy_ext.connections import Connection
+from proxy_ext.web import protocol as connections
+from proxy_ext.web.protocol import Connection
 from tests.proxy_ext.proxy_lab import LIMIT, until
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -21,21 +21,21 @@ from any_agent.errors import StoreUnavailable
 from any_agent.keys import KeySigner
 from any_agent.protocol.rl import Ack, Lease, Rejection, StartSession
 from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
+from proxy_ext.admission.open_session import Opening
+from proxy_ext.archive.archiver import Archive
 from proxy_ext.archive.records import read_record
-from proxy_ext.archive.sweep import Archive
 from proxy_ext.journal import PutSession, SetState, SQLiteJournal, Statement
 from proxy_ext.leases.fence import Fence
 from proxy_ext.leases.leases import Leases
-from proxy_ext.opening.opening import Opening
-from proxy_ext.opening.quotas import Limits, Quotas
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import Endings
 from proxy_ext.sessions.expiry import Expiry
-from proxy_ext.sessions.late import LateRewards
-from proxy_ext.sessions.live import Sessions
-from proxy_ext.sessions.names import Names
+from proxy_ext.sessions.ids import Names
+from proxy_ext.sessions.late_rewards import LateRewards
 from proxy_ext.sessions.rewards import Rewards
 from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.web.quotas import Limits, Quotas
 from tests.proxy_ext.journal_lab import make_interaction, make_row
 from tests.proxy_ext.test_archive_files import archives_of
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from any_agent.record import unpack_trajectories
-from proxy_ext.wire.http import Client
+from proxy_ext.web.exchange import Client
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
 

@@ -13,11 +13,12 @@ import pytest
 from any_agent.config import load_config
 from any_agent.types import SessionState
 from proxy_ext.journal import PutSession, SQLiteJournal
-from proxy_ext.sessions import clock, expiry
+from proxy_ext.sessions import expiry
+from proxy_ext.sessions import session_age as clock
 from proxy_ext.sessions.deadlines import Deadlines
-from proxy_ext.sessions.live import Sessions
-from proxy_ext.sessions.names import Names
+from proxy_ext.sessions.ids import Names
 from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session_store import Sessions
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.journal_lab import make_row

@@ -14,7 +14,7 @@ from starlette.types import Message
 from any_agent.engine.model_fingerprint import shape_of
 from any_agent.errors import StoreUnavailable
 from proxy_ext.journal import Statement
-from proxy_ext.wire.http import EventStream
+from proxy_ext.web.exchange import EventStream
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.scripted_run import FaultKind
 from tests.proxy_ext.conftest import Start

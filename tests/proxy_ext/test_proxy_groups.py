@@ -27,24 +27,25 @@ from any_agent.errors import (
 from any_agent.keys import KeySigner
 from any_agent.protocol.rl import Ack, Lease, Rejection, StartSession
 from any_agent.types import SessionMode, SessionState
+from proxy_ext.admission import close_groups as closing
+from proxy_ext.admission.close_groups import close_groups
+from proxy_ext.admission.open_session import Opening
 from proxy_ext.auth import Caller, Scope
 from proxy_ext.journal import SessionRow, SQLiteJournal, Statement
 from proxy_ext.leases.fence import Fence
 from proxy_ext.leases.leases import Leases
-from proxy_ext.opening import closing, groups
-from proxy_ext.opening.closing import close_groups
-from proxy_ext.opening.groups import Group
-from proxy_ext.opening.opening import Opening
-from proxy_ext.opening.quotas import Limits, Quotas
 from proxy_ext.run_state import RunState
-from proxy_ext.sessions import clock
+from proxy_ext.sessions import groups
+from proxy_ext.sessions import session_age as clock
 from proxy_ext.sessions.endings import Endings
 from proxy_ext.sessions.expiry import Expiry
-from proxy_ext.sessions.late import LateRewards
-from proxy_ext.sessions.live import Sessions
-from proxy_ext.sessions.names import Names
+from proxy_ext.sessions.groups import Group
+from proxy_ext.sessions.ids import Names
+from proxy_ext.sessions.late_rewards import LateRewards
 from proxy_ext.sessions.rewards import Rewards
 from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.web.quotas import Limits, Quotas
 from tests.proxy_ext.journal_lab import make_interaction
 
 OWNER = "trainer"

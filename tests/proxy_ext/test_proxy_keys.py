@@ -16,7 +16,7 @@ from any_agent.client.rl_client import RLClient
 from any_agent.errors import StartupError
 from any_agent.keys_commands import run as run_keys
 from any_agent.launcher.trial import trial_dir
-from proxy_ext import scopes
+from proxy_ext.web import permissions as scopes
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from any_agent.types import SessionState
-from proxy_ext.leases import leasable as module
-from proxy_ext.leases.leasable import Leasable
-from proxy_ext.opening.groups import Groups
-from proxy_ext.sessions.names import Names
+from proxy_ext.sessions import lease_index as module
+from proxy_ext.sessions.groups import Groups
+from proxy_ext.sessions.ids import Names
+from proxy_ext.sessions.lease_index import Leasable
 from proxy_ext.sessions.session import Session
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.journal_lab import make_row

@@ -12,8 +12,8 @@ import pytest
 
 from any_agent.auth.access import Scope
 from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
-from proxy_ext.scopes import AGENTS, RULES, STARTERS, TRAINERS
-from proxy_ext.sessions.lifecycle import (
+from proxy_ext.sessions.lease_owners import EXPORT_OWNER
+from proxy_ext.sessions.state_machine import (
     EVENTS,
     FINALIZED_ONCE,
     STATES,
@@ -23,7 +23,7 @@ from proxy_ext.sessions.lifecycle import (
     refused_with,
     transitions,
 )
-from proxy_ext.sessions.owners import EXPORT_OWNER
+from proxy_ext.web.permissions import AGENTS, RULES, STARTERS, TRAINERS
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.journal_lab import make_row
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until

@@ -14,7 +14,7 @@ from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import prepare as begin
 from any_agent.completions.messages import count_tokens, parse_count
 from any_agent.types import Continuation
-from proxy_ext.wire import messages as wire
+from proxy_ext.api import messages as wire
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.messages_lab import (

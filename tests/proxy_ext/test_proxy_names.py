@@ -13,7 +13,7 @@ from any_agent.chat import ChatFormat
 from any_agent.errors import StoreUnavailable
 from any_agent.keys import rank_of_session
 from any_agent.protocol.rl import StartSession
-from proxy_ext.sessions.names import Names
+from proxy_ext.sessions.ids import Names
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, config_for, running_proxy, until

@@ -9,8 +9,8 @@ import pytest
 
 from any_agent.auth.access import Scope
 from any_agent.protocol.error_bodies import is_messages
-from proxy_ext.model_routes import HANDLERS
-from proxy_ext.scopes import RULES
+from proxy_ext.api.model_routes import HANDLERS
+from proxy_ext.web.permissions import RULES
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy, our_app
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy_ext.opening.closing import close_groups
+from proxy_ext.admission.close_groups import close_groups
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy, until
 

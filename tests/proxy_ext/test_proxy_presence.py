@@ -16,7 +16,7 @@ import uvicorn
 from any_agent.rundir import heartbeat as presence
 from any_agent.rundir.registry import Entry, Load, Registry
 from any_agent.runtime.ports import listen
-from proxy_ext.presence import PresentServer, entry_of
+from proxy_ext.server import PresentServer, entry_of
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import Proxy, until
 

@@ -11,8 +11,8 @@ import pytest
 from fastapi.routing import APIRoute, iter_route_contexts
 
 from any_agent.types import SessionState
-from proxy_ext.openapi_bodies import EXAMPLES
-from proxy_ext.rl.query import QueryFields, merged
+from proxy_ext.api.openapi.schemas import EXAMPLES
+from proxy_ext.api.rl.query_fields import QueryFields, merged
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, our_app
 
 ROUTES: dict[str, APIRoute] = {

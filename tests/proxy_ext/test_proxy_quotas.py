@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from any_agent.errors import TooManyRequests
-from proxy_ext.opening.quotas import Limits, Quotas
+from proxy_ext.web.quotas import Limits, Quotas
 
 
 class Lab:
@@ -136,7 +136,7 @@ def test_a_changed_limit_holds_at_once() -> None:
 
 
 def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy_ext.opening.quotas._MOST_BUCKETS", 8)
+    monkeypatch.setattr("proxy_ext.web.quotas._MOST_BUCKETS", 8)
     now = 0.0
     quotas = Quotas(
         lambda _: Limits(requests_per_second=1),

@@ -135,7 +135,7 @@ async def test_a_clock_that_was_set_back_extends_nothing(
     session = await proxy.open(group_id="g", group_size=2, ttl=50)
     back = time.time() - 100_000
     with monkeypatch.context() as patched:
-        patched.setattr("proxy_ext.sessions.live.time.time", lambda: back)
+        patched.setattr("proxy_ext.sessions.session_store.time.time", lambda: back)
         proxy = await restart(start)
     now = time.monotonic()
     live = proxy.service.sessions.live[session["session_id"]]

@@ -15,7 +15,7 @@ from any_agent.record import InteractionTree, without_texts
 from any_agent.types import Interaction, Trajectory
 from proxy_ext.journal import StoredInteraction
 from proxy_ext.sessions.session import Session, add_to_tree
-from proxy_ext.sessions.trees import Trees
+from proxy_ext.sessions.tree_cache import Trees
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until

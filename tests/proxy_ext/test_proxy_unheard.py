@@ -11,11 +11,11 @@ from starlette.requests import Request
 
 from any_agent.errors import StoreUnavailable
 from proxy_ext import service
+from proxy_ext.api import model_call as wire
 from proxy_ext.calls import retries
-from proxy_ext.calls.delivery import Deliveries
 from proxy_ext.journal import PutInteraction
-from proxy_ext.wire import serve as wire
-from proxy_ext.wire.http import Client
+from proxy_ext.sessions.delivery import Deliveries
+from proxy_ext.web.exchange import Client
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Restart, Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until

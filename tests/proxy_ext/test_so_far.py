@@ -9,7 +9,7 @@ import pytest
 
 from any_agent.chat import MessageDelta
 from any_agent.completions import Delta
-from proxy_ext.calls.so_far import SoFar
+from proxy_ext.calls.stream_buffer import SoFar
 
 
 def call_of(index: int, name: str) -> MessageDelta:

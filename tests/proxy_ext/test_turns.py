@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from proxy_ext.calls.turns import Turns
+from proxy_ext.calls.loop_fairness import Turns
 
 
 async def rounds_of(count: int, turns: Turns) -> list[int]:

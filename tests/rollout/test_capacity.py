@@ -16,7 +16,7 @@ from any_agent.protocol.rl import Capacity
 from any_agent.rollout import Ranks
 from any_agent.rollout import capacity_keeper as module
 from any_agent.rollout.capacity_keeper import CapacityKeeper
-from proxy_ext.opening.slots import Admission, Ticket
+from proxy_ext.sessions.slots import Admission, Ticket
 
 
 @dataclass(slots=True)

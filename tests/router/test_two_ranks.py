@@ -27,7 +27,7 @@ from any_agent.protocol.rl import Rejection, SessionStarted
 from any_agent.record import unpack_trajectories
 from any_agent.rundir.registry import publish
 from any_agent.runtime.ports import free_port
-from proxy_ext.presence import entry_of
+from proxy_ext.server import entry_of
 from router.affinity import home_of
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, config_for, running_proxy, until

@@ -1,0 +1,68 @@
+"""The end of groups' time: those with enough finalized sessions are handed out, others rejected."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from any_agent.errors import AnyAgentError
+from any_agent.types import SessionState
+from proxy_ext.sessions.expiry import Expiry
+from proxy_ext.sessions.groups import Group
+from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.sessions.state_machine import Event
+
+log = logging.getLogger(__name__)
+
+TOO_SMALL = "group_too_small"
+"""Why sessions were rejected whose group had too few of them."""
+
+
+async def close_groups(sessions: Sessions, expiry: Expiry) -> None:
+    """Close the groups whose time is over, and reject the sessions of those that are too small.
+
+    What the store refuses is tried again the next time.
+    """
+    now = time.monotonic()
+    for group in sessions.groups.all():
+        try:
+            if group.begun and group.deadline <= now:
+                await _end(sessions, expiry, group)
+            if group.too_small:
+                await _reject(sessions, group)
+        except AnyAgentError as error:
+            log.warning("could not close group %s yet: %s", group.id, error.message)
+
+
+async def _end(sessions: Sessions, expiry: Expiry, group: Group) -> None:
+    """Nobody joins any more; members that are open expire. One that awaits its reward has a
+    deadline of its own, and the group waits for it."""
+    if not group.over:
+        free = group.room
+        group.over = True
+        # After it, so that nobody who is let in by this finds the group still open.
+        sessions.admission.release(free)
+        await sessions.group_changed(group)
+    working = [id for id, state in group.members.items() if state is SessionState.OPEN]
+    found = (sessions.live.get(id) for id in working)
+    await asyncio.gather(
+        *(expiry.end(member, "its group's time ran out") for member in found if member is not None)
+    )
+
+
+async def _reject(sessions: Sessions, group: Group) -> None:
+    members = [sessions.live[id] for id in group.finalized]
+    size = len(members)
+    reasons = dict.fromkeys((session.id for session in members), TOO_SMALL)
+    await sessions.move(members, Event.DISCARD, reasons=reasons)
+    sessions.groups.too_small += 1
+    log.warning(
+        "group %s closed with %d finalized of %d sessions, fewer than the %d that it needs: "
+        "rejected as %s",
+        group.id,
+        size,
+        group.size,
+        group.least,
+        TOO_SMALL,
+    )

@@ -1,0 +1,242 @@
+"""The session of a call that names none: the one that its conversation goes on in, or a new one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from any_agent.completions import ChatCall, Completer, Prepared
+from any_agent.completions.prepare import LONG_TEXT, prepare
+from any_agent.completions.refused import in_the_agents_words
+from any_agent.config import SessionConfig
+from any_agent.errors import (
+    InvalidRequest,
+    NotFound,
+    SessionClosed,
+    SessionDamaged,
+    TooManyRequests,
+)
+from any_agent.protocol.conversation_key import task_of
+from any_agent.protocol.rl import StartSession
+from any_agent.record import InteractionTree
+from proxy_ext.admission.open_session import Opening
+from proxy_ext.auth import ANYONE, Caller, Scope
+from proxy_ext.calls.call import Listener
+from proxy_ext.calls.concurrency_limit import Place
+from proxy_ext.calls.retries import mark_of, session_of
+from proxy_ext.sessions.conversation_index import Answer, Match, Member, Where
+from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.web.exchange import while_present
+
+How: TypeAlias = Literal["opened", "continued", "ambiguous", "retried", "reused"]
+"""How a call got its session: ambiguous is continued where another one had said the same, reused is
+one in which nothing had been said."""
+
+
+@dataclass(slots=True, eq=False)
+class Joined:
+    """A call's session, kept for it until it has begun."""
+
+    member: Member
+    answer: Answer | None = None
+    """What it goes on from: another call with the same conversation takes another one."""
+    prepared: Prepared | None = None
+    """The call, if its session is new."""
+
+    @property
+    def session(self) -> Session:
+        return self.member.session
+
+    def began(self, listener: Listener) -> None:
+        """The call has begun, or was taken up again."""
+        self.member.taken -= 1
+        call, answer = listener.call, self.answer
+        if answer is None or call.task is None:
+            return
+
+        def ended(_: object) -> None:
+            if call.failed and not call.recorded:
+                answer.continued -= 1
+
+        call.task.add_done_callback(ended)
+
+    def give_up(self) -> None:
+        """It will not begin."""
+        self.member.taken -= 1
+        if self.answer is not None:
+            self.answer.continued -= 1
+
+
+class Implicit:
+    """Finds and opens the sessions of calls that name none, at one rank."""
+
+    def __init__(
+        self, sessions: Sessions, opening: Opening, completer: Completer, config: SessionConfig
+    ) -> None:
+        self._sessions = sessions
+        self._opening = opening
+        self._completer = completer
+        self._config = config
+        self.calls: Counter[str] = Counter()
+        """By how they got their session (:data:`How`)."""
+
+    def takes(self, caller: Caller) -> bool:
+        """Whether this caller's calls need no session of their own making."""
+        return self._config.implicit and (caller.scope is Scope.TENANT or caller is ANYONE)
+
+    async def join(
+        self, request: Request, body: Any, call: ChatCall, caller: Caller, place: Place
+    ) -> Joined:
+        """The session of a checked call.
+
+        Another call's answer is taken by one call at a time. TooManyRequests if it is a new
+        session for which no slot came free in time; the place is lent to others meanwhile.
+        """
+        if call.prompts:
+            raise InvalidRequest(
+                "a legacy completion has no messages by which its conversation could be known, so "
+                "it needs a session: POST /rl/v1/start_session and use its api_key, or send "
+                "messages to /v1/chat/completions",
+                code="no_conversation",
+            )
+        if len(call.messages) > self._completer.context_length:
+            # It says so, before anything is hashed.
+            self._completer.find(call, None)
+        long = len(await request.body()) > LONG_TEXT
+        task = await asyncio.to_thread(task_of, body) if long else task_of(body)
+        where = (caller.tenant, task)
+        await self._read(where)
+        repeated = await self._repeated(request, where)
+        if repeated is not None:
+            return self._taken("retried", repeated)
+        if match := await self._match(where, call, long=long):
+            how: How = "ambiguous" if match.ambiguous else "continued"
+            return self._taken(how, match.answer.member, match.answer)
+        start = self._start(body, task)
+        others = self._sessions.implicit.task(where)
+        if others is not None and (unused := others.unused(start.metadata)) is not None:
+            return self._taken("reused", unused)
+        return await self._open(request, start, call, caller, place)
+
+    async def session_of(self, caller: Caller, interaction_id: str) -> Session:
+        """The caller's session, over or not, that an answer is of; NotFound."""
+        id = await self._sessions.journal.session_of_interaction(interaction_id)
+        if id is not None:
+            session = await self._sessions.by_id(id)
+            if session.row.implicit and session.row.tenant == caller.tenant:
+                return session
+        raise NotFound(
+            f"none of your sessions here gave an answer {interaction_id[:80]!a}",
+            code="response_not_found",
+            param="response_id",
+        )
+
+    async def named(self, caller: Caller, response_id: str) -> Joined | None:
+        """By an earlier response of it; None for one that none of the caller's open ones gave."""
+        try:
+            session = await self.session_of(caller, response_id)
+        except NotFound:
+            return None
+        await self._read((session.row.tenant, session.row.task_id or ""))
+        member = self._sessions.implicit.member(session)
+        if member is None or not member.usable:
+            return None
+        answer = self._sessions.implicit.answer(session, response_id)
+        return self._taken("continued", member, answer)
+
+    # ------------------------------------------------------------------------------------------
+
+    def _taken(self, how: How, member: Member, answer: Answer | None = None) -> Joined:
+        self.calls[how] += 1
+        member.taken += 1
+        # So that it is not over before the call has begun.
+        member.session.touch()
+        if answer is not None:
+            answer.continued += 1
+        return Joined(member, answer)
+
+    async def _read(self, where: Where) -> None:
+        """Know what an earlier process's sessions of the task recorded."""
+        for member in self._sessions.implicit.members(where):
+            if member.read:
+                continue
+            try:
+                await self._sessions.load(member.session)
+            except SessionDamaged:
+                # It is being ended.
+                continue
+            task = self._sessions.implicit.task(where)
+            if task is not None and member.session.id in task.members:
+                task.read(member)
+
+    async def _repeated(self, request: Request, where: Where) -> Member | None:
+        mark = mark_of(request, await request.body())
+        if mark is None or mark.retry_count == 0:
+            return None
+
+        def usable() -> list[Session]:
+            members = self._sessions.implicit.members(where)
+            return [member.session for member in members if member.usable]
+
+        session = await session_of(usable, mark)
+        return self._sessions.implicit.member(session) if session is not None else None
+
+    async def _match(self, where: Where, call: ChatCall, *, long: bool) -> Match | None:
+        task = self._sessions.implicit.task(where)
+        if task is None:
+            return None
+        template = self._completer.render_key(call)
+        if long:
+            look = await asyncio.to_thread(task.look, call.messages, call.tools, template)
+        else:
+            look = task.look(call.messages, call.tools, template)
+        return task.find(look, call.messages, self._sessions.implicit.over)
+
+    def _start(self, body: Any, task_id: str) -> StartSession:
+        metadata = body.get("metadata") if isinstance(body, Mapping) else None
+        try:
+            return StartSession(
+                task_id=task_id,
+                group_size=self._config.implicit_group_size,
+                metadata=metadata if isinstance(metadata, dict) else {},
+                wait=self._config.implicit_wait,
+                ttl=None,
+            )
+        except ValidationError as error:
+            said = error.errors(include_input=False, include_url=False)[0]["msg"]
+            raise InvalidRequest(said.removeprefix("Value error, "), param="metadata") from None
+
+    async def _open(
+        self, request: Request, start: StartSession, call: ChatCall, caller: Caller, place: Place
+    ) -> Joined:
+        # What cannot be rendered, or is too long, must take no slot.
+        try:
+            prepared = await prepare(self._completer, call, InteractionTree())
+        except InvalidRequest as error:
+            raise in_the_agents_words(error, call) from None
+        member: Member | None = None
+        try:
+            with place.lent():
+                opening = self._opening.open(start, caller, implicit=True)
+                started = await while_present(request, opening)
+                session = self._sessions.live.get(started.session_id)
+                member = self._sessions.implicit.member(session) if session is not None else None
+        except TooManyRequests:
+            if member is not None:
+                # It has its session, and no place any more: the same call again finds it.
+                member.taken -= 1
+            raise
+        if member is None:
+            raise SessionClosed(
+                f"session {started.session_id} was ended before its first call", retry_after=1
+            )
+        self.calls["opened"] += 1
+        # It was taken for this call when it was opened.
+        return Joined(member, prepared=prepared)

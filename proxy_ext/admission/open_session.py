@@ -1,0 +1,393 @@
+"""Opening sessions: a key's lane, a slot or a group's reservation, a row in the journal."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from any_agent.config import SessionConfig
+from any_agent.errors import (
+    AnyAgentError,
+    Conflict,
+    InvalidRequest,
+    TooManyRequests,
+    Unauthenticated,
+    VersionGone,
+)
+from any_agent.keys import KeySigner, Lane
+from any_agent.protocol.rl import SessionStarted, StartSession
+from any_agent.types import SessionMode, SessionState
+from proxy_ext.auth import Caller, Scope
+from proxy_ext.journal import IMPLICITLY, PutSession, SessionRow
+from proxy_ext.journal.kept_answer import Keep, keep_nothing
+from proxy_ext.run_state import RunState
+from proxy_ext.sessions.areal_ids import TaskNumbers
+from proxy_ext.sessions.endings import Endings
+from proxy_ext.sessions.grants import Grants
+from proxy_ext.sessions.groups import Group, closed_error, group_key, public_id
+from proxy_ext.sessions.lease_owners import GRANT_OWNER
+from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session_age import stamp
+from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.web.drain import draining
+from proxy_ext.web.quotas import Quotas
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """An open under the names of the AReaL documents: its id is `<task>-<rank>-<n>`, and it takes a
+    granted slot, without a group, if there is one."""
+
+    task: str
+    grant_only: bool = False
+    """No other slot will do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Whose session is to be opened, and under which key."""
+
+    caller: Caller
+    lane: Lane
+    key: str
+    tenant: str | None
+    numbers: TaskNumbers | None = None
+    grant_only: bool = False
+    implicit: bool = False
+    """By a model call."""
+
+
+class Opening:
+    """Opens sessions of one rank."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        endings: Endings,
+        signer: KeySigner,
+        config: SessionConfig,
+        *,
+        run: RunState,
+        quotas: Quotas,
+        largest_group: int,
+        public_url: str,
+    ) -> None:
+        self._sessions = sessions
+        self._endings = endings
+        self._signer = signer
+        self._config = config
+        self._run = run
+        self._quotas = quotas
+        self._largest_group = largest_group
+        self._base_url = f"{public_url}/v1"
+        self._opening: set[str] = set()
+        """Lanes whose session is being opened."""
+        self.refused: Counter[str] = Counter()
+        """Opens that were refused, by the error's code."""
+        self._draining = False
+
+    def drain(self) -> None:
+        """Refuse whoever waits for a slot, at once, and whoever comes."""
+        self._draining = True
+        self._sessions.admission.close(draining())
+
+    async def open(
+        self,
+        body: StartSession,
+        caller: Caller,
+        keep: Keep = keep_nothing,
+        *,
+        numbered: Numbered | None = None,
+        implicit: bool = False,
+    ) -> SessionStarted:
+        """Open a session: take a slot (train), write it, answer it with its key.
+
+        ``implicit``: for a model call that names none.
+        """
+        try:
+            return await self._checked(body, caller, keep, numbered, implicit=implicit)
+        except AnyAgentError as error:
+            self.refused[error.code] += 1
+            raise
+
+    async def _checked(
+        self,
+        body: StartSession,
+        caller: Caller,
+        keep: Keep,
+        numbered: Numbered | None,
+        *,
+        implicit: bool,
+    ) -> SessionStarted:
+        if self._draining:
+            raise draining()
+        on_grant = numbered is not None and self._sessions.grants_of(caller).left > 0
+        if body.mode == "train" and not on_grant:
+            # Whoever grants slots trains by itself, whatever becomes of the training here.
+            self._run.require_training()
+        if self._sessions.counts.undecided + len(self._opening) >= self._config.max_open:
+            raise TooManyRequests(
+                f"{self._config.max_open} sessions are open here, as many as sessions.max_open "
+                "allows; finalize or abort some, or try again later",
+                code="too_many_sessions",
+                retry_after=5,
+            )
+        numbers = await self._sessions.task_names.of(numbered.task) if numbered else None
+        place = replace(await self._place(body.api_key, caller), implicit=implicit)
+        if numbered is not None:
+            place = replace(place, numbers=numbers, grant_only=numbered.grant_only)
+        self._quotas.begin_open(place.tenant)
+        self._opening.add(place.lane.id)
+        try:
+            return await self._open(body, place, keep)
+        finally:
+            self._opening.discard(place.lane.id)
+            self._quotas.end_open(place.tenant)
+
+    async def _open(self, body: StartSession, place: _Place, keep: Keep) -> SessionStarted:
+        mode = SessionMode(body.mode)
+        pinned = self._pinned(body)
+        group: Group | None = None
+        granted: Grants | None = None
+        if place.numbers is not None and mode is SessionMode.TRAIN:
+            grants = self._sessions.grants_of(place.caller)
+            granted = grants if grants.take() else None
+        if mode is SessionMode.TRAIN and granted is None:
+            # The grant that there was may have been taken meanwhile.
+            self._run.require_training()
+            if place.grant_only:
+                raise self._no_slot(place.tenant)
+            group = await self._admit(body, place.tenant)
+        session = self._session(body, place, group, pinned, GRANT_OWNER if granted else None)
+        row = session.row
+        answer = SessionStarted(
+            session_id=row.id,
+            api_key=place.key,
+            base_url=self._base_url,
+            mode=body.mode,
+            version=self._run.version,
+            group_id=public_id(row.group_id) if row.group_id else None,
+            task_id=row.task_id,
+            expires_in=row.expires_at - row.created_at,
+            idle_in=self._sessions.idle_timeout(row),
+        )
+        # Shielded: a client that leaves now must not leave a row that memory lacks.
+        insert = asyncio.ensure_future(self._insert(session, group, granted, answer, keep))
+        try:
+            await asyncio.shield(insert)
+        except asyncio.CancelledError:
+            await asyncio.wait([insert])
+            # One that may ask again, and gets this answer then, wants the session.
+            if insert.exception() is None and keep is keep_nothing:
+                await self._endings.abort(session, "its opener left")
+            raise
+        return answer
+
+    def _session(
+        self,
+        body: StartSession,
+        place: _Place,
+        group: Group | None,
+        pinned: int | None,
+        owner: str | None,
+    ) -> Session:
+        wall = time.time()
+        ttl = min(body.ttl or self._config.ttl, self._config.ttl)
+        row = SessionRow(
+            id=self._name(place, group),
+            lane=place.lane.id,
+            mode=SessionMode(body.mode),
+            state=SessionState.OPEN,
+            task_id=body.task_id,
+            group_id=group.id if group else None,
+            group_size=group.size if group else 1,
+            metadata=body.metadata,
+            created_at=wall,
+            expires_at=wall + ttl,
+            owner=owner,
+            tenant=place.tenant,
+            opened_by=f"{IMPLICITLY if place.implicit else ''}{place.caller.name}",
+            pinned_version=pinned,
+            clock=stamp(),
+        )
+        return Session(row, self._sessions.idle_timeout(row))
+
+    def _name(self, place: _Place, group: Group | None) -> str:
+        if place.numbers is not None:
+            return place.numbers.new()
+        return self._sessions.groups.new_member(group) if group else self._sessions.names.single()
+
+    def _pinned(self, body: StartSession) -> int | None:
+        """The weight version that all of its tokens must have; VersionGone for another one."""
+        if body.version not in (None, "current", self._run.version):
+            raise VersionGone.at_open(body.version, self._run.version)
+        return None if body.version is None else self._run.version
+
+    async def _insert(
+        self,
+        session: Session,
+        group: Group | None,
+        granted: Grants | None,
+        answer: SessionStarted,
+        keep: Keep,
+    ) -> None:
+        spent = (granted.row(),) if granted is not None else ()
+        try:
+            await self._sessions.journal.commit(PutSession(session.row), *spent, *keep(answer))
+        except BaseException:
+            if granted is not None:
+                granted.put_back()
+            elif group is not None:
+                self._not_opened(group)
+            elif session.mode is SessionMode.TRAIN:
+                self._sessions.admission.release(1)
+            raise
+        self._sessions.add(session)
+        if group is not None:
+            group.promised -= 1
+            if not group.begun:
+                self._sessions.groups.begin(group)
+            group.note(session.row)
+
+    def _not_opened(self, group: Group) -> None:
+        """Its slot stays the group's, unless the group's time is over."""
+        group.promised -= 1
+        if group.over:
+            self._sessions.admission.release(1)
+        else:
+            self._discard_unused(group)
+
+    # -- lanes ---------------------------------------------------------------------------------
+
+    async def _place(self, api_key: str | None, caller: Caller) -> _Place:
+        if api_key is None:
+            lane, key = self._signer.mint(self._sessions.rank)
+            return _Place(caller, lane, key, caller.tenant)
+        lane = self._lane(api_key)
+        current = await self._sessions.by_lane(lane.id)
+        tenant = current.row.tenant if current is not None else caller.tenant
+        if caller.scope is Scope.TENANT and (current is None or tenant != caller.tenant):
+            # Another tenant's is answered as one that was never given out.
+            raise Unauthenticated(_NOT_A_KEY)
+        if current is not None and current.state is SessionState.OPEN:
+            raise Conflict(
+                f"the key's session {current.id} is still open; finalize it first",
+                code="lane_busy",
+            )
+        if lane.id in self._opening:
+            raise Conflict("another open with this key is under way", code="lane_busy")
+        return _Place(caller, lane, api_key, tenant)
+
+    def _lane(self, api_key: str) -> Lane:
+        lane = self._signer.verify(api_key)
+        if lane is None:
+            raise Unauthenticated(_NOT_A_KEY)
+        if lane.rank != self._sessions.rank:
+            raise Conflict(
+                "the key belongs to another rank; open without api_key", code="lane_on_other_rank"
+            )
+        return lane
+
+    # -- slots ---------------------------------------------------------------------------------
+
+    async def _admit(self, body: StartSession, tenant: str | None) -> Group | None:
+        """A slot of its own, or one of its group's; TooManyRequests if none came in time."""
+        wait = min(body.wait, self._config.max_wait)
+        if body.group_id is not None or body.task_id is not None:
+            return await self._admit_member(body, tenant, wait)
+        if body.group_size not in (None, 1):
+            raise InvalidRequest("group_size needs a group_id or a task_id", param="group_size")
+        ticket = self._sessions.admission.ask(1)
+        try:
+            granted = await ticket.wait(wait)
+        except asyncio.CancelledError:
+            self._sessions.admission.withdraw(ticket)
+            raise
+        if not granted:
+            self._sessions.admission.withdraw(ticket)
+            if body.api_key is not None:
+                # Only this rank will do.
+                self._sessions.admission.remember(body.api_key, 1)
+            raise self._no_slot(tenant)
+        return None
+
+    async def _admit_member(self, body: StartSession, tenant: str | None, wait: float) -> Group:
+        size = body.group_size or self._config.group_size
+        if size > self._largest_group:
+            raise InvalidRequest(
+                f"group_size {size} exceeds {self._largest_group}, the lesser of the run's "
+                "batch_size and max_concurrent: such a group could never be admitted",
+                param="group_size",
+            )
+        groups, deadline = self._sessions.groups, time.monotonic() + wait
+        key = group_key(body.group_id, body.task_id, tenant)
+        unknown = key.named and groups.get(key.name) is None
+        stored = await self._sessions.journal.group(key.name) if unknown else []
+        # Looked at again: others may have begun it meanwhile, and theirs are the sessions read.
+        if stored and groups.get(key.name) is None:
+            # Its sessions were trained on long ago, perhaps; it is closed for good.
+            raise closed_error(key.name)
+        while True:
+            if groups.begins(key):
+                self._quotas.begin_group(tenant, groups.unfilled(tenant))
+            group = groups.joinable(
+                key, tenant=tenant, size=size, by_default=body.group_size is None
+            )
+            await self._wait_for(group, deadline - time.monotonic())
+            if group.room > 0:
+                group.promised += 1
+                return group
+            if key.named:
+                raise closed_error(group.id)
+            # Others were first; the task's next generation begins.
+
+    async def _wait_for(self, group: Group, seconds: float) -> None:
+        """Return once the group has its slots; TooManyRequests if none came in time."""
+        if group.ticket is None and not group.begun:
+            try:
+                group.ticket = self._sessions.admission.ask(group.size)
+            except AnyAgentError:
+                self._sessions.groups.discard(group)
+                raise
+        group.openers += 1
+        granted = False
+        try:
+            granted = group.ticket is None or await group.ticket.wait(seconds)
+        finally:
+            group.openers -= 1
+            if not granted:
+                self._discard_unused(group)
+        if not granted:
+            raise self._no_slot(group.tenant)
+        self._sessions.admission.forget(str(group.key))
+
+    def _discard_unused(self, group: Group) -> None:
+        """Give back the slots (or the place) of a group that nobody got into."""
+        if group.ticket is not None and group.unused:
+            if not group.ticket.granted:
+                self._sessions.admission.remember(str(group.key), group.size)
+            self._sessions.admission.withdraw(group.ticket)
+            self._sessions.groups.discard(group)
+
+    def _no_slot(self, tenant: str | None) -> TooManyRequests:
+        message = (
+            f"no slot for a train session is free: {self._sessions.admission.why_none}; "
+            "try again later, or pass a (longer) `wait`, in seconds, to wait for one"
+        )
+        # Nobody is told of another tenant's groups.
+        groups = [g for g in self._sessions.groups.all() if g.tenant == tenant]
+        partial = next((g for g in groups if g.begun and g.room > 0), None)
+        if partial is not None:
+            kept = sum(group.room for group in groups if group.begun)
+            message += (
+                f". {kept} slots are kept for groups that are not full: "
+                f"{public_id(partial.id)} has {len(partial.members)} of {partial.size} sessions"
+            )
+        return TooManyRequests(message, retry_after=2)
+
+
+_NOT_A_KEY = (
+    "api_key must be the key of an earlier session of this service; leave it out for a new one"
+)

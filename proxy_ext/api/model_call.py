@@ -1,0 +1,312 @@
+"""Model calls over HTTP, whatever the shape of their answers: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from any_agent.completions import ChatCall, Delta, Prepared
+from any_agent.completions.encoders import Answer
+from any_agent.completions.parsed_request import (
+    Asked,
+    Rules,
+    chat_asked,
+    headers_of,
+    text_asked,
+    version_of,
+    whole,
+)
+from any_agent.completions.prepare import checked, prepare
+from any_agent.errors import AnyAgentError, Unauthenticated
+from any_agent.types import Interaction, SessionMode
+from proxy_ext.calls.call import Item, Listener
+from proxy_ext.calls.concurrency_limit import Place
+from proxy_ext.calls.retries import mark_of, take_up
+from proxy_ext.service import Service
+from proxy_ext.sessions.session import Session
+from proxy_ext.web.exchange import Client, EventStream, read_json
+
+_BATCH = 65_536
+"""Bytes of events that are sent at once, if so many are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """A request that is to be checked."""
+
+    service: Service
+    session: Session | None
+    """Loaded, if there is one: what it recorded stays in memory until the call has begun."""
+    mode: SessionMode
+    body: Any
+
+    @property
+    def rules(self) -> Rules:
+        sampling = self.service.sampling
+        if self.session is None:
+            # Whoever only wants an answer gets what OpenAI's API gives.
+            sampling = sampling.new(temperature=1.0)
+        elif self.mode is SessionMode.EVAL:
+            sampling = self.service.eval_sampling
+        config = self.service.config
+        return Rules(self.mode, sampling, config.model.name, config.server.unknown_parameters)
+
+
+Parse: TypeAlias = Callable[[Asking], Asked]
+
+
+async def chat_completions(service: Service, request: Request) -> Response:
+    """One model call of a session, or, where nothing is trained, of nobody's."""
+    return await serve(service, request, _chat)
+
+
+async def text_completions(service: Service, request: Request) -> Response:
+    """A legacy completion, recorded like a chat call."""
+    return await serve(service, request, _text)
+
+
+def _chat(asking: Asking) -> Asked:
+    return chat_asked(asking.body, asking.rules, asking.service.completer.chat)
+
+
+def _text(asking: Asking) -> Asked:
+    return text_asked(asking.body, asking.rules, asking.service.completer.chat)
+
+
+async def serve(service: Service, request: Request, parse: Parse) -> Response:
+    """A model call of any API: admitted, checked, begun or taken up again, answered.
+
+    Raises AnyAgentError; what fails after the first event ends the stream in its API's shape.
+    """
+    # First of all: what is refused for want of a place must cost next to nothing.
+    place = service.calls.enter()
+    try:
+        session, tenant = await _whose(service, request)
+        service.quotas.require_tokens(tenant)
+        body = await read_json(request)
+        if service.frozen.knows(body):
+            # It takes nothing of the engine's.
+            place.leave()
+            return await service.frozen.answer(request, body, session, tenant)
+        service.frozen.policy.take(body)
+        if session is None and service.run.state == "training":
+            asked, listener = await _implicitly(service, request, parse, body, place)
+        else:
+            asked, listener = await _begun(
+                service, request, parse, body, session, place=place, tenant=tenant
+            )
+    except BaseException:
+        place.leave()
+        raise
+    listener.place = place
+    if asked.call.stream:
+        return await _stream(service, request, asked, listener)
+    return await _whole(service, request, asked, listener)
+
+
+async def _implicitly(
+    service: Service, request: Request, parse: Parse, body: Any, place: Place
+) -> tuple[Asked, Listener]:
+    """A call of an agent that opens no sessions: of the one that its conversation goes on in, or of
+    a new one."""
+    caller, found = service.auth.caller(request), service.implicit
+    before = body.get("previous_response_id") if isinstance(body, dict) else None
+    joined = await found.named(caller, before) if isinstance(before, str) else None
+    asked = None
+    if joined is None:
+        # Before a session is looked for, or even opened.
+        asked = await _checked(parse, Asking(service, None, SessionMode.TRAIN, body), request)
+        joined = await found.join(request, body, asked.call, caller, place)
+    try:
+        asked, listener = await _begun(
+            service,
+            request,
+            parse,
+            body,
+            joined.session,
+            place=place,
+            tenant=caller.tenant,
+            asked=asked,
+            prepared=joined.prepared,
+        )
+    except BaseException:
+        joined.give_up()
+        raise
+    joined.began(listener)
+    return asked, listener
+
+
+async def _begun(
+    service: Service,
+    request: Request,
+    parse: Parse,
+    body: Any,
+    session: Session | None,
+    *,
+    place: Place,
+    tenant: str | None,
+    asked: Asked | None = None,
+    prepared: Prepared | None = None,
+) -> tuple[Asked, Listener]:
+    """The call, checked and begun, or taken up again."""
+    mode = session.mode if session is not None else SessionMode.EVAL
+    # What a retry or the prompt finds in the tree stays there until the call has begun.
+    with service.sessions.trees.pinned(session) if session is not None else nullcontext():
+        if session is not None:
+            await service.sessions.load(session)
+        if asked is None:
+            asked = await _checked(parse, Asking(service, session, mode, body), request)
+        listener = await _begin(
+            service, request, asked.call, session, place=place, tenant=tenant, prepared=prepared
+        )
+    return asked, listener
+
+
+async def _checked(parse: Parse, asking: Asking, request: Request) -> Asked:
+    size = len(await request.body())
+    return await checked(asking.service.completer, partial(parse, asking), size)
+
+
+async def _whose(service: Service, request: Request) -> tuple[Session | None, str | None]:
+    """The session that a call belongs to, and the tenant that it is charged to."""
+    session = await service.auth.session_or_none(request, request.query_params.get("session_id"))
+    if session is not None:
+        session.require_open()
+        return session, session.row.tenant
+    caller = service.auth.caller(request)
+    if service.run.state == "training" and not service.implicit.takes(caller):
+        raise Unauthenticated(
+            "calls belong to a session while training goes on: POST /rl/v1/start_session "
+            "(mode train or eval) and use its api_key; "
+            "this call came without a key, or with one that belongs to no session",
+            code="no_session",
+        )
+    return None, caller.tenant
+
+
+async def _begin(
+    service: Service,
+    request: Request,
+    call: ChatCall,
+    session: Session | None,
+    *,
+    place: Place,
+    tenant: str | None,
+    prepared: Prepared | None,
+) -> Listener:
+    """The call that the request repeats, or a new one; ``prepared``, if it was already."""
+    tree, mark = None, None
+    if session is not None:
+        tree, mark = session.tree, mark_of(request, await request.body())
+        if mark is not None and mark.retry_count > 0:
+            earlier = await take_up(service.calls, session, mark, call)
+            if earlier is not None:
+                return earlier
+    await service.calls.turns.next()
+    if prepared is None:
+        prepared = await prepare(service.completer, call, tree)
+    return service.calls.start(
+        prepared, session, stream=call.stream, place=place, tenant=tenant, mark=mark
+    )
+
+
+async def _whole(service: Service, request: Request, asked: Asked, listener: Listener) -> Response:
+    try:
+        answers: dict[int, Interaction] = {}
+        async with Client(request, on_leave=listener.leave) as client:
+            while len(answers) < listener.call.head.choices:
+                item = await listener.next()
+                if not isinstance(item, Delta):
+                    answers[item.index] = item.interaction
+            in_order = [answers[k] for k in sorted(answers)]
+            version = version_of(in_order, service.run.version)
+            answer = asked.answer(listener.call.head, version)
+            body = await whole(answer, asked.call, in_order)
+            await client.look()
+        response = Response(
+            body, headers=_headers(listener, asked.call, version), media_type="application/json"
+        )
+        if not client.gone:
+            for index in answers:
+                listener.deliver(index)
+        return response
+    finally:
+        await service.calls.release(listener)
+
+
+async def _stream(service: Service, request: Request, asked: Asked, listener: Listener) -> Response:
+    # What fails before the first token is an HTTP error, so the first item comes first.
+    try:
+        async with Client(request, on_leave=listener.leave):
+            first = await listener.next()
+        version = version_of(list(listener.call.recorded.values()), service.run.version)
+        answer = asked.answer(listener.call.head, version)
+        headers = _headers(listener, asked.call, version)
+    except BaseException:
+        await service.calls.release(listener)
+        raise
+
+    async def finish() -> None:
+        await service.calls.release(listener)
+
+    events = _events(request, listener, answer, first)
+    return EventStream(
+        events, headers, finish=finish, send_timeout=service.config.server.client_timeout
+    )
+
+
+async def _events(
+    request: Request, listener: Listener, answer: Answer, item: Item
+) -> AsyncGenerator[bytes]:
+    """One call's events. A choice is delivered once the event with its finish reason was sent."""
+    begun: set[int] = set()
+    ended: dict[int, Interaction] = {}
+    choices = listener.call.head.choices
+    async with Client(request, on_leave=listener.leave) as client:
+        await client.look()
+        while True:
+            events: list[bytes] = []
+            size = 0
+            # What is there already leaves at once, in one piece.
+            while isinstance(item, Delta):
+                if item.index not in begun:
+                    begun.add(item.index)
+                    events.append(answer.start(item.index))
+                event = answer.delta(item)
+                events.append(event)
+                size += len(event)
+                if not listener.ready or size > _BATCH:
+                    break
+                item = await listener.next()
+            if data := b"".join(events):
+                yield data
+            if not isinstance(item, Delta):
+                index = item.index
+                ended[index] = item.interaction
+                event = answer.end(index, item.interaction)
+                if index not in begun:
+                    event = answer.start(index) + event
+                if len(ended) == choices:
+                    event += answer.last([ended[k] for k in sorted(ended)])
+                yield event
+                if not client.gone:
+                    listener.deliver(index)
+                if len(ended) == choices:
+                    return
+            try:
+                item = await listener.next()
+            except AnyAgentError as error:
+                # The status is sent already.
+                yield answer.failed(error)
+                return
+
+
+def _headers(listener: Listener, call: ChatCall, version: int) -> dict[str, str]:
+    head, session = listener.call.head, listener.call.session
+    return headers_of(call, head, version, session.id if session is not None else None)

@@ -1,0 +1,150 @@
+"""The `/rl` routes of agents: open a session, reward it, end it, look at it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Query
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from any_agent.protocol.rl import (
+    Abort,
+    Finalize,
+    Heartbeat,
+    RewardSet,
+    RunInfo,
+    SessionContent,
+    SessionDetails,
+    SessionFinalized,
+    SessionInfo,
+    SessionStarted,
+    SetReward,
+    StartByQuery,
+    StartSession,
+    Veto,
+)
+from proxy_ext.api.rl.dependencies import Anyone, Once, Who, shaped
+from proxy_ext.api.rl.strict_body import StrictRoute
+from proxy_ext.sessions.content import content_of
+from proxy_ext.sessions.rewards import parts_of
+from proxy_ext.web.exchange import while_present
+
+router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)
+# Everything in these bodies has a default, so none is needed.
+Start = Annotated[StartSession, Body(default_factory=StartSession)]
+End = Annotated[Finalize, Body(default_factory=Finalize)]
+Stop = Annotated[Abort, Body(default_factory=Abort)]
+Refuse = Annotated[Veto, Body(default_factory=Veto)]
+
+
+@router.post("/start_session", response_model=SessionStarted)
+async def start_session(
+    body: Start, request: Request, service: Anyone, caller: Who, receipt: Once
+) -> Response:
+    """Open a session; its key goes where the OpenAI key goes."""
+    opening = service.opening.open(body, caller, receipt.keep)
+    return receipt.response(await while_present(request, opening))
+
+
+@router.get("/start_session")
+async def start_session_by_query(
+    request: Request, service: Anyone, caller: Who, query: Annotated[StartByQuery, Query()]
+) -> SessionStarted:
+    """As POST, for people who type URLs; a key has no place in one."""
+    return await while_present(request, service.opening.open(query, caller))
+
+
+@router.post("/set_reward", response_model=RewardSet)
+async def set_reward(
+    body: SetReward, request: Request, service: Anyone, caller: Who, receipt: Once
+) -> Response:
+    """Reward a completion (by default the last one), or the whole session; also once more."""
+    session = await service.auth.session(request, body.session_id)
+    by, keep = caller.name, receipt.keep
+    if body.reward is None:
+        final = parts_of(body.final_reward, body.name)
+        return receipt.response(await service.rewards.give_final(session, final, by=by, keep=keep))
+    wanted = body.interaction_id or body.completion_id
+    parts = parts_of(body.reward, body.name)
+    return receipt.response(await service.rewards.give(session, parts, wanted, by=by, keep=keep))
+
+
+@router.post("/finalize", response_model=SessionFinalized)
+async def finalize(
+    body: End, request: Request, service: Anyone, caller: Who, receipt: Once
+) -> Response:
+    """End a session; its trajectory is handed to training, at once or when its reward is there.
+
+    Once more, with the same final reward or none, it is answered as it is now.
+    """
+    session = await service.auth.session(request, body.session_id)
+    final, by, keep = parts_of(body.final_reward), caller.name, shaped(receipt.keep, _finalized)
+    if body.await_reward:
+        until = body.deadline
+        ending = service.endings.await_reward(session, until, final, by=by, keep=keep)
+    else:
+        ending = service.endings.finalize(session, final, by=by, keep=keep)
+    return receipt.response(_finalized(await ending))
+
+
+def _finalized(info: BaseModel) -> SessionFinalized:
+    return SessionFinalized(**info.model_dump())
+
+
+@router.get("/sessions/{session_id}")
+async def get_session(session_id: str, request: Request, service: Anyone) -> SessionDetails:
+    """What is recorded of a session: the caller's own, or any for the operator."""
+    return await service.rewards.history(await service.auth.session(request, session_id))
+
+
+@router.get("/sessions/{session_id}/content", response_model=SessionContent)
+async def get_content(session_id: str, request: Request, service: Anyone) -> Response:
+    """What was said in a session, as graders are given it."""
+    session = await service.auth.session(request, session_id)
+    return Response(await content_of(service.sessions, session), media_type="application/json")
+
+
+@router.post("/sessions/{session_id}/heartbeat", response_model=Heartbeat)
+async def heartbeat(session_id: str, request: Request, service: Anyone, receipt: Once) -> Response:
+    """Keep an open session from expiring while nothing else happens in it."""
+    session = await service.auth.session(request, session_id)
+    answer = session.heartbeat()
+    await receipt.store(answer)
+    return receipt.response(answer)
+
+
+@router.post("/sessions/{session_id}/abort", response_model=SessionInfo)
+async def abort(
+    session_id: str, body: Stop, request: Request, service: Anyone, receipt: Once
+) -> Response:
+    """Throw a session away; its calls under way are aborted."""
+    session = await service.auth.session(request, session_id)
+    ending = service.endings.abort(
+        session, body.reason, keep_place=body.keep_place, keep=receipt.keep
+    )
+    return receipt.response(await ending)
+
+
+@router.post("/sessions/{session_id}/veto", response_model=SessionInfo)
+async def veto(
+    session_id: str, body: Refuse, request: Request, service: Anyone, receipt: Once
+) -> Response:
+    """Keep a finalized session out of training."""
+    session = await service.auth.session(request, session_id)
+    return receipt.response(await service.endings.veto(session, body.reason, keep=receipt.keep))
+
+
+@router.delete("/sessions/{session_id}", response_model=SessionInfo)
+async def delete(session_id: str, request: Request, service: Anyone, receipt: Once) -> Response:
+    """Erase a session's texts, tokens and metadata; end it first if it is not over."""
+    session = await service.auth.session(request, session_id)
+    return receipt.response(await service.endings.delete(session, keep=receipt.keep))
+
+
+@router.get("/run")
+async def run_info(request: Request, service: Anyone) -> RunInfo:
+    """What is trained here, and which checkpoint to load."""
+    await service.auth.session_or_none(request, request.query_params.get("session_id"))
+    return service.run.info

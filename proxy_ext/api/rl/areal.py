@@ -1,0 +1,294 @@
+"""The routes that AReaL's documents name, with their bodies and answers, over our sessions.
+
+A client written for AReaL needs another URL and nothing else. What differs in meaning is in
+docs/from-areal.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Body
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.types import StringConstraints
+from starlette.requests import Request
+from starlette.responses import Response
+
+from any_agent.errors import AnyAgentError, RunFinished, TooManyRequests
+from any_agent.protocol.rl import GRANT_ONLY_HEADER, Ack, SessionInfo, SessionStarted, StartSession
+from any_agent.types import SessionMode, SessionState
+from proxy_ext.admission.open_session import Numbered
+from proxy_ext.api.rl.areal_export import ArealTrajectories, exported
+from proxy_ext.api.rl.dependencies import Anyone, Once, Who, shaped
+from proxy_ext.api.rl.strict_body import StrictRoute
+from proxy_ext.auth import SESSIONS_SCOPE_KEY, Caller, Scope
+from proxy_ext.journal.kept_answer import Keep, keep_nothing
+from proxy_ext.leases.leases import trajectory
+from proxy_ext.service import Service
+from proxy_ext.sessions.grants import Granted
+from proxy_ext.sessions.lease_owners import EXPORT_OWNER
+from proxy_ext.sessions.rewards import parts_of
+from proxy_ext.sessions.session import Session
+from proxy_ext.web.drain import draining
+from proxy_ext.web.exchange import while_present
+
+router = APIRouter(route_class=StrictRoute)
+
+_REFRESH_WAIT = 115.0
+"""Seconds that the next session of a key may wait for a slot; AReaL's clients give up after 130."""
+_SLICE = 2.0
+"""Seconds of one wait for a slot that the trainer admits, before grants are looked at again."""
+_EXPORT_WAIT = 240.0
+"""Seconds that an export waits for its session to end; aiohttp's clients give up after 300."""
+_EMPTY = "ended without a model call"
+
+_TASK = "^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$"
+Task = Annotated[str, StringConstraints(pattern=_TASK)]
+"""Shorter than other names: the session's id is made of it."""
+
+
+class _ArealBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ArealGrant(_ArealBody):
+    task_id: Task | None = None
+    """Whose session it is for: behind a router the slot is where that task's sessions are."""
+    change: Literal[-1, 1] = 1
+    """-1 takes one back that is not used yet. So a router brings it to where it is needed."""
+    of: Literal["run", "others"] | None = None
+    """Whose: the run's own trainer's, or everybody else's; None: the caller's."""
+
+
+class ArealStart(_ArealBody):
+    task_id: Task | None = None
+    """None: it is in no group, and its id begins with `task`."""
+    api_key: str | None = None
+    """An earlier session's key: that session is ended, and the next one opens under the key."""
+    grant_only: bool = False
+    """Take a slot of `/grant_capacity` or none."""
+
+
+class ArealStarted(BaseModel):
+    session_id: str
+    api_key: str
+
+
+class ArealReward(_ArealBody):
+    session_id: str | None = None
+    reward: float = Field(ge=-1e6, le=1e6)
+    interaction_id: str | None = None
+    """None: the last one."""
+
+
+class Done(BaseModel):
+    message: Literal["success"] = "success"
+
+
+class ArealEnd(_ArealBody):
+    session_id: str | None = None
+
+
+class ArealEnded(Done):
+    interaction_count: int
+
+
+class ArealExport(_ArealBody):
+    session_id: str
+    discount: float = Field(1.0, ge=0, le=1)
+    style: Literal["individual", "concat"] = "individual"
+    drop_retry_orphans: bool = False
+    """Has no effect: what a retry left behind is never trained on here."""
+
+
+class ArealHealth(BaseModel):
+    status: Literal["ok"] = "ok"
+    workers: int
+
+
+End = Annotated[ArealEnd, Body(default_factory=ArealEnd)]
+Start = Annotated[ArealStart, Body(default_factory=ArealStart)]
+Grant = Annotated[ArealGrant, Body(default_factory=ArealGrant)]
+
+
+@router.get("/health")
+async def health(service: Anyone) -> ArealHealth:
+    """The process lives; behind the router, how many ranks serve."""
+    return ArealHealth(workers=1)
+
+
+@router.post("/grant_capacity", response_model=Granted)
+async def grant_capacity(body: Grant, service: Anyone, caller: Who, receipt: Once) -> Response:
+    """One more train session may be opened by `/rl/start_session`, without a group.
+
+    What the run's own trainer grants, it alone can take. Conflict (`no_grant`) where there is none
+    to take back.
+    """
+    sessions = service.sessions
+    grants = sessions.grants_of(caller)
+    if body.of is not None:
+        grants = sessions.run_grants if body.of == "run" else sessions.grants
+    return receipt.response(await grants.add(receipt.keep, body.change))
+
+
+@router.post("/rl/start_session", response_model=ArealStarted)
+async def start_session(
+    body: Start, request: Request, service: Anyone, caller: Who, receipt: Once
+) -> Response:
+    """Open a session on a granted slot, else on one that the trainer admits, in its task's group.
+
+    With the key of an earlier session: end that one first.
+    """
+    keep = shaped(receipt.keep, _started)
+    only = body.grant_only or GRANT_ONLY_HEADER in request.headers
+    opening = _start(service, body, caller, keep, grant_only=only)
+    return receipt.response(_started(await while_present(request, opening)))
+
+
+async def _start(
+    service: Service, body: ArealStart, caller: Caller, keep: Keep, *, grant_only: bool
+) -> SessionStarted:
+    if grant_only and not service.sessions.grants_of(caller).left:
+        # Before anything is ended for it.
+        raise TooManyRequests("no slot is granted here", retry_after=2)
+    ended = False
+    if body.api_key is not None:
+        # Shielded: a client that leaves now must not leave the journal ahead of the memory.
+        ended = await asyncio.shield(_end_earlier(service, body.api_key, caller))
+    deadline = time.monotonic() + (_REFRESH_WAIT if ended else 0.0)
+    numbered = Numbered(body.task_id or "task", grant_only)
+    while True:
+        began = time.monotonic()
+        wait = min(_SLICE, max(0.0, deadline - began))
+        start = StartSession(
+            task_id=body.task_id, group_size=None, ttl=None, wait=wait, api_key=body.api_key
+        )
+        try:
+            return await service.opening.open(start, caller, keep, numbered=numbered)
+        except (TooManyRequests, RunFinished) as error:
+            # Without a training there are slots only where somebody grants them.
+            hopeless = isinstance(error, RunFinished) and not service.sessions.grants.granted
+            if hopeless or not wait or grant_only:
+                raise
+        # What is refused at once, as for a quota, has not waited.
+        await asyncio.sleep(began + wait - time.monotonic())
+
+
+async def _end_earlier(service: Service, api_key: str, caller: Caller) -> bool:
+    """End the key's session if it is open, and the caller's; whatever else is said by the open."""
+    lane = service.auth.access.signer.verify(api_key)
+    session = await service.sessions.by_lane(lane.id) if lane is not None else None
+    if session is None or session.state is not SessionState.OPEN:
+        return False
+    if caller.scope is Scope.TENANT and session.row.tenant != caller.tenant:
+        return False
+    await _end(service, session, caller, keep_nothing)
+    return True
+
+
+def _started(started: BaseModel) -> ArealStarted:
+    assert isinstance(started, SessionStarted)
+    return ArealStarted(session_id=started.session_id, api_key=started.api_key)
+
+
+@router.post("/rl/set_reward", response_model=Done)
+async def set_reward(
+    body: ArealReward, request: Request, service: Anyone, caller: Who, receipt: Once
+) -> Response:
+    """Reward an interaction, by default the last one."""
+    session = await service.auth.session(request, body.session_id)
+    keep = shaped(receipt.keep, lambda _: Done())
+    parts = parts_of(body.reward)
+    await service.rewards.give(session, parts, body.interaction_id, by=caller.name, keep=keep)
+    return receipt.response(Done())
+
+
+@router.post("/rl/end_session", response_model=ArealEnded)
+async def end_session(
+    body: End, request: Request, service: Anyone, caller: Who, receipt: Once
+) -> Response:
+    """End a session; its trajectory is handed to training. A second time it says the same."""
+    session = await service.auth.session(request, body.session_id)
+    over = await _over(service, session)
+    if over is None:
+        over = await _end(service, session, caller, receipt.keep)
+    else:
+        await receipt.store(over)
+    return receipt.response(over)
+
+
+async def _over(service: Service, session: Session) -> ArealEnded | None:
+    """What its first end was answered, if it has ended so."""
+    if session.state in (SessionState.OPEN, SessionState.AWAITING_REWARD, SessionState.EXPIRED):
+        return None
+    if session.state is SessionState.ABORTED and session.row.reason != _EMPTY:
+        return None
+    await service.sessions.load(session)
+    return ArealEnded(interaction_count=len(session.tree))
+
+
+async def _end(service: Service, session: Session, caller: Caller, keep: Keep) -> ArealEnded:
+    """Finalize it; one without a model call is aborted, as there is nothing to train on."""
+    kept = shaped(keep, _ended)
+    await service.sessions.load(session)
+    if session.state is SessionState.OPEN and not len(session.tree) and not session.calls:
+        info = await service.endings.abort(session, _EMPTY, keep=kept)
+    else:
+        info = await service.endings.finalize(session, by=caller.name, keep=kept)
+    return _ended(info)
+
+
+def _ended(info: BaseModel) -> ArealEnded:
+    assert isinstance(info, SessionInfo)
+    return ArealEnded(interaction_count=info.interactions)
+
+
+@router.post("/export_trajectories", response_model=ArealTrajectories)
+async def export_trajectories(body: ArealExport, request: Request, service: Anyone) -> Response:
+    """One session's interactions as tensors, once it has ended; it is trained on by the caller.
+
+    An eval session's, too, as often as they are asked for: nobody trains on it.
+    """
+    request.scope[SESSIONS_SCOPE_KEY] = [body.session_id]
+    session = await service.sessions.by_id(body.session_id)
+    await while_present(request, _until_ended(service, session))
+    return await _export(service, session, body)
+
+
+async def _export(service: Service, session: Session, body: ArealExport) -> Response:
+    row = session.row
+    if row.state is SessionState.ABORTED and row.reason == _EMPTY:
+        return await exported([], body.discount, body.style)
+    again = row.state is SessionState.TRAINED and row.owner == EXPORT_OWNER
+    if (again or row.state is SessionState.EVALUATED) and row.content == "stored":
+        # Its first answer may have been lost.
+        await service.sessions.load(session)
+        return await exported([trajectory(session)], body.discount, body.style)
+    trajectories = await service.leases.lease_sessions([session.id], EXPORT_OWNER)
+    try:
+        response = await exported(trajectories, body.discount, body.style)
+    except AnyAgentError:
+        await service.leases.give_back([session.id], EXPORT_OWNER)
+        raise
+    await service.leases.ack(Ack(owner=EXPORT_OWNER, trained=[session.id]))
+    return response
+
+
+async def _until_ended(service: Service, session: Session) -> None:
+    """Wait, for so long as clients do. What does not end then, the lease refuses with its state.
+
+    Draining if the rank stops meanwhile.
+    """
+    if session.mode is not SessionMode.TRAIN:
+        return
+    ready = service.sessions.ready
+    going_on = (SessionState.OPEN, SessionState.AWAITING_REWARD)
+    try:
+        async with asyncio.timeout(_EXPORT_WAIT), ready:
+            await ready.wait_for(lambda: session.state not in going_on or service.calls.draining)
+    except TimeoutError:
+        pass
+    if session.state in going_on and service.calls.draining:
+        raise draining()

@@ -1,0 +1,118 @@
+"""The `/rl` routes of operators: what there is, and its export as tensors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from any_agent.errors import AnyAgentError, Forbidden
+from any_agent.protocol.rl import (
+    AFTER_HEADER,
+    ExportTrajectories,
+    ListSessions,
+    SessionLine,
+    write_places,
+)
+from any_agent.record import InteractionTree, export_rows, propagate_rewards
+from any_agent.record import to_json as row_to_json
+from any_agent.types import SessionState, Trajectory
+from proxy_ext.api.rl.dependencies import Anyone, Who
+from proxy_ext.api.rl.strict_body import StrictRoute
+from proxy_ext.auth import SESSIONS_SCOPE_KEY
+from proxy_ext.journal import NumberedRow, SessionFilter
+from proxy_ext.sessions.groups import group_key, public_id
+from proxy_ext.sessions.lease_owners import EXPORT_OWNER
+from proxy_ext.web.exchange import JSONResponse
+
+router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)
+
+
+@router.get("/sessions", response_model=list[SessionLine])
+async def list_sessions(
+    service: Anyone, caller: Who, query: Annotated[ListSessions, Query()]
+) -> Response:
+    """Sessions, ended ones too, newest first; for a tenant's key its own.
+
+    While there are more, the header `x-any-agent-after` says what to pass as `after` for the next
+    page; a page may be short, or empty, and not be the last one.
+    """
+    if caller.tenant is not None and query.tenant not in (None, caller.tenant):
+        raise Forbidden(f"this key shows the sessions of tenant {caller.tenant} only")
+    tenant = caller.tenant or query.tenant
+    group = query.group_id and group_key(query.group_id, None, tenant).name
+    page = await service.journal.page(
+        SessionFilter(
+            SessionState(query.state) if query.state else None, query.task_id, group, tenant
+        ),
+        before=query.places.get(service.rank),
+        limit=query.limit,
+    )
+    headers = {}
+    if page.before is not None:
+        headers[AFTER_HEADER] = write_places({service.rank: page.before})
+    lines = [_line(each).model_dump(mode="json") for each in page.rows]
+    return JSONResponse(lines, headers=headers)
+
+
+def _line(each: NumberedRow) -> SessionLine:
+    row = each.row
+    return SessionLine(
+        session_id=row.id,
+        number=each.number,
+        state=row.state,
+        mode="train" if row.mode == "train" else "eval",
+        task_id=row.task_id,
+        group_id=public_id(row.group_id) if row.group_id else None,
+        tenant=row.tenant,
+        interactions=each.interactions,
+        rewards_given=None if row.content == "archived" else each.rewards_given,
+        final_reward=row.final_reward,
+        reason=row.reason,
+        step=row.step,
+        content=row.content,
+        created_at=row.created_at,
+        ended_at=row.ended_at,
+    )
+
+
+class Exported(BaseModel):
+    """Of each session, by interaction: one row of `any_agent.record`, as lists."""
+
+    style: Literal["individual", "concat"]
+    discount: float
+    trajectories: dict[str, dict[str, dict[str, Any]]]
+
+
+@router.post("/export_trajectories", response_model=Exported)
+async def export(body: ExportTrajectories, request: Request, service: Anyone) -> Response:
+    """Finalized sessions as tensors (JSON lists), rewards run back through the tree.
+
+    It leases what it exports; `/rl/v1/ack` with owner "export" ends them.
+    """
+    request.scope[SESSIONS_SCOPE_KEY] = body.session_ids
+    earlier = service.leases.held_by(EXPORT_OWNER)
+    trajectories = await service.leases.lease_sessions(body.session_ids, EXPORT_OWNER)
+    try:
+        out = _exported(trajectories, body)
+    except AnyAgentError:
+        fresh = [t.session_id for t in trajectories if t.session_id not in earlier]
+        await service.leases.give_back(fresh, EXPORT_OWNER)
+        raise
+    return JSONResponse({"style": body.style, "discount": body.discount, "trajectories": out})
+
+
+def _exported(trajectories: list[Trajectory], body: ExportTrajectories) -> dict[str, Any]:
+    """Session id -> interaction id -> row."""
+    out: dict[str, Any] = {}
+    for t in trajectories:
+        rewards = propagate_rewards(
+            t.interactions, discount=body.discount, final_reward=t.final_reward
+        )
+        tree = InteractionTree.from_interactions(t.interactions)
+        rows = export_rows(tree, rewards, body.style)
+        out[t.session_id] = {id: row_to_json(row) for id, row in rows.items()}
+    return out

@@ -1,0 +1,242 @@
+"""What stands in front of every route: limits, the session prefix, LiteLLM's allowlist, and keys.
+
+A request whose key is not good for its route never reaches the route, nor is its body read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from any_agent.auth.access import CLIENT_HEADER, authorize
+from any_agent.auth.access import Scope as KeyScope
+from any_agent.auth.audit_log import AuditLog
+from any_agent.auth.loopback import require_local
+from any_agent.errors import AnyAgentError, Forbidden, NotFound, PayloadTooLarge, Unauthenticated
+from any_agent.keys import key_id, session_prefix
+from any_agent.protocol.error_bodies import shaped
+from any_agent.protocol.rl import API_HEADER, API_VERSION
+from any_agent.runtime.logs import Redactor
+from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Auth, bearer_of
+from proxy_ext.web.limits import Bounds, Held
+from proxy_ext.web.permissions import LITELLM, RULES, Rule, template_of
+
+_redact = Redactor().text
+_MAX_HEADER_BYTES = 32_768
+_API = (API_HEADER.encode(), API_VERSION.encode())
+
+
+class Front:
+    """An ASGI app over ours and LiteLLM's."""
+
+    def __init__(
+        self,
+        ours: ASGIApp,
+        litellm: ASGIApp,
+        *,
+        auth: Callable[[], Auth],
+        audit: Callable[[], AuditLog],
+        max_body_bytes: int,
+        body_timeout: float,
+    ) -> None:
+        self._ours = ours
+        self._litellm = litellm
+        self._auth = auth
+        self._audit = audit
+        self._max_body_bytes = max_body_bytes
+        self._body_timeout = body_timeout
+        self.bounds = Bounds()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._ours(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if "/rl/" in scope["path"]:
+            send = _with_version(send)
+        try:
+            held = self.bounds.enter()
+        except AnyAgentError as error:
+            await send_error(send, error, scope["path"])
+            return
+        try:
+            await self._answer(scope, self._limited(receive, held), send)
+        finally:
+            held.leave()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check(scope)
+        except AnyAgentError as error:
+            await send_error(send, error, scope["path"])
+            return
+        scope = _as_json(_without_prefix(scope))
+        if (scope["method"], scope["path"]) in LITELLM:
+            await self._litellm(scope, receive, send)
+            return
+        template = template_of(scope["path"])
+        if template is None:
+            await send_error(send, NotFound(_nowhere(scope["path"])), scope["path"])
+            return
+        rule = RULES.get((scope["method"], template))
+        if rule is None:
+            # Another method of a path that there is: the app says which.
+            await self._ours(scope, receive, send)
+            return
+        request = Request(scope)
+        try:
+            self._authorize(request, rule)
+        except AnyAgentError as error:
+            if isinstance(error, Unauthenticated | Forbidden):
+                self._refused(request, template, error)
+            await send_error(send, error, scope["path"])
+            return
+        if rule.audited:
+            send = self._audited(request, template, send)
+        await self._ours(scope, receive, send)
+
+    def _authorize(self, request: Request, rule: Rule) -> None:
+        # What everybody may have, a wrong key does not hinder.
+        if KeyScope.NONE not in rule.scopes:
+            authorize(rule.scopes, self._auth().caller(request))
+
+    def _refused(self, request: Request, template: str, error: AnyAgentError) -> None:
+        who: dict[str, str | None] = {}
+        if isinstance(error, Forbidden):
+            caller = self._auth().caller(request)
+            who = {"who": caller.name, "key": caller.identity}
+        elif PREFIX_SCOPE_KEY not in request.scope:
+            # Who goes on with a revoked key can be found.
+            who = {"claimed": key_id(bearer_of(request))}
+        self._audit().refusal(error.code, **who, **_where(request, template), status=error.status)
+
+    def _audited(self, request: Request, template: str, send: Send) -> Send:
+        """Sends on, and writes down what was answered."""
+        caller = self._auth().caller(request)
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._audit().use(
+                    who=caller.name,
+                    key=caller.identity,
+                    sessions=request.scope.get(SESSIONS_SCOPE_KEY, ()),
+                    status=message["status"],
+                    **_where(request, template),
+                )
+            await send(message)
+
+        return watched
+
+    def _check(self, scope: Scope) -> None:
+        headers = scope["headers"]
+        if sum(len(k) + len(v) for k, v in headers) > _MAX_HEADER_BYTES:
+            raise PayloadTooLarge("the request's headers are too large")
+        values = dict(headers)
+        length = values.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._max_body_bytes:
+            raise self._too_large()
+        if self._auth().open_mode:
+            require_local(
+                hosts=_texts(headers, b"host"),
+                origins=_texts(headers, b"origin"),
+                fetch_sites=_texts(headers, b"sec-fetch-site"),
+            )
+
+    def _limited(self, receive: Receive, held: Held) -> Receive:
+        """Count the body's bytes and bound the wait for each part of it."""
+        size = 0
+        complete = False
+
+        async def limited() -> Message:
+            nonlocal size, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout(self._body_timeout):
+                    message = await receive()
+            except TimeoutError:
+                return {"type": "http.disconnect"}
+            part = len(message.get("body", b""))
+            size += part
+            if size > self._max_body_bytes:
+                raise self._too_large()
+            held.add(part)
+            complete = not message.get("more_body", False)
+            return message
+
+        return limited
+
+    def _too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(
+            f"the body exceeds server.max_body_bytes ({self._max_body_bytes} bytes)"
+        )
+
+
+def _with_version(send: Send) -> Send:
+    """Says in an answer's head which version of the `/rl` routes it is of."""
+
+    async def versioned(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], _API]}
+        await send(message)
+
+    return versioned
+
+
+def _nowhere(path: str) -> str:
+    message = f"there is no route {_redact(path)[:200]}"
+    if path.startswith("/v1/v1/"):
+        return (
+            f"{message}: the base URL of Anthropic's clients, which add /v1 themselves, "
+            "must not end in it; that of OpenAI's ends in one /v1"
+        )
+    return message
+
+
+def _where(request: Request, template: str) -> dict[str, Any]:
+    client = request.client
+    return {
+        "route": f"{request.method} {template}",
+        "client": client.host if client is not None else None,
+        "for": _redact(request.headers.get(CLIENT_HEADER, ""))[:80] or None,
+    }
+
+
+def _texts(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in headers if key == name]
+
+
+def _without_prefix(scope: Scope) -> Scope:
+    """Take `/{session}` off the path."""
+    prefix = session_prefix(scope["path"])
+    if prefix is None:
+        return scope
+    path = scope["path"].removeprefix(f"/{prefix}")
+    if path.startswith(("/v1/rl/", "/v1/v1/")):
+        # An agent's base URL ends in /v1, and is all that it may know, and Anthropic's client too.
+        path = path.removeprefix("/v1")
+    return {**scope, "path": path, "raw_path": None, PREFIX_SCOPE_KEY: prefix}
+
+
+def _as_json(scope: Scope) -> Scope:
+    """Every body of ours is JSON, whatever curl calls it."""
+    headers = [(k, v) for k, v in scope["headers"] if k != b"content-type"]
+    return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
+
+
+async def send_error(send: Send, error: AnyAgentError, path: str) -> None:
+    """Answer an error in the shape of its API, below any framework."""
+    said, more = shaped(error, path)
+    body = orjson.dumps(said)
+    headers: dict[str, Any] = {"content-type": "application/json", **more}
+    headers["content-length"] = str(len(body))
+    raw = [(k.lower().encode(), str(v).encode()) for k, v in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})

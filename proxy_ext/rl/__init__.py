@@ -1,9 +1,0 @@
-"""The `/rl` routes, one file for each kind of user."""
-
-from fastapi import APIRouter
-
-from proxy_ext.rl import agents, areal, operators, trainer
-
-router = APIRouter()
-for part in (agents, operators, trainer, areal):
-    router.include_router(part.router)

@@ -1,0 +1,394 @@
+"""A session's states, and everything that moves it from one to the next: one table.
+
+Whatever changes a session asks :func:`target` first, and docs/sessions.md is written from here.
+What is not in the table is refused, with the state and what to do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from any_agent.errors import AnyAgentError, Conflict, SessionClosed
+from any_agent.types import SessionMode, SessionState
+from proxy_ext.journal import SessionRow
+from proxy_ext.sessions.lease_owners import EXPORT_OWNER, GRANT_OWNER, for_export, handed_out
+
+OPEN, AWAITING = SessionState.OPEN, SessionState.AWAITING_REWARD
+FINALIZED, LEASED = SessionState.FINALIZED, SessionState.LEASED
+TRAINED, REJECTED = SessionState.TRAINED, SessionState.REJECTED
+EVALUATED, EXPIRED, ABORTED = SessionState.EVALUATED, SessionState.EXPIRED, SessionState.ABORTED
+
+STATES = {
+    OPEN: "takes calls and rewards",
+    AWAITING: "takes no more calls; waits for its rewards until a deadline",
+    FINALIZED: "waits to be trained on; its rewards can still be revised",
+    LEASED: "handed to the trainer, or held by an export",
+    TRAINED: "an optimizer step used it, or whoever exported it trains on it elsewhere",
+    REJECTED: "never trained on; the reason says why",
+    EVALUATED: "an eval session that is over",
+    EXPIRED: "its time ran out",
+    ABORTED: "thrown away by its owner",
+}
+"""What each state means."""
+
+
+class Event(StrEnum):
+    """What can happen to a session."""
+
+    OPEN = "open"
+    CALL = "call"
+    REWARD = "set_reward"
+    HEARTBEAT = "heartbeat"
+    AWAIT = "await_reward"
+    FINALIZE = "finalize"
+    DEADLINE = "deadline"
+    EXPIRE = "expire"
+    ABORT = "abort"
+    VETO = "veto"
+    DELETE = "delete"
+    DISCARD = "group_too_small"
+    LEASE = "lease"
+    RELEASE = "release"
+    TRAIN = "ack_trained"
+    REJECT = "ack_rejected"
+    REPLAY = "replay"
+    DAMAGE = "damage"
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One line of the table; ``before`` None: there is no session yet."""
+
+    before: SessionState | None
+    event: Event
+    after: SessionState
+    mode: SessionMode | None = None
+    """Only of sessions of this mode."""
+    when: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Who may cause an event, what it does, and how it is refused elsewhere."""
+
+    by: str
+    request: str
+    """How it is asked for; none for what the service does by itself."""
+    does: str
+    code: str = "session_closed"
+    """Of a refusal: `session_closed` is 410, every other one 409."""
+
+
+_OWNERS = "the session's key, its tenant, an admin"
+_TRAINER = "the trainer, an admin"
+_SERVICE = "the service"
+EVENTS = {
+    Event.OPEN: Rule(
+        "a tenant, the trainer, an admin",
+        "POST /rl/v1/start_session",
+        "takes a slot (train sessions), writes the session, gives its key",
+    ),
+    Event.CALL: Rule(
+        _OWNERS,
+        "POST /v1/chat/completions",
+        "records an interaction; renews the idle time",
+    ),
+    Event.REWARD: Rule(
+        _OWNERS,
+        "POST /rl/v1/set_reward",
+        "sets or revises a reward, of an interaction or the final one; renews the idle time",
+    ),
+    Event.HEARTBEAT: Rule(
+        _OWNERS,
+        "POST /rl/v1/sessions/{id}/heartbeat",
+        "renews the idle time",
+    ),
+    Event.AWAIT: Rule(
+        _OWNERS,
+        'POST /rl/v1/finalize {"await_reward": true}',
+        "aborts calls under way and waits for rewards until the deadline; refused with 422 "
+        "`no_interactions` for a train session without a call",
+    ),
+    Event.FINALIZE: Rule(
+        _OWNERS,
+        "POST /rl/v1/finalize",
+        "aborts calls under way and ends the session; refused with 422 `no_reward` or "
+        "`no_interactions` if nothing could be learned from it; once more it is answered as the "
+        "session is then",
+    ),
+    Event.DEADLINE: Rule(
+        _SERVICE,
+        "",
+        "ends a session that awaited its reward: with the rewards that it has, else as "
+        "`sessions.late_reward` says",
+    ),
+    Event.EXPIRE: Rule(
+        _SERVICE,
+        "",
+        "ends a session whose ttl, idle time or group's time ran out; aborts calls under way",
+    ),
+    Event.ABORT: Rule(
+        _OWNERS,
+        "POST /rl/v1/sessions/{id}/abort",
+        "throws the session away; aborts calls under way; with `keep_place` another session may "
+        "take its place in its group",
+    ),
+    Event.VETO: Rule(
+        _OWNERS,
+        "POST /rl/v1/sessions/{id}/veto",
+        "keeps a finalized session out of training",
+        "not_finalized",
+    ),
+    Event.DELETE: Rule(
+        _OWNERS,
+        "DELETE /rl/v1/sessions/{id}",
+        "erases its texts, tokens and metadata; ends it first if it is not over; refused while a "
+        "resume of the training may need it",
+        "in_training",
+    ),
+    Event.DISCARD: Rule(
+        _SERVICE,
+        "",
+        "its group closed with fewer than `sessions.min_group_size` sessions",
+    ),
+    Event.LEASE: Rule(
+        _TRAINER,
+        "POST /rl/v1/lease",
+        "hands it out with its closed group; alone if it is named, or to an export, which alone "
+        "gets what was opened on a grant",
+        "not_finalized",
+    ),
+    Event.RELEASE: Rule(
+        _SERVICE,
+        "",
+        "takes it back: its lease ran out, or its holder has said (PUT /rl/v1/capacity) that it "
+        "does not know of it",
+        "lease_lost",
+    ),
+    Event.TRAIN: Rule(
+        "its lease's holder",
+        "POST /rl/v1/ack",
+        "ends it: an optimizer step used it; of what AReaL's `POST /export_trajectories` "
+        "answered, at once",
+        "lease_lost",
+    ),
+    Event.REJECT: Rule(
+        "its lease's holder",
+        "POST /rl/v1/ack",
+        "ends it: a step left it out, and says why",
+        "lease_lost",
+    ),
+    Event.REPLAY: Rule(
+        _TRAINER,
+        'POST /rl/v1/lease {"replay": true}',
+        "hands it out again to a training that resumes from before the step which used it",
+        "not_replayable",
+    ),
+    Event.DAMAGE: Rule(
+        _SERVICE,
+        "",
+        "some of what is stored of it cannot be read: ends it, and erases the rest",
+    ),
+}
+"""Everything that can happen, by whom."""
+
+ENDED = (TRAINED, REJECTED, EVALUATED, EXPIRED, ABORTED)
+FINALIZED_ONCE = (FINALIZED, LEASED, TRAINED, REJECTED, EVALUATED)
+"""The states of a session that was finalized."""
+_SAME = "with the same final reward or none; nothing changes. Else 409 `already_finalized`"
+_TRAIN, _EVAL = SessionMode.TRAIN, SessionMode.EVAL
+_NOT_NEEDED = "no checkpoint that is kept needs it"
+_NOT_HAD = "no trainer has had it"
+_NOT_EXPORTED = "no export has had it"
+_LEASABLE = "by an export only if no trainer has had it; opened on a grant, by an export only"
+TRANSITIONS = (
+    Transition(None, Event.OPEN, OPEN),
+    Transition(OPEN, Event.CALL, OPEN),
+    Transition(OPEN, Event.REWARD, OPEN),
+    Transition(OPEN, Event.HEARTBEAT, OPEN),
+    Transition(OPEN, Event.AWAIT, AWAITING),
+    Transition(OPEN, Event.FINALIZE, FINALIZED, _TRAIN),
+    Transition(OPEN, Event.FINALIZE, EVALUATED, _EVAL),
+    Transition(OPEN, Event.EXPIRE, EXPIRED),
+    Transition(OPEN, Event.ABORT, ABORTED),
+    Transition(OPEN, Event.DELETE, ABORTED),
+    Transition(AWAITING, Event.REWARD, AWAITING),
+    Transition(AWAITING, Event.FINALIZE, FINALIZED, _TRAIN),
+    Transition(AWAITING, Event.FINALIZE, EVALUATED, _EVAL),
+    Transition(AWAITING, Event.DEADLINE, FINALIZED, _TRAIN, "it has a reward, or was given one"),
+    Transition(AWAITING, Event.DEADLINE, REJECTED, _TRAIN, "it has none, or its grader failed"),
+    Transition(AWAITING, Event.DEADLINE, EVALUATED, _EVAL),
+    Transition(AWAITING, Event.ABORT, ABORTED),
+    Transition(AWAITING, Event.DELETE, ABORTED),
+    *(Transition(over, Event.AWAIT, over, when=_SAME) for over in (AWAITING, *FINALIZED_ONCE)),
+    *(Transition(over, Event.FINALIZE, over, when=_SAME) for over in FINALIZED_ONCE),
+    Transition(FINALIZED, Event.REWARD, FINALIZED, when=_NOT_HAD),
+    Transition(FINALIZED, Event.VETO, REJECTED, when=_NOT_HAD),
+    Transition(FINALIZED, Event.DELETE, REJECTED, when=_NOT_HAD),
+    Transition(FINALIZED, Event.DISCARD, REJECTED),
+    Transition(FINALIZED, Event.LEASE, LEASED, when=_LEASABLE),
+    Transition(FINALIZED, Event.REPLAY, LEASED),
+    Transition(LEASED, Event.LEASE, LEASED, when="named by its holder"),
+    Transition(LEASED, Event.RELEASE, FINALIZED),
+    Transition(LEASED, Event.TRAIN, TRAINED),
+    Transition(LEASED, Event.REJECT, REJECTED),
+    Transition(LEASED, Event.REPLAY, LEASED, when=_NOT_EXPORTED),
+    Transition(TRAINED, Event.TRAIN, TRAINED, when="it was acknowledged before"),
+    Transition(TRAINED, Event.REPLAY, LEASED, when=f"{_NOT_EXPORTED}, and its content is kept"),
+    Transition(TRAINED, Event.DELETE, TRAINED, when=_NOT_NEEDED),
+    Transition(REJECTED, Event.REJECT, REJECTED, when="it was acknowledged before"),
+    Transition(REJECTED, Event.REPLAY, LEASED, when=f"{_NOT_EXPORTED}, and its content is kept"),
+    Transition(REJECTED, Event.DELETE, REJECTED, when=_NOT_NEEDED),
+    Transition(EVALUATED, Event.DELETE, EVALUATED),
+    Transition(EXPIRED, Event.DELETE, EXPIRED),
+    Transition(ABORTED, Event.DELETE, ABORTED),
+    Transition(OPEN, Event.DAMAGE, ABORTED),
+    Transition(AWAITING, Event.DAMAGE, ABORTED),
+    Transition(FINALIZED, Event.DAMAGE, REJECTED),
+    Transition(LEASED, Event.DAMAGE, REJECTED),
+    *(Transition(over, Event.DAMAGE, over) for over in ENDED),
+)
+"""Every move there is."""
+
+_TABLE: defaultdict[tuple[SessionState | None, Event], list[Transition]] = defaultdict(list)
+for _transition in TRANSITIONS:
+    _TABLE[_transition.before, _transition.event].append(_transition)
+
+
+def transitions(state: SessionState | None, event: Event) -> Sequence[Transition]:
+    """The lines of the table for an event in a state; none if it is refused."""
+    return _TABLE.get((state, event), ())
+
+
+def target(row: SessionRow, event: Event, to: SessionState | None = None) -> SessionState:
+    """The state that an event leads to; ``to`` where the table knows several.
+
+    Raises SessionClosed (410) or Conflict (409) where the table has no such line.
+    """
+    if not allowed(row, event):
+        raise refusal(row, event)
+    after = {t.after for t in transitions(row.state, event) if t.mode in (None, row.mode)}
+    if to is None:
+        (to,) = after
+    assert to in after, f"{row.state} and {event} cannot lead to {to}"
+    return to
+
+
+def owner_after(row: SessionRow, event: Event, owner: str | None) -> str | None:
+    """Who has it after an event that ``owner`` caused."""
+    if row.owner == GRANT_OWNER and event in (Event.LEASE, Event.RELEASE):
+        return GRANT_OWNER
+    if event is Event.RELEASE and row.owner != EXPORT_OWNER:
+        # One that a trainer gives back stays known as one that it has had.
+        return row.owner
+    return owner
+
+
+def allowed(row: SessionRow, event: Event) -> bool:
+    """Whether the table has a line for it, and its condition on the row holds."""
+    if event is Event.REPLAY and (row.content != "stored" or for_export(row)):
+        return False
+    if event is Event.REWARD and handed_out(row):
+        return False
+    return any(t.mode in (None, row.mode) for t in transitions(row.state, event))
+
+
+def refusal(row: SessionRow, event: Event, *, closing: bool = False) -> AnyAgentError:
+    """What the caller of a forbidden event is told; ``closing``: the session is being ended."""
+    code, advice = refused_with(row.state, event)
+    if handed_out(row) and event in _HANDED_OUT:
+        code, advice = _HANDED_OUT[event]
+    elif row.state is FINALIZED and event is Event.LEASE:
+        code, advice = "on_a_grant", "it was opened on a grant, so nobody but an export gets it"
+    why = f" ({row.reason})" if row.reason else ""
+    gone = "" if row.content == "stored" else f", and its content was {row.content}"
+    said = "being ended" if closing else _in_words(row)
+    message = f"session {row.id} is {said}{why}{gone}; {advice}"
+    kind = SessionClosed if code == "session_closed" else Conflict
+    details = {"state": str(row.state), "reason": row.reason}
+    return kind(message, code=code, details=details)
+
+
+def already_finalized(row: SessionRow) -> Conflict:
+    """Return the error of a session that is finalized again with another final reward."""
+    now = "none" if row.final_reward is None else f"{row.final_reward:g}"
+    revisable = allowed(row, Event.REWARD)
+    advice = "set_reward revises it" if revisable else "it takes no more rewards"
+    message = (
+        f"session {row.id} is {_in_words(row)} already, and its final reward is {now}: this one "
+        f"differs and was refused; {advice}"
+    )
+    details = {"state": str(row.state), "reason": row.reason}
+    return Conflict(message, code="already_finalized", details=details)
+
+
+def refused_with(state: SessionState, event: Event) -> tuple[str, str]:
+    """The error's code, and what to do."""
+    return _EXCEPTIONS.get((event, state)) or (EVENTS[event].code, _advice(event))
+
+
+def _in_words(row: SessionRow) -> str:
+    words = _OF_EXPORTS if for_export(row) else _IN_WORDS
+    return words.get(row.state) or _IN_WORDS.get(row.state, str(row.state))
+
+
+_IN_WORDS = {
+    AWAITING: "awaiting its reward",
+    LEASED: "handed to training",
+    TRAINED: "trained on",
+}
+_OF_EXPORTS = {LEASED: "leased by an export", TRAINED: "exported"}
+_NEW = "it takes no more calls or rewards: start a new session"
+_NO_CALLS = (
+    "it takes no more calls, but rewards until its deadline (set_reward, then finalize); for calls "
+    "start a new session"
+)
+_REVISE = "set_reward can still revise its rewards; for more calls start a new session"
+_VETO = "POST .../veto keeps it out of training; for more calls start a new session"
+_TAKEN = "whoever leased it has it already, so it cannot be taken out"
+_EXCEPTIONS = {
+    (Event.CALL, AWAITING): ("session_closed", _NO_CALLS),
+    (Event.HEARTBEAT, AWAITING): ("session_closed", _NO_CALLS),
+    (Event.CALL, FINALIZED): ("session_closed", _REVISE),
+    (Event.HEARTBEAT, FINALIZED): ("session_closed", _REVISE),
+    (Event.ABORT, FINALIZED): ("session_closed", _VETO),
+    (Event.VETO, OPEN): ("not_finalized", "abort it instead"),
+    (Event.VETO, AWAITING): ("not_finalized", "abort it instead"),
+    (Event.ABORT, LEASED): ("session_closed", _TAKEN),
+    (Event.VETO, LEASED): ("in_training", _TAKEN),
+    (Event.LEASE, LEASED): ("not_finalized", "nobody else gets it before that lease has ended"),
+    (Event.LEASE, TRAINED): ("not_finalized", "it is not leased or exported once more"),
+}
+"""Refusals that are not their event's usual one."""
+for _ended in ENDED:
+    for _event in (Event.ABORT, Event.VETO):
+        _nothing = f"it is over, there is nothing to {_event}"
+        _EXCEPTIONS[_event, _ended] = ("session_closed", _nothing)
+
+_HANDED_OUT = {
+    Event.REWARD: ("session_closed", "a trainer has had it, so its rewards are fixed"),
+    Event.ABORT: ("session_closed", "a trainer has had it, and may train on it again"),
+    Event.VETO: ("in_training", "a trainer has had it, and may train on it again"),
+    Event.DELETE: ("in_training", "a trainer has had it, and may train on it again"),
+    Event.LEASE: ("in_training", "a trainer has had it, and may train on it again"),
+}
+"""Refusals of sessions that were given back."""
+
+_ADVICE = {
+    Event.DELETE: (
+        "a resume of the training may need it; delete it once it was trained on and the "
+        "checkpoints from before that are gone"
+    ),
+    Event.LEASE: "only finalized ones can be leased or exported",
+    Event.RELEASE: "its lease ran out or was taken back",
+    Event.TRAIN: "its lease ran out or was taken back",
+    Event.REJECT: "its lease ran out or was taken back",
+    Event.REPLAY: "only what was finalized, and is still kept, can be trained on again",
+}
+
+
+def _advice(event: Event) -> str:
+    return _ADVICE.get(event, _NEW)

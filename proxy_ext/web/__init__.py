@@ -1,0 +1,1 @@
+"""HTTP mechanics of a rank: limits, permissions, quotas, draining, exchanges."""

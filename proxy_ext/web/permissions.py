@@ -1,0 +1,144 @@
+"""Which key opens which route: the one table. `proxy_ext.middleware` holds every request to it.
+
+A route that is not here answers nobody: it is an error at the start of the proxy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi.routing import iter_route_contexts
+
+from any_agent.auth.access import METRICS_SCOPES, Scope
+from any_agent.errors import StartupError
+
+EVERYBODY = frozenset(Scope)
+KEYS = EVERYBODY - {Scope.NONE}
+"""Whoever has a key, whatever for."""
+AGENTS = frozenset({Scope.ADMIN, Scope.TENANT, Scope.SESSION})
+OPENERS = frozenset({Scope.ADMIN, Scope.TENANT})
+TRAINERS = frozenset({Scope.ADMIN, Scope.TRAINER})
+STARTERS = OPENERS | TRAINERS
+"""A trainer that runs agents on a dataset opens their sessions itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Of one method of one path."""
+
+    scopes: frozenset[Scope]
+    audited: bool = False
+    """Whether its use is written to the audit log, not only its refusals."""
+
+
+_AUDITED = "audited"
+_TABLE: dict[str, tuple[frozenset[Scope], str]] = {
+    # Model calls. Sessions' keys concern their own session, tenants' keys those of their tenant.
+    "POST /v1/chat/completions": (AGENTS, ""),
+    "POST /chat/completions": (AGENTS, ""),
+    "POST /v1/completions": (AGENTS, ""),
+    "POST /completions": (AGENTS, ""),
+    "POST /v1/responses": (AGENTS, ""),
+    "POST /responses": (AGENTS, ""),
+    "GET /v1/responses/{response_id}": (AGENTS, ""),
+    "GET /responses/{response_id}": (AGENTS, ""),
+    "DELETE /v1/responses/{response_id}": (AGENTS, ""),
+    "DELETE /responses/{response_id}": (AGENTS, ""),
+    "GET /v1/responses/{response_id}/input_items": (AGENTS, ""),
+    "GET /responses/{response_id}/input_items": (AGENTS, ""),
+    "POST /v1/messages": (AGENTS, ""),
+    "POST /messages": (AGENTS, ""),
+    "POST /v1/messages/count_tokens": (AGENTS, ""),
+    "POST /messages/count_tokens": (AGENTS, ""),
+    "POST /v1/embeddings": (AGENTS, ""),
+    "POST /embeddings": (AGENTS, ""),
+    "GET /v1/models": (KEYS, ""),
+    "GET /models": (KEYS, ""),
+    "GET /v1/models/{model}": (KEYS, ""),
+    "GET /models/{model}": (KEYS, ""),
+    # Sessions.
+    "POST /rl/v1/start_session": (STARTERS, ""),
+    "GET /rl/v1/start_session": (OPENERS, ""),
+    "POST /rl/v1/set_reward": (AGENTS, ""),
+    "POST /rl/v1/finalize": (AGENTS, ""),
+    "GET /rl/v1/sessions": (OPENERS, ""),
+    "GET /rl/v1/sessions/{session_id}": (AGENTS, ""),
+    "GET /rl/v1/sessions/{session_id}/content": (AGENTS, ""),
+    "DELETE /rl/v1/sessions/{session_id}": (AGENTS, _AUDITED),
+    "POST /rl/v1/sessions/{session_id}/heartbeat": (AGENTS, ""),
+    "POST /rl/v1/sessions/{session_id}/abort": (AGENTS, _AUDITED),
+    "POST /rl/v1/sessions/{session_id}/veto": (AGENTS, _AUDITED),
+    # The run.
+    "GET /rl/v1/run": (KEYS, ""),
+    "PUT /rl/v1/run": (TRAINERS, _AUDITED),
+    "GET /rl/v1/version": (KEYS, ""),
+    "POST /rl/v1/version": (TRAINERS, _AUDITED),
+    "POST /rl/v1/pause": (TRAINERS, _AUDITED),
+    "POST /rl/v1/resume": (TRAINERS, _AUDITED),
+    # Trajectories. An export leases what it exports: it is the trainer's, not the tenants'.
+    "GET /rl/v1/capacity": (TRAINERS, ""),
+    "PUT /rl/v1/capacity": (TRAINERS, ""),
+    "POST /rl/v1/lease": (TRAINERS, ""),
+    "POST /rl/v1/ack": (TRAINERS, ""),
+    "POST /rl/v1/export_trajectories": (TRAINERS, _AUDITED),
+    # The names that AReaL's users know.
+    "POST /rl/start_session": (STARTERS, ""),
+    "POST /rl/set_reward": (AGENTS, ""),
+    "POST /rl/end_session": (AGENTS, ""),
+    "POST /grant_capacity": (TRAINERS, ""),
+    "POST /export_trajectories": (TRAINERS, _AUDITED),
+    "GET /health": (EVERYBODY, ""),
+    # What tells how the service is.
+    "GET /healthz": (EVERYBODY, ""),
+    "GET /readyz": (EVERYBODY, ""),
+    "GET /metrics": (METRICS_SCOPES, ""),
+    "GET /openapi.json": (EVERYBODY, ""),
+    "HEAD /openapi.json": (EVERYBODY, ""),
+}
+
+RULES: dict[tuple[str, str], Rule] = {
+    (method, path): Rule(scopes, audited=note == _AUDITED)
+    for (method, _, path), (scopes, note) in ((k.partition(" "), v) for k, v in _TABLE.items())
+}
+"""By method and path template."""
+
+LITELLM = frozenset({("GET", "/health/liveliness"), ("GET", "/health/liveness")})
+"""All that LiteLLM's own app answers, to everybody. Its debug, settings, key and UI routes are not
+there for any key."""
+
+_FIXED = {path for _, path in RULES if "{" not in path}
+_OPEN = {tuple(path.split("/")): path for _, path in RULES if "{" in path}
+
+
+def template_of(path: str) -> str | None:
+    """The path template of a request's path, or None where there is no route."""
+    if path in _FIXED:
+        return path
+    parts = path.split("/")
+    for template, text in _OPEN.items():
+        if len(parts) == len(template) and all(
+            given and (wanted == given or wanted.startswith("{"))
+            for wanted, given in zip(template[1:], parts[1:], strict=True)
+        ):
+            return text
+    return None
+
+
+def check_routes(routes: Iterable[Any]) -> None:
+    """StartupError for a route of the app that is not in the table."""
+    missing = [f"{method} {path}" for method, path in listed(routes) if (method, path) not in RULES]
+    if missing:
+        raise StartupError(
+            f"no scope is given for {', '.join(missing)}: add each to proxy_ext/web/permissions.py"
+        )
+
+
+def listed(routes: Iterable[Any]) -> list[tuple[str, str]]:
+    """Every method and path template of an app's routes; a route of another kind has no method."""
+    return [
+        (method, str(route.path))
+        for route in iter_route_contexts(list(routes))
+        for method in sorted(route.methods or {"ANY"})
+    ]
