@@ -52,7 +52,7 @@ def _allow_many_connections() -> None:
 
 def _run(config: Config, listener: socket.socket, public_url: str | None) -> None:
     from router.app import running_router
-    from router.serving import serve
+    from router.server import serve
 
     url = public_url or url_of(*listener.getsockname()[:2])
     serve(lambda: running_router(config, listener, url), config.server.drain_timeout)

@@ -38,15 +38,15 @@ from any_agent.rundir.registry import Entry, Registry
 from router.affinity import Affinity, key_in
 from router.areal import ArealRoutes
 from router.body import Body, Fields
-from router.conversations import Conversations
+from router.client_response import SERVER, Replies
 from router.fanout import FanOut, Handler
 from router.forward import Forwarder
-from router.health import Ranks
-from router.leasing import Leasing
+from router.implicit_affinity import Conversations
+from router.lease import Leasing
 from router.metrics import MetricsRoute
-from router.opens import MAX_BYTES, START, Opens
+from router.open_session import MAX_BYTES, START, Opens
+from router.rank_health import Ranks
 from router.repeats import happens_once
-from router.reply import SERVER, Replies
 from router.stats import CLIENT_LEFT, FAILED, RouterStats
 from router.upstream import Upstream, open_upstream
 

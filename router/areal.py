@@ -29,13 +29,13 @@ from any_agent.keys import SESSION_KEY_PREFIX
 from any_agent.protocol.rl import GRANT_ONLY_HEADER
 from router.affinity import Affinity, home_of
 from router.body import Body, Fields
+from router.client_response import Replies
 from router.fanout import Handler
 from router.forward import Forwarder
-from router.grants import GRANT, Grants
-from router.health import Ranks
-from router.opens import MAX_BYTES, not_begun
+from router.open_session import MAX_BYTES, not_begun
+from router.rank_health import Ranks
 from router.repeats import IDEMPOTENCY_KEY
-from router.reply import Replies
+from router.slot_grants import GRANT, Grants
 from router.upstream import Answer
 
 AREAL_START = "/rl/start_session"

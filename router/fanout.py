@@ -14,10 +14,10 @@ from any_agent.errors import AnyAgentError, ServiceUnavailable
 from any_agent.protocol.rl import AFTER_HEADER, UNREACHABLE_HEADER, read_places, write_places
 from router import merge
 from router.body import Body
+from router.client_response import Replies
 from router.forward import Forwarder
-from router.health import Ranks
-from router.opens import MAX_BYTES
-from router.reply import Replies
+from router.open_session import MAX_BYTES
+from router.rank_health import Ranks
 from router.upstream import Answer
 
 _READ_TIMEOUT = 10.0

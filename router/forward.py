@@ -15,9 +15,9 @@ from any_agent.errors import ReplyLost
 from any_agent.keys import bearer_of
 from router.affinity import SESSION_HEADER
 from router.body import Body
-from router.health import Ranks
+from router.client_response import Replies
+from router.rank_health import Ranks
 from router.repeats import IDEMPOTENCY_KEY
-from router.reply import Replies
 from router.upstream import Answer, NeverSent, Upstream, end_to_end
 
 _CLIENT = istr(CLIENT_HEADER)

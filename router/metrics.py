@@ -18,9 +18,9 @@ from any_agent.rundir.registry import rank_name
 from any_agent.runtime.metrics import CONTENT_TYPE, Exposition, Histogram, Metric, Reading, Values
 from router.affinity import key_in
 from router.body import Body
+from router.client_response import Replies
 from router.forward import Forwarder
-from router.health import Ranks
-from router.reply import Replies
+from router.rank_health import Ranks
 from router.stats import RouterStats
 from router.upstream import NeverSent, Upstream
 

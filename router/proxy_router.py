@@ -30,9 +30,9 @@ from any_agent.keys import SESSION_KEY_PREFIX, KeySigner, Lane, lane_in
 from any_agent.rundir.registry import Entry, Registry, Seen, rank_name
 from any_agent.runtime.ports import listen, url_of
 from router.app import Router, listening
-from router.health import Ranks
-from router.reply import Replies
-from router.serving import serve
+from router.client_response import Replies
+from router.rank_health import Ranks
+from router.server import serve
 from router.upstream import open_upstream
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from any_agent.rundir import heartbeat as presence
 from any_agent.rundir.registry import Entry, publish
 from router import app
 from router.affinity import home_of
-from router.reply import Replies
+from router.client_response import Replies
 from tests.proxy_ext.proxy_lab import LIMIT, until
 from tests.router.conftest import StartLab
 from tests.router.router_lab import Lab, Received, Wire, serving

@@ -13,9 +13,9 @@ import pytest
 from any_agent.auth.access import run_dir_of
 from any_agent.auth.key_store import create_key
 from any_agent.protocol.conversation_key import rank_tag, task_of
-from router import conversations
+from router import implicit_affinity as conversations
 from router.affinity import home_of
-from router.conversations import Conversations, Held
+from router.implicit_affinity import Conversations, Held
 from tests.proxy_ext.proxy_lab import until
 from tests.router.conftest import StartLab
 from tests.router.router_lab import Lab, Received

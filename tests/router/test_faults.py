@@ -10,8 +10,8 @@ from aiohttp import web
 
 from any_agent.errors import ReplyLost
 from any_agent.rundir.registry import publish
-from router import health
-from router.reply import Replies
+from router import rank_health as health
+from router.client_response import Replies
 from tests.proxy_ext.proxy_lab import LIMIT, until
 from tests.router.conftest import StartLab
 from tests.router.router_lab import END, Lab, Received

@@ -13,8 +13,8 @@ import pytest
 from any_agent.errors import ServiceUnavailable
 from any_agent.rundir import registry
 from any_agent.rundir.registry import Entry, Registry, publish, rank_name
-from router import health
-from router.health import Ranks
+from router import rank_health as health
+from router.rank_health import Ranks
 from tests.proxy_ext.proxy_lab import until
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from any_agent.client.rl_client import RLClient
-from router import leasing
+from router import lease as leasing
 from tests.proxy_ext.proxy_lab import until
 from tests.router.conftest import StartLab
 from tests.router.router_lab import FakeRank, Lab, Received, answer_empty

@@ -23,8 +23,8 @@ from any_agent.errors import ConfigError, StartupError
 from any_agent.keys import rank_of_session
 from any_agent.runtime.ports import free_port
 from router import ProxyRouter
-from router.health import Ranks
 from router.proxy_router import _Proxies
+from router.rank_health import Ranks
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, config_for, running_proxy
 from tests.proxy_ext.real_parts import await_url, environment

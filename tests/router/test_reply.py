@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.http import StreamWriter
 
-from router.reply import Replies
+from router.client_response import Replies
 
 
 class Transport:

@@ -13,7 +13,7 @@ import pytest
 
 from any_agent.protocol.rl import GRANT_ONLY_HEADER
 from router.affinity import home_of
-from router.grants import GRANT
+from router.slot_grants import GRANT
 from tests.router.conftest import StartLab
 from tests.router.router_lab import FakeRank, Lab, Received
 
@@ -350,7 +350,7 @@ async def test_a_move_that_is_answered_late_is_made_once(
     pair: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank has it, and says so only when it is asked again under the same key."""
-    monkeypatch.setattr("router.grants._PATIENCE", 0.8)
+    monkeypatch.setattr("router.slot_grants._PATIENCE", 0.8)
     Slots(pair.ranks[1])
     slots, keys, released = Slots(pair.ranks[0]), [], asyncio.Event()
 

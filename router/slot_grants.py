@@ -15,7 +15,7 @@ from any_agent.auth.access import RUN, Access
 from any_agent.errors import AnyAgentError, ServiceUnavailable
 from router.affinity import key_in
 from router.forward import Forwarder
-from router.health import Ranks
+from router.rank_health import Ranks
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from any_agent.errors import InvalidRequest, ReplyLost, ServiceUnavailable
 from router import merge
 from router.affinity import Affinity
 from router.body import Body, Fields, seconds
+from router.client_response import Replies
 from router.fanout import Handler
 from router.forward import Forwarder
-from router.health import Ranks
-from router.opens import MAX_BYTES
-from router.reply import Replies
+from router.open_session import MAX_BYTES
+from router.rank_health import Ranks
 from router.upstream import Answer
 
 _SLICE = 1.0

@@ -14,10 +14,10 @@ from aiohttp import web
 from any_agent.errors import Draining, ServiceUnavailable, StoreBusy, from_response
 from router.affinity import Affinity, home_of
 from router.body import Body, Fields, seconds
+from router.client_response import Replies
 from router.forward import Forwarder
-from router.health import Ranks
+from router.rank_health import Ranks
 from router.repeats import IDEMPOTENCY_KEY
-from router.reply import Replies
 from router.upstream import Answer
 
 START = "/rl/v1/start_session"
