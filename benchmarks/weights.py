@@ -132,8 +132,8 @@ class Bench:
         from trainer.sync import NewWeights
         from trainer.sync.bucketed import BucketSync
         from trainer.sync.disk import DiskSync
-        from trainer.sync.distributed import GroupTransport
-        from trainer.weights import publish_to_disk
+        from trainer.sync.group_transport import GroupTransport
+        from trainer.weight_folders import publish_to_disk
 
         self.policy = Policy.load(model, PolicyConfig(threads=1))
         self.bytes = sum(t.nbytes for bucket in self.buckets() for _, t in bucket)
@@ -166,7 +166,7 @@ class Bench:
 
     def by(self, sync: Any) -> None:
         """A whole update, as the trainer makes it."""
-        from trainer.weights import prune
+        from trainer.weight_folders import prune
 
         self._version += 1
         version, folder = self._version, self.folder / f"v{self._version:08d}"

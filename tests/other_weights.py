@@ -10,7 +10,7 @@ def publish_other(model: Path, root: Path, version: int) -> Path:
     import torch
 
     from trainer.policy import Policy, PolicyConfig
-    from trainer.weights import publish_to_disk
+    from trainer.weight_folders import publish_to_disk
 
     policy = Policy.load(model, PolicyConfig(threads=1))
     noise = torch.Generator().manual_seed(version)

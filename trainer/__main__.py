@@ -15,7 +15,7 @@ from any_agent.runtime.logs import set_up_logging
 from any_agent.runtime.parent_death import die_with_parent
 
 if TYPE_CHECKING:
-    from trainer.parallel.crew import Crew
+    from trainer.parallel.trainer_group import Crew
 
 _STOPPED = 143
 
@@ -41,7 +41,7 @@ def main() -> int:
 def _train(config: Config, host: str) -> int:
     import transformers
 
-    from trainer.parallel.joining import follow, joined, leading
+    from trainer.parallel.roles import follow, joined, leading
     from trainer.parallel.world import started_together
 
     transformers.utils.logging.disable_progress_bar()
@@ -60,7 +60,7 @@ def _train(config: Config, host: str) -> int:
 
 def _lead(config: Config, host: str, crew: Crew | None, launched: int) -> int:
     from trainer.loop import TrainingLoop
-    from trainer.presence import Presence
+    from trainer.metrics_server import Presence
 
     trainer = TrainingLoop(config, crew=crew)
     # After the step under way, so that what was trained is kept.

@@ -37,7 +37,7 @@ from any_agent.runtime.atomic_files import remove_folder, whole_folder, write_wh
 from trainer.parallel.sharding import is_divided
 from trainer.parallel.world import World
 from trainer.policy import Policy, PolicyConfig
-from trainer.weights import save_pretrained
+from trainer.weight_folders import save_pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ def _named_parameters(policy: Policy) -> list[tuple[str, Tensor]]:
 
 
 def _save_optimizer(policy: Policy, folder: Path) -> None:
-    from trainer.parallel.shards import moments, save_shard
+    from trainer.parallel.sharded_optimizer import moments, save_shard
 
     state = moments(policy)
     if policy.world is not None:
@@ -198,7 +198,7 @@ def _save_optimizer(policy: Policy, folder: Path) -> None:
 
 def _restore_optimizer(policy: Policy, folder: Path, groups: list[dict[str, Any]]) -> None:
     """The moments of this process's parameters, whoever wrote them."""
-    from trainer.parallel.shards import load_shards, names_in
+    from trainer.parallel.sharded_optimizer import load_shards, names_in
 
     plain = folder / "optimizer.safetensors"
     shares = folder / "optimizer"

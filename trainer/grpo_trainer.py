@@ -25,18 +25,18 @@ from any_agent.runtime.logs import logging_to
 from any_agent.script_errors import one_line_errors
 from any_agent.workflow import RolloutWorkflow, WorkflowLike, resolve_workflow
 from any_agent.workflow.resolve import require_workflow
-from trainer.dataset_source import Dataset, DatasetFed
+from trainer.batch_source import ProxyFed, Source
+from trainer.dataset_batches import Dataset, DatasetFed
 from trainer.evaluation import Evaluation
+from trainer.from_config import chosen_workflow, policy_config
 from trainer.loop import TrainingLoop
-from trainer.parallel.crew import Crew
-from trainer.parallel.joining import follow, joined, leading
+from trainer.metrics_server import Presence
+from trainer.parallel.roles import follow, joined, leading
+from trainer.parallel.trainer_group import Crew
 from trainer.parallel.world import World
-from trainer.presence import Presence
 from trainer.rollouts import agent_service, workflow_executor
 from trainer.service import Service
-from trainer.settings import chosen_workflow, policy_config
 from trainer.signals import Signals, Stopped
-from trainer.source import ProxyFed, Source
 
 
 def _print(line: str) -> None:

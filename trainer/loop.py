@@ -1,6 +1,6 @@
 """The training loop: wait for a batch, step, publish, acknowledge, keep a checkpoint.
 
-Where the batches come from is a :class:`trainer.source.Source`'s affair: external agents, or a
+Where the batches come from is a :class:`trainer.batch_source.Source`'s affair: external agents, or a
 workflow's runs on a dataset.
 """
 
@@ -34,24 +34,24 @@ from trainer.batch import (
     training_batch,
     versions_in,
 )
+from trainer.batch_source import ProxyFed, Source
 from trainer.checkpoint import (
     latest_checkpoint,
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
 )
-from trainer.dull import DullGroups
+from trainer.consumed_sessions import Memory
+from trainer.from_config import loss_config, policy_config, seed_all, set_optimizer
 from trainer.manifests import Manifest, Manifests
-from trainer.memory import Memory
 from trainer.metrics import TrainerMetrics, last_reported
-from trainer.parallel.crew import Crew
+from trainer.parallel.trainer_group import Crew
 from trainer.policy import Policy, PolicyConfig, StepResult
 from trainer.publisher import PATIENCE, Publisher
-from trainer.report import in_words, step_line
-from trainer.settings import loss_config, policy_config, seed_all, set_optimizer
-from trainer.source import ProxyFed, Source
-from trainer.telling import News, tell, tell_if_there
-from trainer.weights import tokenizer_of
+from trainer.run_status import News, tell, tell_if_there
+from trainer.step_report import in_words, step_line
+from trainer.weight_folders import tokenizer_of
+from trainer.zero_variance import DullGroups
 
 log = logging.getLogger(__name__)
 

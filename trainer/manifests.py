@@ -14,7 +14,7 @@ from pathlib import Path
 from any_agent.errors import TrainingError
 from any_agent.rundir.layout import write_json
 from any_agent.types import SampledSession
-from trainer.rows_store import read_sessions, write_sessions
+from trainer.sampled_rows import read_sessions, write_sessions
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})\.json")

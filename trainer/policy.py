@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from any_agent.engine.alignment import align
 from any_agent.errors import ConfigError, StartupError
-from trainer.buckets import Bucket, in_buckets, stored_tensors
 from trainer.logprobs import logprobs_of
 from trainer.loss import LossConfig, LossStats, policy_loss
 from trainer.packing import (
@@ -26,9 +25,10 @@ from trainer.packing import (
 )
 from trainer.parallel.sharding import Whole, shard, summed, whole_tensor
 from trainer.parallel.world import World, alone, in_turn
+from trainer.weight_buckets import Bucket, in_buckets, stored_tensors
 
 if TYPE_CHECKING:
-    from trainer.parallel.crew import Crew
+    from trainer.parallel.trainer_group import Crew
 
 
 @dataclass(frozen=True, slots=True)

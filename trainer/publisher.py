@@ -15,8 +15,8 @@ from any_agent.rollout import RolloutExecutor
 from any_agent.rundir.layout import RunDir, weights_folder
 from trainer.policy import Policy
 from trainer.sync import NewWeights, WeightSync, make_sync
-from trainer.versions import Versions
-from trainer.weights import holds_weights, prune, publish_to_disk
+from trainer.weight_folders import holds_weights, prune, publish_to_disk
+from trainer.weight_versions import Versions
 
 PATIENCE = 120.0
 """Seconds that the trainer waits for a proxy that restarts."""

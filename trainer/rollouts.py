@@ -16,7 +16,7 @@ from any_agent.rundir.layout import RunDir
 from any_agent.workflow.agent_service import AgentService
 from any_agent.workflow.dump import TrajectoryDump
 from trainer.service import Service
-from trainer.weights import tokenizer_of
+from trainer.weight_folders import tokenizer_of
 
 
 def agent_service(c: Config, run_dir: RunDir, service: Service) -> AgentService:

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer import __main__ as process
 from trainer.loop import TrainingLoop
-from trainer.sync.attempt import Attempt
+from trainer.sync.update_attempt import Attempt
 
 
 def _made(loop: TrainingLoop) -> int:

@@ -21,10 +21,10 @@ from any_agent.types import Trajectory
 from tests.e2e.audit import Record
 from trainer.batch import training_batch
 from trainer.checkpoint import list_checkpoints, load_checkpoint
+from trainer.from_config import loss_config
 from trainer.manifests import Manifest, Manifests
 from trainer.packing import count_trained, micro_batches
 from trainer.policy import Policy, PolicyConfig
-from trainer.settings import loss_config
 
 
 def retrain(config: Config, run: RunDir, records: Mapping[str, Record]) -> tuple[int, list[str]]:

@@ -20,7 +20,7 @@ from any_agent.rundir.layout import weights_folder
 from tests.e2e.live_run import drive, live_config
 from trainer.checkpoint import load_checkpoint
 from trainer.policy import PolicyConfig
-from trainer.weights import holds_weights, published_versions
+from trainer.weight_folders import holds_weights, published_versions
 
 STEPS = 5
 

@@ -23,9 +23,9 @@ from trainer.sync import NewWeights, WeightSync
 from trainer.sync.base import Bucket
 from trainer.sync.bucketed import BucketSync
 from trainer.sync.disk import DiskSync
-from trainer.sync.distributed import GroupTransport
-from trainer.sync.tensor import TensorTransport
-from trainer.weights import publish_to_disk
+from trainer.sync.group_transport import GroupTransport
+from trainer.sync.tensor_transport import TensorTransport
+from trainer.weight_folders import publish_to_disk
 
 WAYS = ("disk", "distributed", "tensor")
 _BUCKET = 100_000

@@ -12,7 +12,7 @@ from loop_lab import Lab
 from any_agent.config import Config
 from any_agent.rollout import WorkflowExecutor
 from any_agent.workflow import RolloutWorkflow, context
-from trainer.dataset_source import DatasetFed
+from trainer.dataset_batches import DatasetFed
 
 
 class Alternating(RolloutWorkflow):

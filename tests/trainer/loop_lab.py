@@ -18,10 +18,10 @@ from any_agent.protocol.rl import Rejection
 from any_agent.rollout import Ranks
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode
+from trainer.batch_source import ProxyFed
 from trainer.loop import TrainingLoop
-from trainer.parallel.crew import Crew
+from trainer.parallel.trainer_group import Crew
 from trainer.policy import Policy
-from trainer.source import ProxyFed
 from trainer.sync import NewWeights
 
 

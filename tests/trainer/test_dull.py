@@ -11,7 +11,7 @@ from loop_lab import Lab, config_of
 from any_agent.config import TrainConfig
 from any_agent.workflow import Episode
 from trainer import loop
-from trainer.dull import DullGroups
+from trainer.zero_variance import DullGroups
 
 
 def alike(reward: float) -> Episode:

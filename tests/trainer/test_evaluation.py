@@ -23,7 +23,7 @@ from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import RolloutWorkflow
 from tests.rollout.workflow_lab import REJECT, Doing, Gated, executor, items, until
 from tests.workflow.tensors_lab import tensors
-from trainer.dataset_source import DatasetFed
+from trainer.dataset_batches import DatasetFed
 from trainer.evaluation import Evaluation, Figures, score
 from trainer.metrics import TrainerMetrics
 

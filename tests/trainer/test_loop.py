@@ -13,7 +13,7 @@ from loop_lab import Lab, config_of, moments_of, same
 
 from any_agent.errors import ServiceUnavailable, TrainingError
 from any_agent.workflow import Episode
-from trainer import telling
+from trainer import run_status as telling
 
 
 @pytest.fixture

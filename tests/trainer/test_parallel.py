@@ -31,7 +31,7 @@ from world_cases import (
 from world_lab import together
 
 from trainer.checkpoint import load_checkpoint, save_checkpoint
-from trainer.parallel.shards import moments
+from trainer.parallel.sharded_optimizer import moments
 from trainer.policy import Policy
 
 CASES = 16

@@ -12,12 +12,12 @@ import torch
 
 from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, NotFound, TrainingError
 from any_agent.rollout import Ranks
-from trainer.sync import distributed
-from trainer.sync.attempt import Attempt, Settings
+from trainer.sync import group_transport as distributed
 from trainer.sync.base import NewWeights
-from trainer.sync.checks import Checks
-from trainer.sync.distributed import GroupTransport
-from trainer.sync.engine import About, Engine
+from trainer.sync.engine_client import About, Engine
+from trainer.sync.group_transport import GroupTransport
+from trainer.sync.update_attempt import Attempt, Settings
+from trainer.sync.verify import Checks
 
 BUCKET = [("a", torch.zeros(2))]
 

@@ -16,10 +16,10 @@ from any_agent.demo.models.tiny import make_model
 from any_agent.errors import ConfigError
 from any_agent.launcher.node_role import Place, TrainingNodes
 from any_agent.launcher.training import trainer_arguments
-from trainer.parallel.network import interface_of
+from trainer.from_config import policy_config
+from trainer.parallel.network_interface import interface_of
 from trainer.parallel.world import follows, join, leave, require_processes, started_together
 from trainer.policy import Policy, PolicyConfig
-from trainer.settings import policy_config
 
 
 def config_of(*settings: str) -> Config:

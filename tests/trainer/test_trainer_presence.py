@@ -12,11 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-import trainer.presence as presence_module
+import trainer.metrics_server as presence_module
 from any_agent.keys import KeySigner
 from any_agent.rundir.registry import Entry, Registry
 from trainer.metrics import TrainerMetrics
-from trainer.presence import Presence
+from trainer.metrics_server import Presence
 
 SIGNER = KeySigner(bytes(range(32)))
 OWN = {"authorization": f"Bearer {SIGNER.run_key}"}

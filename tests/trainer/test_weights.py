@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import any_agent.runtime.atomic_files
 from any_agent.errors import Conflict, StartupError
 from trainer.policy import Policy, PolicyConfig
-from trainer.weights import holds_weights, prune, publish_to_disk, published_versions
+from trainer.weight_folders import holds_weights, prune, publish_to_disk, published_versions
 
 
 @pytest.fixture(scope="module")

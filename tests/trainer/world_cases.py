@@ -23,16 +23,16 @@ from any_agent.config import TrainConfig
 from any_agent.demo.models.tiny import make_model
 from any_agent.errors import TrainingError
 from trainer.checkpoint import list_checkpoints, save_checkpoint
+from trainer.from_config import policy_config
 from trainer.loss import LossConfig
 from trainer.packing import Batch, count_trained, micro_batches
 from trainer.parallel.balance import balanced
-from trainer.parallel.control import Channel, Leader
-from trainer.parallel.crew import Crew, batches_of
-from trainer.parallel.following import Follower
+from trainer.parallel.command_channel import Channel, Leader
+from trainer.parallel.follower import Follower
 from trainer.parallel.sharding import whole_tensor
+from trainer.parallel.trainer_group import Crew, batches_of
 from trainer.parallel.world import World
 from trainer.policy import Policy, PolicyConfig
-from trainer.settings import policy_config
 
 CONFIG = PolicyConfig(lr=1e-3, threads=1)
 TRAIN = TrainConfig(lr=1e-3)

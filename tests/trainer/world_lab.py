@@ -17,7 +17,11 @@ from any_agent.runtime.ports import free_port
 from trainer.parallel.world import World, join, leave
 
 _WITHIN = 400.0
-_IMPORTED = ["world_cases", "transformers.models.qwen3.modeling_qwen3", "trainer.parallel.shards"]
+_IMPORTED = [
+    "world_cases",
+    "transformers.models.qwen3.modeling_qwen3",
+    "trainer.parallel.sharded_optimizer",
+]
 """Seconds that each process would need for them."""
 
 

@@ -12,7 +12,7 @@ import signal
 import sys
 
 from any_agent.runtime.ports import free_port
-from trainer.parallel.network import interface_of
+from trainer.parallel.network_interface import interface_of
 
 _STOPPED = 143
 _MEET_WITHIN = 900

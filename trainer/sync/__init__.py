@@ -5,6 +5,6 @@ By a folder (:mod:`.disk`), by a process group (:mod:`.distributed`), or as tens
 """
 
 from trainer.sync.base import Call, NewWeights, WeightSync
-from trainer.sync.choice import make_sync
+from trainer.sync.select import make_sync
 
 __all__ = ["Call", "NewWeights", "WeightSync", "make_sync"]

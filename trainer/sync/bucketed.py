@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 from any_agent.errors import EngineUnavailable, TrainingError
 from any_agent.rollout import Ranks
-from trainer.sync.attempt import Attempt, Settings
 from trainer.sync.base import AWAY, Call, NewWeights
-from trainer.sync.checks import Checks
 from trainer.sync.transport import Transport
+from trainer.sync.update_attempt import Attempt, Settings
+from trainer.sync.verify import Checks
 
 log = logging.getLogger(__name__)
 

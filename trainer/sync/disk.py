@@ -13,7 +13,7 @@ import httpx
 from any_agent.errors import AnyAgentError, EngineUnavailable, ServiceUnavailable, TrainingError
 from any_agent.rollout import Ranks
 from trainer.sync.base import AWAY, RELOAD_SLACK, Call, NewWeights
-from trainer.sync.engine import Engine
+from trainer.sync.engine_client import Engine
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from trainer.sync.base import Bucket
-from trainer.sync.engine import Engine
+from trainer.sync.engine_client import Engine
 
 
 class Transport(Protocol):

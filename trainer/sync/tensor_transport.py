@@ -16,7 +16,7 @@ from torch import Tensor
 
 from any_agent.engine.weight_serialization import cuda_reduction, pack
 from trainer.sync.base import Bucket
-from trainer.sync.engine import Engine
+from trainer.sync.engine_client import Engine
 
 
 class TensorTransport:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from any_agent.errors import EngineUnavailable, TrainingError
 from trainer.sync.base import NewWeights
-from trainer.sync.engine import Engine
+from trainer.sync.engine_client import Engine
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from any_agent.config import TrainConfig
-from trainer.parallel.crew import Crew
-from trainer.parallel.following import Follower
+from trainer.from_config import policy_config
+from trainer.parallel.follower import Follower
+from trainer.parallel.trainer_group import Crew
 from trainer.parallel.world import (
     World,
     follows,
@@ -17,7 +18,6 @@ from trainer.parallel.world import (
     require_processes,
     started_together,
 )
-from trainer.settings import policy_config
 
 
 def joined(train: TrainConfig) -> World | None:

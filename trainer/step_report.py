@@ -9,8 +9,8 @@ from typing import Any
 
 from any_agent import stats_tracker
 from trainer.batch import TrainingBatch
+from trainer.batch_source import Source
 from trainer.policy import StepResult
-from trainer.source import Source
 
 
 def step_line(

@@ -12,8 +12,8 @@ from any_agent.errors import ConfigError
 from trainer.sync.base import Call, WeightSync
 from trainer.sync.bucketed import BucketSync
 from trainer.sync.disk import DiskSync
-from trainer.sync.distributed import GroupTransport
-from trainer.sync.tensor import TensorTransport
+from trainer.sync.group_transport import GroupTransport
+from trainer.sync.tensor_transport import TensorTransport
 
 Way: TypeAlias = Literal["disk", "distributed", "tensor"]
 

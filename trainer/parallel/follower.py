@@ -10,12 +10,12 @@ from typing import Any
 from any_agent.config import TrainConfig
 from any_agent.errors import AnyAgentError
 from trainer.checkpoint import load_checkpoint
+from trainer.from_config import seed_all, set_optimizer
 from trainer.loss import LossConfig
-from trainer.parallel.control import Channel
-from trainer.parallel.crew import batches_of
+from trainer.parallel.command_channel import Channel
+from trainer.parallel.trainer_group import batches_of
 from trainer.parallel.world import World
 from trainer.policy import GradientNotFinite, Policy, PolicyConfig
-from trainer.settings import seed_all, set_optimizer
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Follower:
         )
 
     def _save(self, folder: Path) -> None:
-        from trainer.parallel.shards import save_shard
+        from trainer.parallel.sharded_optimizer import save_shard
 
         save_shard(self.policy, folder)
 

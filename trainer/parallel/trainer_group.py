@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.loss import LossConfig
 from trainer.packing import Batch, Row, count_trained, micro_batches
 from trainer.parallel.balance import balanced, idle_batch
-from trainer.parallel.control import Channel, Leader
+from trainer.parallel.command_channel import Channel, Leader
 from trainer.parallel.world import World
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.types import SampledSession
 from any_agent.workflow import RolloutWorkflow
 from trainer.batch import Group
-from trainer.dull import DullGroups
 from trainer.manifests import Manifest
+from trainer.zero_variance import DullGroups
 
 GROUP = "data-"
 """What a sampled group's id begins with; its item's position follows."""

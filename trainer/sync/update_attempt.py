@@ -19,9 +19,9 @@ from any_agent.engine.weight_serialization import checksums
 from any_agent.errors import AnyAgentError, NotFound, ServiceUnavailable, TrainingError
 from any_agent.rollout import Ranks
 from trainer.sync.base import AWAY, RELOAD_SLACK, Bucket, Call, NewWeights
-from trainer.sync.checks import Checks, Sums, require_alike
-from trainer.sync.engine import Engine
+from trainer.sync.engine_client import Engine
 from trainer.sync.transport import Transport
+from trainer.sync.verify import Checks, Sums, require_alike
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from any_agent.engine.weight_process_group import Backend, Rendezvous, WeightGro
 from any_agent.errors import AnyAgentError, EngineUnavailable, TrainingError
 from any_agent.runtime.private_address import is_private
 from trainer.sync.base import Bucket
-from trainer.sync.engine import Engine
+from trainer.sync.engine_client import Engine
 
 log = logging.getLogger(__name__)
 
