@@ -18,10 +18,10 @@ from any_agent.config.script import sampling_of
 from any_agent.engine import EnginePool, InferenceEngine
 from any_agent.engine.model_fingerprint import shape_of
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable
-from any_agent.inference.any_loop import AnyLoopEngine
-from any_agent.inference.kept import Kept, named, require_weights
-from any_agent.inference.started import chosen, own_engine
-from any_agent.inference.words import TextChunk, Words, asked_for, words_of
+from any_agent.inference.cross_loop_engine import AnyLoopEngine
+from any_agent.inference.engine_process import chosen, own_engine
+from any_agent.inference.text_codec import TextChunk, Words, asked_for, words_of
+from any_agent.inference.weights_source import Kept, named, require_weights
 from any_agent.rollout import WorkflowExecutor
 from any_agent.runtime.private_address import require_private_url
 from any_agent.types import (

@@ -10,7 +10,7 @@ import pytest
 from any_agent import RemoteSGLangEngine
 from any_agent.config import Config
 from any_agent.errors import ConfigError, NotFound
-from any_agent.inference.kept import kept_model, named
+from any_agent.inference.weights_source import kept_model, named
 from any_agent.rundir.layout import RunDir
 from tests.inference.trials import save_trial
 

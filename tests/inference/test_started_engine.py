@@ -18,7 +18,7 @@ import pytest
 
 from any_agent import RemoteSGLangEngine
 from any_agent.errors import ConfigError, StartupError
-from any_agent.inference import started
+from any_agent.inference import engine_process as started
 from tests.inference.trials import save_trial
 
 REPOSITORY = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 from any_agent.config import LOOPBACK, Config
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError, StartupError
-from any_agent.inference.kept import Kept
+from any_agent.inference.weights_source import Kept
 from any_agent.launcher.engines import (
     engine_command,
     engine_ready,
