@@ -145,7 +145,7 @@ def groups(items: list[Item]) -> Iterator[Job]:
 def make_model(folder: Path, seed: int) -> None:
     """The demo's warmed-up model, in a process of its own."""
     log = folder.with_suffix(".log")
-    command = ["-m", "any_agent.demo.models.tiny", str(folder), "--seed", str(seed)]
+    command = ["-m", "any_agent.demo.model", str(folder), "--seed", str(seed)]
     # More threads than free cores cost such a small model ten times the time.
     with child(command, log, {"OMP_NUM_THREADS": "1"}) as process:
         if process.wait(300):

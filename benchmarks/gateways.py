@@ -51,7 +51,7 @@ class Lab:
         self.model = folder / "model"
         log = folder / "model.log"
         with child(
-            ["-m", "any_agent.demo.models.tiny", str(self.model), "--warmup-steps", "0"], log
+            ["-m", "any_agent.demo.model", str(self.model), "--warmup-steps", "0"], log
         ) as p:
             if p.wait(300):
                 raise RuntimeError(log.read_text())

@@ -2,8 +2,9 @@
 
 docs/configuration.md from any_agent/config: a setting's meaning is the docstring under its
 field, its section's the docstring of the class. docs/metrics.md from each part's table of metrics.
-docs/sessions.md from the table of states in proxy_ext/sessions/state_machine.py, docs/keys.md from the
-one of routes and scopes in proxy_ext/web/permissions.py, docs/parameters.md from the one in
+docs/sessions.md from the table of states in proxy_ext/sessions/state_machine.py,
+docs/keys.md from the table of routes and scopes in proxy_ext/web/permissions.py,
+docs/parameters.md from the one in
 any_agent/completions/params/table.py, docs/compatibility.md from what `make test-clients` found,
 docs/from-areal.md from docs/from_areal.yaml.
 """

@@ -7,7 +7,7 @@ from proxy_ext.web.permissions import LITELLM, RULES
 
 HEAD = """# Keys: who may do what
 
-<!-- Written by docs/generate.py from proxy_ext/web/permissions.py; change that file, then run it. -->
+<!-- Written by docs/generate.py from proxy_ext/web/permissions.py; change that, then run it. -->
 
 | scope | form | made by | good for |
 |---|---|---|---|

@@ -10,7 +10,7 @@ _WIDTH = 28
 
 HEAD = """# Sessions: their states, and what can happen in each
 
-<!-- Written by docs/generate.py from proxy_ext/sessions/state_machine.py; change that, then run it. -->
+<!-- Written by docs/generate.py from proxy_ext/sessions/state_machine.py; change that. -->
 
 A session is one trajectory of one agent. It is opened, takes model calls and rewards, and is
 finalized; the trainer leases it with its group, and says what became of it. This page is made from

@@ -1,7 +1,7 @@
 """The training loop: wait for a batch, step, publish, acknowledge, keep a checkpoint.
 
-Where the batches come from is a :class:`trainer.batch_source.Source`'s affair: external agents, or a
-workflow's runs on a dataset.
+A :class:`trainer.batch_source.Source` gives the batches: external agents, or a workflow's runs on
+a dataset.
 """
 
 from __future__ import annotations

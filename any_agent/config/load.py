@@ -2,7 +2,8 @@
 
 A setting's name is its dotted path (``train.lr``). In the environment it is
 ``ANY_AGENT_TRAIN__LR``, on the command line ``train.lr=1e-3``. Unknown names are refused with the
-nearest known one, AReaL's (:mod:`any_agent.config.foreign_settings`) are taken where they mean the same.
+nearest known one. AReaL's (:mod:`any_agent.config.foreign_settings`) are taken where they mean
+the same.
 In a file ``${model.path}`` is the value of that setting (:mod:`any_agent.config.interpolation`).
 """
 

@@ -1,5 +1,6 @@
-"""Draws a demo's reward curve: ``python -m any_agent.demo.reward_curve METRICS PNG --before A --after B``.
+"""Draw a demo's reward curve.
 
+Run as ``python -m any_agent.demo.reward_curve METRICS PNG --before A --after B``.
 Imports matplotlib, so it is a process of its own.
 """
 

@@ -1,5 +1,6 @@
-"""Whether engines hold the run's weights: `python -m any_agent.doctor.verify_weights --config FILE URL ...`.
+"""Verify that engines serve the run's weights.
 
+Run as ``python -m any_agent.doctor.verify_weights --config FILE URL ...``.
 A process of its own, because it computes a forward pass of them: the launcher has no torch. It
 prints a line of JSON for each engine, whose outcome is passed, failed or unchecked.
 """

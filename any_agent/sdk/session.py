@@ -255,7 +255,7 @@ class AgentSession:
     context.
 
     ``url`` and ``api_key`` are by default those of the environment (`find_service`). Fields of
-    :class:`any_agent.protocol.rl.StartSession`: ``task_id``, ``group_id``, ``group_size``, ``mode``,
+    :class:`any_agent.protocol.StartSession`: ``task_id``, ``group_id``, ``group_size``, ``mode``,
     ``metadata``, ``version``, ``ttl`` (seconds). ``wait``: seconds to wait for a slot.
     ``retry_for``: seconds to try again while the service is away (default: 60; 900 where its URL
     stands in a file, as it may be moving). ``idempotency_key``: whoever has opened a session with

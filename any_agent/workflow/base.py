@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Episode: TypeAlias = list[Trajectory]
 """Recorded sessions: one, or a whole group."""
 TensorDict: TypeAlias = "dict[str, torch.Tensor]"
-"""A batch of sequences, padded on the right, as :mod:`any_agent.workflow.tensor_checks` describes it."""
+"""A batch of sequences, padded on the right (:mod:`any_agent.workflow.tensor_checks`)."""
 EpisodeResult: TypeAlias = (
     "dict[str, torch.Tensor] | dict[str, InteractionWithTokenLogpReward] | list[Trajectory]"
 )

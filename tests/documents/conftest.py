@@ -65,7 +65,7 @@ def pytest_terminal_summary(
 def taught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that adds numbers up to 4, right about every second time."""
     folder = tmp_path_factory.mktemp("taught") / "model"
-    command = [sys.executable, "-m", "any_agent.demo.models.tiny", str(folder), "--skill", "sums"]
+    command = [sys.executable, "-m", "any_agent.demo.model", str(folder), "--skill", "sums"]
     subprocess.run(command, check=True, timeout=300)
     return folder
 

@@ -114,7 +114,7 @@ def run_chaos(root: Path, plan: Plan, say: Callable[[str], None]) -> Outcome:
 
 def make_model(path: Path, seed: int) -> None:
     """In a process of its own: threads of torch must not disturb the agents here."""
-    command = [sys.executable, "-m", "any_agent.demo.models.tiny", str(path), "--seed", str(seed)]
+    command = [sys.executable, "-m", "any_agent.demo.model", str(path), "--seed", str(seed)]
     subprocess.run(command, check=True, capture_output=True, timeout=600)
 
 

@@ -65,7 +65,7 @@ def taught_model(skill: str = "sums") -> Path:
         if not made.exists():
             half = made.with_suffix(".half")
             shutil.rmtree(half, ignore_errors=True)
-            _run([sys.executable, "-m", "any_agent.demo.models.tiny", half, "--skill", skill])
+            _run([sys.executable, "-m", "any_agent.demo.model", half, "--skill", skill])
             half.rename(made)
     return made
 

@@ -61,7 +61,7 @@ def response_again(
 def shape_again(
     interaction: Interaction, tree: InteractionTree, logprobs: TokenLogprobs, chat: ChatFormat
 ) -> tuple[Answer, ChatCall]:
-    """What :func:`any_agent.completions.parsed_request.whole` writes the body from that the answer had."""
+    """The answer and its call, as `any_agent.completions.parsed_request.whole` encodes them."""
     asked = interaction.request[RECORD]
     recorded = interaction.request.get("recorded", {})
     repeated = {name: recorded[name] for name in DEFAULTS if name in recorded}

@@ -1,7 +1,7 @@
 """A tiny Qwen3-shaped model and tokenizer, made by code: nothing is downloaded.
 
-Run as ``python -m any_agent.demo.models.tiny OUT --seed N``: the demo's processes never import torch.
-``--skill sums`` makes one that is taught to add (:mod:`any_agent.demo.models.sums`), for agents to try,
+Run as ``python -m any_agent.demo.model OUT --seed N``: the demo's processes never import torch.
+``--skill sums`` makes one that is taught to add (:mod:`any_agent.demo.models.sums`),
 ``--skill judge`` one that judges (:mod:`any_agent.demo.models.judge`).
 """
 

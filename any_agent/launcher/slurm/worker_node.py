@@ -1,4 +1,4 @@
-"""Another node of a job: ``python -m any_agent.launcher.slurm.worker_node``, as the first one starts it.
+"""A worker node of a job: the head node runs ``python -m any_agent.launcher.slurm.worker_node``.
 
 It runs its share of the parts until it is told to end: SIGUSR1 or SIGTERM lets what is under way
 end first, SIGUSR2 does not.
