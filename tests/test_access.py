@@ -15,14 +15,14 @@ from any_agent.errors import ConfigError, Forbidden, StartupError, Unauthenticat
 from any_agent.keys import KeySigner
 from any_agent.keys_commands import run as run_keys
 from any_agent.launcher.trial import trial_dir
-from any_agent.runtime.file_watcher import Watched
+from any_agent.runtime.file_watcher import WatchedFile
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test waits for the time between two looks."""
-    get = Watched.get
-    monkeypatch.setattr(Watched, "get", lambda self, *, within=None: get(self, within=0.0))
+    get = WatchedFile.get
+    monkeypatch.setattr(WatchedFile, "get", lambda self, *, within=None: get(self, within=0.0))
 
 
 @pytest.fixture

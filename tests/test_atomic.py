@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.runtime import atomic_files as atomic
-from any_agent.runtime.atomic_files import append_line, remove_folder, whole_folder, write_whole
+from any_agent.runtime.atomic_files import append_line, remove_folder, whole_folder, write_atomic
 
 INTERRUPTIONS = pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
 
@@ -123,14 +123,14 @@ def test_nothing_is_left_of_a_text_without_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "state.json"
-    write_whole(target, "old")
+    write_atomic(target, "old")
 
     def full(_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(atomic, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        write_whole(target, "new")
+        write_atomic(target, "new")
     assert list(tmp_path.iterdir()) == [target]
     assert target.read_text() == "old"
 
@@ -139,7 +139,7 @@ def test_nothing_is_left_of_a_text_without_room(
 def test_permissions_do_not_depend_on_who_started_it(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        write_whole(tmp_path / "file", "x", mode=0o644)
+        write_atomic(tmp_path / "file", "x", mode=0o644)
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644

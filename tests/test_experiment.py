@@ -9,7 +9,7 @@ import pytest
 from any_agent.config import Config, load_config, load_resolved
 from any_agent.config.script import GRPOConfig, load_expr_config
 from any_agent.errors import ConfigError
-from any_agent.runtime.import_string import import_by_name
+from any_agent.runtime.import_string import import_string
 
 
 class OwnConfig(GRPOConfig):
@@ -165,4 +165,4 @@ def test_what_settings_name_is_found_in_the_current_folder(
     for _ in range(2):
         load_expr_config([], GRPOConfig)
         assert sys.path == [*before, str(tmp_path)]
-    assert import_by_name("found_here.Agent").__name__ == "Agent"
+    assert import_string("found_here.Agent").__name__ == "Agent"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.runtime.file_watcher import Watched
+from any_agent.runtime.file_watcher import WatchedFile
 
 
 def number(content: bytes) -> int:
@@ -18,7 +18,7 @@ def number(content: bytes) -> int:
 
 def test_a_change_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "n"
-    watched = Watched(path, number, 0, every=0.0)
+    watched = WatchedFile(path, number, 0, every=0.0)
     assert watched.get() == 0, "there was none"
     path.write_text("1")
     assert watched.get() == 1
@@ -32,7 +32,7 @@ def test_it_is_looked_at_no_more_often_than_asked_for(
 ) -> None:
     path = tmp_path / "n"
     path.write_text("1")
-    watched = Watched(path, number, 0, every=3600.0)
+    watched = WatchedFile(path, number, 0, every=3600.0)
     looks = []
     monkeypatch.setattr(watched, "_look", lambda: looks.append(1))
     for _ in range(100):
@@ -48,7 +48,7 @@ def test_what_is_broken_or_gone_goes_on_as_it_was(
 ) -> None:
     path = tmp_path / "n"
     path.write_text("1")
-    watched = Watched(path, number, 0, every=0.0)
+    watched = WatchedFile(path, number, 0, every=0.0)
     if broken is None:
         path.unlink()
     else:
@@ -66,7 +66,7 @@ def test_what_could_not_be_read_is_read_later(
     """As when a process has no file descriptor left at the moment of a revocation."""
     path = tmp_path / "n"
     path.write_text("1")
-    watched = Watched(path, number, 0, every=0.0)
+    watched = WatchedFile(path, number, 0, every=0.0)
     path.write_text("22")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", _too_many_files)
@@ -81,7 +81,7 @@ def test_a_change_is_seen_where_what_is_told_of_files_is_old(
     """As on a network file system, which asks again when a file is opened."""
     path = tmp_path / "n"
     path.write_text("1")
-    watched = Watched(path, number, 0, every=0.0)
+    watched = WatchedFile(path, number, 0, every=0.0)
     old = path.stat()
     path.write_text("22")
     monkeypatch.setattr(os, "stat", lambda *_, **__: old)
@@ -92,7 +92,7 @@ def test_one_that_cannot_be_opened_at_the_start_is_not_missing(tmp_path: Path) -
     path = tmp_path / "n"
     path.mkdir()
     with pytest.raises(IsADirectoryError):
-        Watched(path, number, 0)
+        WatchedFile(path, number, 0)
 
 
 def _too_many_files(_: Path) -> bytes:
@@ -103,4 +103,4 @@ def test_broken_from_the_start_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "n"
     path.write_text("x")
     with pytest.raises(ValueError, match="invalid literal"):
-        Watched(path, number, 0)
+        WatchedFile(path, number, 0)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from any_agent.errors import NotFound, StartupError
 from any_agent.rundir.layout import checkpoint_problem
-from any_agent.runtime.atomic_files import remove_folder, whole_folder, write_whole
+from any_agent.runtime.atomic_files import remove_folder, whole_folder, write_atomic
 from trainer.parallel.sharding import is_divided
 from trainer.parallel.world import World
 from trainer.policy import Policy, PolicyConfig
@@ -79,7 +79,7 @@ def save_checkpoint(
         save_file(_torch_generators(), extra / "rng.safetensors")
         (extra / "state.json").write_text(document, encoding="utf-8")
         _write_manifest(folder)
-    write_whole(root / "latest", target.name + "\n")
+    write_atomic(root / "latest", target.name + "\n")
     if keep is not None:
         prune_checkpoints(root, keep)
     return target

@@ -23,7 +23,7 @@ from any_agent.errors import NotFound, TrainingError
 from any_agent.protocol.rl import Rejection
 from any_agent.rollout import Ranks, RolloutExecutor
 from any_agent.rundir.layout import RunDir
-from any_agent.runtime.atomic_files import append_line, write_whole
+from any_agent.runtime.atomic_files import append_line, write_atomic
 from any_agent.workflow import ProxyWorkflow
 from trainer.batch import (
     Group,
@@ -333,7 +333,7 @@ class TrainingLoop:
             self._say(line)
         # For whoever looks at the run from another process. Training does not end for want of it.
         with suppress(OSError):
-            write_whole(self.dir.waiting, "\n".join(lines) + "\n")
+            write_atomic(self.dir.waiting, "\n".join(lines) + "\n")
 
     # -- resume --------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from any_agent.errors import TrainingError
-from any_agent.runtime.atomic_files import write_whole
+from any_agent.runtime.atomic_files import write_atomic
 from any_agent.types import Row, SampledSession
 
 FORMAT = 1
@@ -47,7 +47,7 @@ def write_sessions(path: Path, sessions: Sequence[SampledSession]) -> None:
         for session in sessions
     ]
     metadata = {"format": str(FORMAT), "sessions": json.dumps(header)}
-    write_whole(path, save(tensors, metadata=metadata))
+    write_atomic(path, save(tensors, metadata=metadata))
 
 
 def read_sessions(path: Path) -> dict[str, SampledSession]:

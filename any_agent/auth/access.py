@@ -17,7 +17,7 @@ from any_agent.keys import (
     SecretHash,
 )
 from any_agent.rundir.layout import RunDir, parse_secrets
-from any_agent.runtime.file_watcher import Watched
+from any_agent.runtime.file_watcher import WatchedFile
 
 
 class Scope(StrEnum):
@@ -81,7 +81,7 @@ def run_dir_of(config: Config) -> RunDir:
 def signer_of(run_dir: RunDir) -> KeySigner:
     """What signs and verifies a run's session keys; it learns of rotated secrets while it runs."""
     now = tuple(run_dir.signing_secrets())
-    watched = Watched(run_dir.secret, lambda content: tuple(parse_secrets(content)), now)
+    watched = WatchedFile(run_dir.secret, lambda content: tuple(parse_secrets(content)), now)
     return KeySigner(lambda within: watched.get(within=within))
 
 
@@ -115,7 +115,7 @@ class Access:
         admin = config.server.admin_key
         self._admin = SecretHash(admin.get_secret_value()) if admin is not None else None
         try:
-            self._kept = Watched(run_dir.keys, parse_keys, Keys())
+            self._kept = WatchedFile(run_dir.keys, parse_keys, Keys())
         except (OSError, ValueError) as error:
             raise StartupError(f"{run_dir.keys} cannot be used: {error}") from None
         self._closed = self._admin is not None or config.server.host not in LOOPBACK

@@ -173,14 +173,14 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
 
 def _agent(arguments: argparse.Namespace) -> Any:
     from any_agent.errors import ConfigError
-    from any_agent.runtime.import_string import import_by_name
+    from any_agent.runtime.import_string import import_string
     from any_agent.sdk.agent_callable import Agent, callable_of
 
     # A command's own folder is where Python looks, not the one that it is given in.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    found = import_by_name(arguments.agent, "agent")
+    found = import_string(arguments.agent, "agent")
     if hasattr(found, "arun_episode"):
         raise ConfigError(
             f"{arguments.agent} is a RolloutWorkflow, which samples from a trainer's engines and "
@@ -229,7 +229,7 @@ def _report(arguments: argparse.Namespace, done: Evaluated, ks: list[int], items
     import json
 
     from any_agent.errors import ConfigError
-    from any_agent.runtime.atomic_files import write_whole
+    from any_agent.runtime.atomic_files import write_atomic
 
     evaluation = done.evaluation
     model = f"{done.model}, {evaluation.said_of_versions()}"
@@ -253,7 +253,7 @@ def _report(arguments: argparse.Namespace, done: Evaluated, ks: list[int], items
     print("\n".join(evaluation.table(ks)), flush=True)
     if arguments.json is not None:
         try:
-            write_whole(Path(arguments.json), json.dumps(figures, indent=1) + "\n")
+            write_atomic(Path(arguments.json), json.dumps(figures, indent=1) + "\n")
         except OSError as error:
             raise ConfigError(f"cannot write {arguments.json}: {error.strerror}") from None
 

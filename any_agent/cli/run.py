@@ -204,10 +204,10 @@ def _report(runs: CommandRuns, folder: _Folder) -> None:
 
 def _write(name: str, text: str) -> None:
     from any_agent.errors import ConfigError
-    from any_agent.runtime.atomic_files import write_whole
+    from any_agent.runtime.atomic_files import write_atomic
 
     try:
-        write_whole(Path(name), text)
+        write_atomic(Path(name), text)
     except OSError as error:
         raise ConfigError(f"--json {name} cannot be written: {error.strerror}") from None
 

@@ -39,7 +39,7 @@ from any_agent.launcher.shutdown import Terminated, drain, stop, uninterrupted
 from any_agent.launcher.starter import Starter, port_of
 from any_agent.launcher.training_progress import Progress
 from any_agent.launcher.trial import Weights, latest_weights, trial_dir
-from any_agent.runtime.atomic_files import write_whole
+from any_agent.runtime.atomic_files import write_atomic
 from any_agent.runtime.ports import reserve, url_of
 
 _LOOK_EVERY = 0.1
@@ -217,11 +217,11 @@ class Node:
         if place.router:
             self.starter.router(self._public, self.url)
             # Agents that look there find what serves.
-            write_whole(self.dir.url, f"{self.url}\n", mode=0o644)
+            write_atomic(self.dir.url, f"{self.url}\n", mode=0o644)
             if options.train:
                 # Only now: a start that failed must not bind the trial to a mistyped model.
                 kept = options.configured or config
-                write_whole(self.dir.path / "config.yaml", _as_yaml(kept))
+                write_atomic(self.dir.path / "config.yaml", _as_yaml(kept))
         if options.train and not options.trainer_outside:
             self._start_trainer()
 
@@ -265,7 +265,7 @@ class Node:
             self._lock = self._stack.enter_context(self.dir.lock())
             for left in self.dir.registry.iterdir():
                 left.unlink()
-            write_whole(self.dir.resolved, settings)
+            write_atomic(self.dir.resolved, settings)
         except OSError as error:
             raise StartupError(
                 f"cannot write in {self.dir.path}: {error.strerror}; choose another root"

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from any_agent.errors import ConfigError, StartupError
-from any_agent.runtime.atomic_files import fsync, write_whole
+from any_agent.runtime.atomic_files import fsync, write_atomic
 
 FORMAT = 2
 """Of the folder's layout and of what its files mean."""
@@ -130,7 +130,7 @@ class RunDir:
         for folder in (self.archive, self.logs):
             folder.mkdir(mode=0o700, exist_ok=True)
         if not self._format.exists():
-            write_whole(self._format, f"{FORMAT}\n")
+            write_atomic(self._format, f"{FORMAT}\n")
 
     def make_journals(self) -> None:
         """Their folder. Elsewhere than in the run's own it is on a disk that others use, too: it
@@ -202,7 +202,7 @@ class RunDir:
             if not text.strip().isdecimal():
                 raise StartupError(f"{path} holds no number")
             epoch = int(text) + 1
-            write_whole(path, f"{epoch}\n")
+            write_atomic(path, f"{epoch}\n")
         return epoch
 
     @property
@@ -261,7 +261,7 @@ def parse_secrets(content: bytes) -> Sequence[bytes]:
 
 def write_json(path: Path, data: Any) -> None:
     """Replace a JSON file: durable, and never seen half-written."""
-    write_whole(path, json.dumps(data))
+    write_atomic(path, json.dumps(data))
 
 
 def read_json(path: Path, default: Any = None) -> Any:

@@ -56,7 +56,7 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     fsync(target.parent)
 
 
-def write_whole(target: Path, content: str | bytes, *, mode: int | None = None) -> None:
+def write_atomic(target: Path, content: str | bytes, *, mode: int | None = None) -> None:
     """Write a file by way of a temporary one, fsync and rename; text as UTF-8.
 
     ``mode``: its permissions, whatever the process's umask is.

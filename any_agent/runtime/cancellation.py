@@ -12,7 +12,7 @@ _LAST_WORDS = 5.0
 """Seconds for a cancelled run to end in."""
 
 
-async def end_run(run: asyncio.Future[Any], name: str) -> None:
+async def cancel_and_wait(run: asyncio.Future[Any], name: str) -> None:
     """End a run of this agent if it has not ended; one that will not be ended holds up nobody."""
     if run.done():
         return

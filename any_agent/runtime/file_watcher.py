@@ -17,7 +17,7 @@ T = TypeVar("T")
 Mark = tuple[int, int, int]
 
 
-class Watched(Generic[T]):
+class WatchedFile(Generic[T]):
     """What ``parse`` makes of a file, or ``missing`` where there was none from the start.
 
     A look opens the file, and there is at most one in ``every`` seconds. A file that is broken,

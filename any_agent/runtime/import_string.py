@@ -12,7 +12,7 @@ from typing import Any
 from any_agent.errors import ConfigError
 
 
-def import_by_name(name: str, what: str = "workflow") -> Any:
+def import_string(name: str, what: str = "workflow") -> Any:
     """What ``package.module.Name`` stands for; ``what`` it is to be, for errors.
 
     Raises ConfigError: there is no such module, it fails while it is imported, or has no such name.

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from any_agent.client.environment import require_some_key
 from any_agent.client.retry_transport import SharedClient
 from any_agent.errors import AgentFailed, ConfigError
-from any_agent.runtime.import_string import import_by_name
+from any_agent.runtime.import_string import import_string
 from any_agent.sdk.session import AsyncSession
 
 AgentLike: TypeAlias = Any
@@ -35,7 +35,7 @@ class Agent:
     gives it."""
 
     def __init__(self, agent: AgentLike, kwargs: Mapping[str, Any] | None = None) -> None:
-        found = import_by_name(agent, "agent") if isinstance(agent, str) else agent
+        found = import_string(agent, "agent") if isinstance(agent, str) else agent
         self._call: Callable[..., Any] = callable_of(found, dict(kwargs or {}))
         self.name = _name(found)
         """For messages: what is called."""

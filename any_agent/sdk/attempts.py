@@ -13,7 +13,7 @@ from any_agent.client.rl_client import RLClient
 from any_agent.errors import AgentFailed, AnyAgentError, NotFound, SessionClosed, Unprocessable
 from any_agent.protocol.rl import SessionInfo
 from any_agent.rewards.returned import no_reward
-from any_agent.runtime.cancellation import end_run
+from any_agent.runtime.cancellation import cancel_and_wait
 from any_agent.sdk.agent_callable import Agent
 from any_agent.sdk.find_service import Service
 from any_agent.sdk.results import RunResult, RunState
@@ -212,7 +212,7 @@ class Attempts:
                 raise _Failed(_told(error), "agent_failed") from error
             return run.result()
         finally:
-            await end_run(run, self._agent.name)
+            await cancel_and_wait(run, self._agent.name)
 
     async def _end(self, session: AsyncSession, key: str, returned: Any) -> SessionInfo:
         missing = self._terms.missing_reward

@@ -14,7 +14,7 @@ from any_agent.errors import AgentFailed, AnyAgentError, ConfigError
 from any_agent.loop_lag import told_of_steps
 from any_agent.record import InteractionWithTokenLogpReward
 from any_agent.rewards.returned import Rewards, give_rewards, no_reward, rewards_of
-from any_agent.runtime.cancellation import end_run
+from any_agent.runtime.cancellation import cancel_and_wait
 from any_agent.runtime.logs import Redactor
 from any_agent.runtime.worker_pool import (
     WorkerCrashed,
@@ -249,7 +249,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
                 code="agent_failed",
             ) from error
         finally:
-            await end_run(run, self._name)
+            await cancel_and_wait(run, self._name)
 
     def _held(self, seconds: float) -> None:
         """Warn once of an agent that held the event loop for so long at a stretch."""

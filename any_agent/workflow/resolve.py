@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.errors import ConfigError
-from any_agent.runtime.import_string import import_by_name
+from any_agent.runtime.import_string import import_string
 from any_agent.workflow.agent_service import AgentService
 from any_agent.workflow.base import RolloutWorkflow
 from any_agent.workflow.grouped import GroupedRolloutWorkflow
@@ -59,7 +59,7 @@ def require_workflow(workflow: WorkflowLike, kwargs: Mapping[str, Any] | None = 
             "no workflow is named: give an agent or a RolloutWorkflow, a class or an object of "
             "it, or its dotted name, as in 'my_agent.MyAgent'"
         )
-    found = import_by_name(workflow) if isinstance(workflow, str) else workflow
+    found = import_string(workflow) if isinstance(workflow, str) else workflow
     _require_made(found, kwargs or {}, _named(workflow))
     return found
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from any_agent.launcher.training_progress import Progress
-from any_agent.runtime.atomic_files import write_whole
+from any_agent.runtime.atomic_files import write_atomic
 
 
 def line(step: int) -> str:
@@ -47,7 +47,7 @@ def test_what_the_trainer_waits_for_is_shown_whenever_it_says_so(tmp_path: Path)
     progress = Progress(tmp_path / "metrics.jsonl", 9, waiting)
     assert progress.new_lines() == []
     for seconds in (60, 120):
-        write_whole(waiting, f"waiting   {seconds} s\nwaiting   dull\n")
+        write_atomic(waiting, f"waiting   {seconds} s\nwaiting   dull\n")
         os.utime(waiting, (seconds, seconds))
         assert progress.new_lines() == [f"waiting   {seconds} s", "waiting   dull"]
         assert progress.new_lines() == []

@@ -7,7 +7,7 @@ import time
 
 from any_agent.errors import ConfigError
 from any_agent.rundir.layout import RunDir
-from any_agent.runtime.atomic_files import write_whole
+from any_agent.runtime.atomic_files import write_atomic
 
 _PATIENCE = 60.0
 """Seconds; so long a network file system may show a folder as it was."""
@@ -17,7 +17,7 @@ _LOOK_EVERY = 0.5
 def mark(run: RunDir) -> str:
     """Leave something in the run's folder that only its other readers can know."""
     token = secrets.token_hex(16)
-    write_whole(run.shared, f"{token}\n")
+    write_atomic(run.shared, f"{token}\n")
     return token
 
 

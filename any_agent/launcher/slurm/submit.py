@@ -18,7 +18,7 @@ from any_agent.launcher.served_model import check_model
 from any_agent.launcher.slurm.job import ask, require_program
 from any_agent.launcher.trial import newest_weights, trial_dir
 from any_agent.rundir.layout import RunDir
-from any_agent.runtime.atomic_files import write_whole
+from any_agent.runtime.atomic_files import write_atomic
 
 _SUBMIT_WITHIN = 60.0
 _SEEN_WITHIN = 30.0
@@ -110,7 +110,7 @@ def submit(
     # Where its journals go is on the nodes.
     RunDir(run.path).create()
     path = run.logs / "job.sbatch"
-    write_whole(path, script(config, arguments, run.logs / "job-%j.log"))
+    write_atomic(path, script(config, arguments, run.logs / "job-%j.log"))
     said = _sbatch(path)
     # Its answer may be lost, and so may the job be whose controller dies just then.
     found = _seen(name, before)
