@@ -49,7 +49,7 @@ import math
 from typing import Any, ClassVar
 
 _TURNED_AWAY = (429, 503, 507)
-_COME_AGAIN = 2.0
+_RETRYABLE = 2.0
 """Seconds, where nothing better is known."""
 
 
@@ -94,7 +94,7 @@ class AnyAgentError(Exception):
         """
         wait = self.retry_after
         if wait is None and self.status in _TURNED_AWAY:
-            wait = _COME_AGAIN
+            wait = _RETRYABLE
         if wait is not None:
             return {"Retry-After": str(max(1, math.ceil(wait)))}
         return {} if self.retryable else {"x-should-retry": "false"}

@@ -16,7 +16,7 @@ from typing import Any
 
 from any_agent.auth.access import run_dir_of
 from any_agent.auth.key_store import (
-    KeptKey,
+    StoredKey,
     TenantLimits,
     create_key,
     locked,
@@ -31,7 +31,7 @@ from any_agent.keys import key_id
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import append_line, fsync
 
-_MOST_SECRETS = 8
+_MAX_SECRETS = 8
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -119,7 +119,7 @@ def _revoke(arguments: argparse.Namespace, run_dir: RunDir) -> int:
 def _rotate(arguments: argparse.Namespace, run_dir: RunDir) -> int:
     with locked(run_dir.secret):
         old = [] if arguments.drop_old else [secret.hex() for secret in run_dir.signing_secrets()]
-        if len(old) >= _MOST_SECRETS:
+        if len(old) >= _MAX_SECRETS:
             raise StartupError(
                 f"{run_dir.secret} holds {len(old)} secrets already; rotate with --drop-old once "
                 "the sessions that were opened under the older ones have ended"
@@ -138,13 +138,13 @@ def _rotate(arguments: argparse.Namespace, run_dir: RunDir) -> int:
 _COMMANDS = {"create": _create, "list": _list, "revoke": _revoke, "rotate": _rotate}
 
 
-def _shown(key: KeptKey) -> dict[str, Any]:
+def _shown(key: StoredKey) -> dict[str, Any]:
     """What may be shown of a key."""
     fields = key.model_dump(exclude={"hash"}, exclude_none=True)
     return fields | {"state": key.state(time.time())}
 
 
-def _row(key: KeptKey) -> tuple[str, ...]:
+def _row(key: StoredKey) -> tuple[str, ...]:
     limits = key.limits.model_dump(exclude_none=True)
     return (
         key.id,
@@ -161,7 +161,7 @@ def _time(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _note(run_dir: RunDir, event: str, key: KeptKey | None, **fields: Any) -> None:
+def _note(run_dir: RunDir, event: str, key: StoredKey | None, **fields: Any) -> None:
     """A line of the audit log, on disk before what it tells of."""
     run_dir.audit.mkdir(mode=0o700, parents=True, exist_ok=True)
     about = {"id": key.id, "scope": key.scope, "tenant": key.tenant} if key is not None else {}

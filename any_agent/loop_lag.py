@@ -22,17 +22,17 @@ LOOP_LAG = Metric(
 T = TypeVar("T")
 
 _BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
-_EVERY = 0.1
+_INTERVAL = 0.1
 """Seconds. Whoever blocks the loop for longer is seen for certain, others as often as they do."""
 
 
-def new_lag() -> Histogram:
+def loop_lag_histogram() -> Histogram:
     """Of no observation yet."""
     return Histogram(_BOUNDS)
 
 
 @asynccontextmanager
-async def watched_loop(lag: Histogram, *, every: float = _EVERY) -> AsyncIterator[None]:
+async def watched_loop(lag: Histogram, *, every: float = _INTERVAL) -> AsyncIterator[None]:
     """Observe the running loop's lag, in seconds, until the context ends."""
     watch = asyncio.create_task(_watch(lag, every))
     try:

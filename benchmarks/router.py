@@ -139,10 +139,10 @@ class Lab:
     @contextlib.contextmanager
     def _registered(self) -> Iterator[None]:
         """The ranks' entries in the run's registry, kept fresh as the ranks would."""
-        from any_agent.rundir.registry import HEARTBEAT, Entry, publish, rank_name
+        from any_agent.rundir.registry import HEARTBEAT, RegistryEntry, publish, rank_name
 
         entries = [
-            Entry(name=rank_name(rank), boot_id="benchmark", url=url, pid=os.getpid())
+            RegistryEntry(name=rank_name(rank), boot_id="benchmark", url=url, pid=os.getpid())
             for rank, url in enumerate(self._ranks)
         ]
         ended = threading.Event()

@@ -95,15 +95,15 @@ async def post(url: str, path: str, body: dict[str, Any]) -> None:
 
 
 def fleet(proxies: list[Proxy]) -> Any:
-    from any_agent.rollout import Ranks
-    from any_agent.rundir.registry import Entry
+    from any_agent.rollout import RankClients
+    from any_agent.rundir.registry import RegistryEntry
 
-    class Fleet(Ranks):
+    class Fleet(RankClients):
         def __init__(self) -> None:
             self.clients: Any = tuple(proxies)
 
-        def entry(self, rank: int) -> Entry | None:
-            return Entry(
+        def entry(self, rank: int) -> RegistryEntry | None:
+            return RegistryEntry(
                 name=f"rank-{rank}", boot_id="b", url="u", pid=1, engine_url=proxies[rank].url
             )
 

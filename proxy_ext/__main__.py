@@ -16,7 +16,7 @@ from any_agent.auth.access import require_key
 from any_agent.config import Config, load_resolved
 from any_agent.config.model_list import resolved
 from any_agent.engine import SGLangEngine
-from any_agent.engine.model_fingerprint import ModelShape, shape_of
+from any_agent.engine.model_fingerprint import ModelFingerprint, shape_of
 from any_agent.engine.sglang.client import HALF_LOADED
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StartupError
 from any_agent.rundir.layout import RunDir
@@ -25,7 +25,7 @@ from any_agent.runtime.logs import set_up_logging
 from any_agent.runtime.ports import listen, url_of
 from any_agent.runtime.private_address import require_private_url
 
-_ASK_EVERY = 0.3
+_POLL_INTERVAL = 0.3
 
 
 def main() -> int:
@@ -64,7 +64,7 @@ def main() -> int:
         return 2 if isinstance(error, ConfigError) else 1
 
 
-async def _check_engine(url: str, wait: float, shape: ModelShape) -> None:
+async def _check_engine(url: str, wait: float, shape: ModelFingerprint) -> None:
     """Said before the slow imports: StartupError if the engine does not answer in time, ConfigError
     if it is another model's or in a public place."""
     await asyncio.to_thread(require_private_url, url)
@@ -86,7 +86,7 @@ async def _check_engine(url: str, wait: float, shape: ModelShape) -> None:
                         f"the engine at {url} cannot be used: {error.message}; is engine.urls "
                         "right, and is it running?"
                     ) from None
-            await asyncio.sleep(_ASK_EVERY)
+            await asyncio.sleep(_POLL_INTERVAL)
     finally:
         await engine.close()
 
@@ -97,17 +97,17 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
     import_lean()
     import uvicorn
 
-    from any_agent.doctor.startup_check import require_sound
+    from any_agent.doctor.startup_check import require_passing
     from proxy_ext.app import create_app
-    from proxy_ext.server import PresentServer, entry_of
-    from proxy_ext.service import Service, load_chat
+    from proxy_ext.server import DrainingServer, entry_of
+    from proxy_ext.service import RankService, load_chat
     from proxy_ext.sessions.grading import check_grader
-    from proxy_ext.web.protocol import Connection
+    from proxy_ext.web.protocol import BoundedProtocol
 
     url = url_of(*listener.getsockname()[:2])
     chat = load_chat(config, args.model_path)
-    asyncio.run(require_sound(chat, config, training=args.training))
-    opened: list[Service] = []
+    asyncio.run(require_passing(chat, config, training=args.training))
+    opened: list[RankService] = []
     asyncio.run(check_grader(config.sessions))
     shape = shape_of(args.model_path or config.model.path)
     asyncio.run(_check_engine(args.engine_url, args.engine_wait, shape))
@@ -123,10 +123,10 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
         opened=opened.append,
     )
     boot_id = uuid.uuid4().hex
-    server = PresentServer(
+    server = DrainingServer(
         uvicorn.Config(
             app,
-            http=Connection,
+            http=BoundedProtocol,
             loop="uvloop",
             lifespan="on",
             access_log=False,

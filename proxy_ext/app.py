@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from any_agent.chat import ChatFormat
 from any_agent.config import Config
-from any_agent.engine.model_fingerprint import ModelShape
+from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, ServiceUnavailable
 from any_agent.runtime.metrics import CONTENT_TYPE
 from any_agent.types import SessionMode, SessionState
@@ -32,11 +32,11 @@ from proxy_ext.api.responses import delete_response, response, response_items
 from proxy_ext.api.rl.dependencies import service_of
 from proxy_ext.frozen.frozen_models import require_prices
 from proxy_ext.frozen.provider import Provider
-from proxy_ext.idempotency import Replayed
+from proxy_ext.idempotency import ReplayedAnswer
 from proxy_ext.in_process import RankApp
 from proxy_ext.litellm_app import LiteLLMApp
 from proxy_ext.metrics import exposition
-from proxy_ext.service import Service, open_service
+from proxy_ext.service import RankService, open_service
 from proxy_ext.web import permissions as scopes
 from proxy_ext.web.exchange import JSONResponse, error_response
 
@@ -72,8 +72,8 @@ def create_app(
     public_url: str,
     training: bool,
     engine_wait: float = 0.0,
-    shape: ModelShape | None = None,
-    opened: Callable[[Service], None] = lambda _: None,
+    shape: ModelFingerprint | None = None,
+    opened: Callable[[RankService], None] = lambda _: None,
     load_litellm: Callable[[], ASGIApp] = litellm_shim.load_app,
     provider: Provider | None = None,
 ) -> RankApp:
@@ -245,7 +245,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return response
 
     async def replayed(_: Request, error: Exception) -> Response:
-        assert isinstance(error, Replayed)
+        assert isinstance(error, ReplayedAnswer)
         return error.response
 
     async def unknown(request: Request, error: Exception) -> Response:
@@ -253,7 +253,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(failed, request.url.path)
 
     app.add_exception_handler(AnyAgentError, known)
-    app.add_exception_handler(Replayed, replayed)
+    app.add_exception_handler(ReplayedAnswer, replayed)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, unknown)
@@ -273,7 +273,7 @@ def _validation_error(error: RequestValidationError) -> InvalidRequest:
     return InvalidRequest(f"{where}: {message}" if where else message, param=where or None)
 
 
-def _health(service: Service) -> Health:
+def _health(service: RankService) -> Health:
     live = service.sessions.live.values()
     return Health(
         rank=service.rank,

@@ -8,11 +8,11 @@ from any_agent import keys
 from any_agent.auth.access import ANYONE, NOBODY, Access, Caller, Scope
 from any_agent.errors import NotFound, SessionMismatch, Unauthenticated
 from any_agent.keys import SESSION_KEY_PREFIX, Lane
-from proxy_ext.sessions.session import Session
-from proxy_ext.sessions.session_store import Sessions
-from proxy_ext.web.quotas import Quotas
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore
+from proxy_ext.web.quotas import TenantQuotas
 
-__all__ = ["ANYONE", "NOBODY", "Auth", "Caller", "Scope"]
+__all__ = ["ANYONE", "NOBODY", "Authenticator", "Caller", "Scope"]
 
 PREFIX_SCOPE_KEY = "any_agent.session_prefix"
 _CALLER_SCOPE_KEY = "any_agent.caller"
@@ -26,10 +26,10 @@ _NO_SESSION = (
 )
 
 
-class Auth:
+class Authenticator:
     """The keys of one rank. `proxy_ext.web.permissions` says what each is good for."""
 
-    def __init__(self, sessions: Sessions, access: Access, quotas: Quotas) -> None:
+    def __init__(self, sessions: SessionStore, access: Access, quotas: TenantQuotas) -> None:
         self._sessions = sessions
         self._quotas = quotas
         self.access = access
@@ -61,7 +61,7 @@ class Auth:
             raise Unauthenticated("a session is named by its key here, not by its id")
         return Caller(Scope.SESSION, "session", identity=f"session {prefix}")
 
-    async def session(self, request: Request, named: str | None = None) -> Session:
+    async def session(self, request: Request, named: str | None = None) -> RecordedSession:
         """The session a request is about; ``named`` is the one in its path, body or query.
 
         Path prefix, else key, else header, else ``named``; two that disagree are refused. Another
@@ -75,7 +75,9 @@ class Auth:
             raise Unauthenticated(said, code="no_session")
         return session
 
-    async def session_or_none(self, request: Request, named: str | None = None) -> Session | None:
+    async def session_or_none(
+        self, request: Request, named: str | None = None
+    ) -> RecordedSession | None:
         """As `session`, but None where the caller names no session."""
         names = [name for name in (request.headers.get(SESSION_HEADER), named) if name]
         caller = self.caller(request)
@@ -107,7 +109,7 @@ class Auth:
         elif request.headers.get(SESSION_HEADER) not in (None, "", named):
             raise SessionMismatch(_DIFFERENT)
 
-    async def _own(self, request: Request) -> Session:
+    async def _own(self, request: Request) -> RecordedSession:
         """The session that the caller's session key or path prefix names."""
         prefix: str | None = request.scope.get(PREFIX_SCOPE_KEY)
         name = bearer_of(request) if prefix is None else prefix
@@ -115,7 +117,7 @@ class Auth:
             return await self._by_key(name)
         return await self._sessions.by_id(name)
 
-    def _require_no_other(self, request: Request, own: Session) -> None:
+    def _require_no_other(self, request: Request, own: RecordedSession) -> None:
         """SessionMismatch where a prefix names one session and a genuine key another one.
 
         What is no key of ours, agents send because their SDK wants some key.
@@ -128,8 +130,8 @@ class Auth:
                 raise SessionMismatch(_DIFFERENT)
 
     async def _named(
-        self, request: Request, caller: Caller, name: str, own: Session | None
-    ) -> Session:
+        self, request: Request, caller: Caller, name: str, own: RecordedSession | None
+    ) -> RecordedSession:
         """A session by its key or id, if it is the caller's."""
         if name.startswith(SESSION_KEY_PREFIX):
             session = await self._by_key(name)
@@ -153,7 +155,7 @@ class Auth:
             raise SessionMismatch(_DIFFERENT)
         raise no_session(name)
 
-    async def _by_key(self, key: str) -> Session:
+    async def _by_key(self, key: str) -> RecordedSession:
         lane: Lane | None = self.access.signer.verify(key)
         session = await self._sessions.by_lane(lane.id) if lane is not None else None
         if session is None:
@@ -166,7 +168,7 @@ def no_session(id: str) -> NotFound:
     return NotFound(f"there is no session {id[:80]!r}", code="session_not_found")
 
 
-def is_callers(session: Session, caller: Caller) -> bool:
+def is_callers(session: RecordedSession, caller: Caller) -> bool:
     """Whether a session may be shown to a caller that has no session's key."""
     if caller.scope is Scope.TENANT:
         return session.row.tenant == caller.tenant

@@ -31,14 +31,14 @@ from any_agent.errors import Conflict, InvalidRequest, ServiceUnavailable, Unpro
 from any_agent.keys import KeySigner, Lane
 from proxy_ext.auth import SESSION_HEADER, Caller
 from proxy_ext.journal import AnswerRow, DropAnswers, Journal, PutAnswer, Statement
-from proxy_ext.journal.kept_answer import Keep, keep_nothing
+from proxy_ext.journal.kept_answer import KeepAnswer, no_receipt
 
 HEADER = "idempotency-key"
 KEPT_SECONDS = 24 * 3600.0
-_SWEEP_EVERY = 600.0
+_SWEEP_INTERVAL = 600.0
 _MAX_WAITING = 1024
 """Requests that wait for an equal one, in all."""
-_LONGEST_WAIT = 330.0
+_MAX_WAIT = 330.0
 """Seconds: more than any route takes that is not a poll."""
 _PARSED_BYTES = 1 << 20
 """Longer bodies are the same if their bytes are: sorting them would hold everything up."""
@@ -47,7 +47,7 @@ _JSON = "application/json"
 
 
 # No error: but a FastAPI dependency answers in no other way.
-class Replayed(Exception):
+class ReplayedAnswer(Exception):
     """The request was answered before; ``response`` is that answer."""
 
     def __init__(self, response: Response) -> None:
@@ -91,7 +91,11 @@ class Receipt:
     """
 
     def __init__(
-        self, answers: Answers, scope: str = "", key: str | None = None, request: bytes = b""
+        self,
+        answers: IdempotencyStore,
+        scope: str = "",
+        key: str | None = None,
+        request: bytes = b"",
     ) -> None:
         self._answers = answers
         self._scope = scope
@@ -100,9 +104,9 @@ class Receipt:
         self._body: bytes | None = None
 
     @property
-    def keep(self) -> Keep:
-        """`keep_nothing` itself for a request without a key."""
-        return self._keep if self._key is not None else keep_nothing
+    def keep(self) -> KeepAnswer:
+        """`no_receipt` itself for a request without a key."""
+        return self._keep if self._key is not None else no_receipt
 
     def _keep(self, answer: BaseModel) -> tuple[Statement, ...]:
         assert self._key is not None
@@ -126,20 +130,20 @@ class Receipt:
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
+class _KeyLock:
     """Equal requests, one at a time."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
 
 
-class Answers:
+class IdempotencyStore:
     """The kept answers of one rank. No session key is stored with them: they are derived again."""
 
     def __init__(self, journal: Journal, signer: KeySigner) -> None:
         self.journal = journal
         self._signer = signer
-        self._turns: dict[tuple[str, str], _Turn] = {}
+        self._turns: dict[tuple[str, str], _KeyLock] = {}
         self._waiting = 0
         self._swept = time.monotonic()
         self.replayed = 0
@@ -161,12 +165,12 @@ class Answers:
         async with self._turn(scope, key):
             row = await self.journal.answer(scope, key)
             if row is not None:
-                raise Replayed(self._replay(row, hashed))
+                raise ReplayedAnswer(self._replay(row, hashed))
             yield Receipt(self, scope, key, hashed)
 
     async def sweep(self) -> None:
         """Forget old answers, now and then."""
-        if time.monotonic() - self._swept >= _SWEEP_EVERY:
+        if time.monotonic() - self._swept >= _SWEEP_INTERVAL:
             self._swept = time.monotonic()
             await self.journal.commit(DropAnswers(time.time() - KEPT_SECONDS))
 
@@ -183,7 +187,7 @@ class Answers:
 
     @asynccontextmanager
     async def _turn(self, scope: str, key: str) -> AsyncIterator[None]:
-        turn = self._turns.setdefault((scope, key), _Turn())
+        turn = self._turns.setdefault((scope, key), _KeyLock())
         turn.users += 1
         try:
             await self._wait_for(turn)
@@ -196,7 +200,7 @@ class Answers:
             if not turn.users:
                 del self._turns[scope, key]
 
-    async def _wait_for(self, turn: _Turn) -> None:
+    async def _wait_for(self, turn: _KeyLock) -> None:
         if not turn.lock.locked():
             await turn.lock.acquire()
             return
@@ -209,7 +213,7 @@ class Answers:
             raise busy
         self._waiting += 1
         try:
-            async with asyncio.timeout(_LONGEST_WAIT):
+            async with asyncio.timeout(_MAX_WAIT):
                 await turn.lock.acquire()
         except TimeoutError:
             raise busy from None

@@ -16,9 +16,9 @@ from any_agent.errors import Draining, ServiceUnavailable
 from any_agent.protocol.rl import Ack, Lease
 from any_agent.record import CompletionWithTokenLogpReward, pack_trajectories
 from any_agent.types import GenerationChunk, ModelRequest, ModelResponse, SessionState
-from proxy_ext.middleware import Front
-from proxy_ext.service import Service
-from proxy_ext.sessions.session import Session
+from proxy_ext.middleware import EntryMiddleware
+from proxy_ext.service import RankService
+from proxy_ext.sessions.session import RecordedSession
 
 T = TypeVar("T")
 
@@ -27,10 +27,10 @@ _SLACK = 30.0
 """Seconds that slots are offered beyond a poll: the next one renews them."""
 
 
-class RankApp(Front):
+class RankApp(EntryMiddleware):
     """The ASGI app of a rank; it has to be started (by uvicorn, say) before it is asked here."""
 
-    _service: Service | None = None
+    _service: RankService | None = None
     _loop: asyncio.AbstractEventLoop | None = None
 
     def __init__(self, *parts: Any, **settings: Any) -> None:
@@ -39,7 +39,7 @@ class RankApp(Front):
         """Groups that each workflow waits for, by its owner."""
         self._engine = _AppEngine(self)
 
-    def began(self, service: Service) -> None:
+    def began(self, service: RankService) -> None:
         """It runs on this event loop, with these parts."""
         self._service, self._loop = service, asyncio.get_running_loop()
 
@@ -47,7 +47,7 @@ class RankApp(Front):
         self._service = None
 
     @property
-    def service(self) -> Service:
+    def service(self) -> RankService:
         """The rank's parts; ServiceUnavailable before it is started and after its end."""
         if self._service is None:
             raise ServiceUnavailable(
@@ -73,7 +73,7 @@ class RankApp(Front):
         """Have a session's completions in memory, should they be in the journal alone; NotFound for
         an unknown one. They stay for a while."""
 
-        async def loaded(service: Service) -> None:
+        async def loaded(service: RankService) -> None:
             await service.sessions.load(await service.sessions.by_id(session_id))
 
         await self.run(loaded)
@@ -81,7 +81,7 @@ class RankApp(Front):
     async def lease(self, *, owner: str, wait: float, max_groups: int = 1) -> bytes | None:
         """Packed trajectories of closed groups, or None; as a client's of the same name."""
 
-        async def leased(service: Service) -> bytes | None:
+        async def leased(service: RankService) -> bytes | None:
             if service.calls.draining:
                 raise Draining("the service is stopping: it hands out nothing more")
             body = Lease(owner=owner, wait=wait, max_groups=max_groups)
@@ -97,7 +97,7 @@ class RankApp(Front):
     async def give_back(self, *, owner: str) -> None:
         """End all leases of one holder without an effect."""
 
-        async def given(service: Service) -> None:
+        async def given(service: RankService) -> None:
             await service.leases.give_back(list(service.leases.held_by(owner)), owner)
 
         await self.run(given)
@@ -106,7 +106,7 @@ class RankApp(Front):
         """Let the sessions of as many groups as are waited for be open or ready to be leased, for
         so many seconds. Those that are there count. A trainer's own limit is overwritten."""
 
-        async def admitted(service: Service) -> None:
+        async def admitted(service: RankService) -> None:
             now = service.leases.capacity()
             wanted = self.waiting.total() * service.config.sessions.group_size
             free = max(0, wanted - now.running - now.buffered - now.reserved)
@@ -114,7 +114,7 @@ class RankApp(Front):
 
         await self.run(admitted)
 
-    async def run(self, work: Callable[[Service], Coroutine[Any, Any, T]]) -> T:
+    async def run(self, work: Callable[[RankService], Coroutine[Any, Any, T]]) -> T:
         """Do some work on the app's event loop; it is cancelled with its caller."""
         service = self.service
         if self._loop is None or asyncio.get_running_loop() is self._loop:
@@ -142,7 +142,7 @@ class _AppEngine:
         home = asyncio.get_running_loop()
         news: asyncio.Queue[GenerationChunk | None] = asyncio.Queue()
 
-        async def pump(service: Service) -> None:
+        async def pump(service: RankService) -> None:
             async with aclosing(service.engine.generate(request, stream=stream)) as chunks:
                 async for chunk in chunks:
                     home.call_soon_threadsafe(news.put_nowait, chunk)
@@ -169,7 +169,7 @@ class _AppEngine:
 class SessionCache(Mapping[str, Mapping[str, CompletionWithTokenLogpReward]]):
     """A read-only view of a rank's sessions, by id: their completions, by id."""
 
-    def __init__(self, live: Mapping[str, Session]) -> None:
+    def __init__(self, live: Mapping[str, RecordedSession]) -> None:
         self._live = live
 
     def __getitem__(self, session_id: str) -> Mapping[str, CompletionWithTokenLogpReward]:
@@ -188,7 +188,7 @@ class SessionCache(Mapping[str, Mapping[str, CompletionWithTokenLogpReward]]):
 class Completions(Mapping[str, CompletionWithTokenLogpReward]):
     """A read-only view of what one session has recorded."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: RecordedSession) -> None:
         self._session = session
 
     def __getitem__(self, completion_id: str) -> CompletionWithTokenLogpReward:

@@ -39,9 +39,9 @@ from proxy_ext.frozen.streams import close, sse, with_reasons
 
 log = logging.getLogger(__name__)
 
-_MOST_SAID = 500
+_MAX_MESSAGE = 500
 """Characters of a provider's message that a client sees."""
-_LONGEST_WAIT = 60.0
+_MAX_WAIT = 60.0
 _INPUT = (
     *("input_cost_per_token", "cache_read_input_token_cost"),
     "cache_creation_input_token_cost",
@@ -204,7 +204,7 @@ class LiteLLMDeployment:
         """What an event says of an answer that has no end."""
         error = event.get("error")
         said = error.get("message") if isinstance(error, dict) else event.get("message")
-        why = f": {self.redact.text(said)[:_MOST_SAID]}" if isinstance(said, str) else ""
+        why = f": {self.redact.text(said)[:_MAX_MESSAGE]}" if isinstance(said, str) else ""
         return ProviderUnavailable(f"the provider of {self.name} broke off its answer{why}")
 
     def _error(self, error: Exception) -> AnyAgentError:
@@ -215,17 +215,17 @@ class LiteLLMDeployment:
 
         status = getattr(error, "status_code", None)
         kind, said = type(error).__name__, self.redact.text(_message_of(error))
-        log.info("the provider of %s: %s %s: %s", self.name, status, kind, said[:_MOST_SAID])
+        log.info("the provider of %s: %s %s: %s", self.name, status, kind, said[:_MAX_MESSAGE])
         who = f"the provider of {self.name}"
         if isinstance(error, litellm.ContextWindowExceededError):
-            return ContextLengthExceeded(f"{who}: {said[:_MOST_SAID]}", param="messages")
+            return ContextLengthExceeded(f"{who}: {said[:_MAX_MESSAGE]}", param="messages")
         if isinstance(error, litellm.Timeout):
             return ProviderTimeout(f"{who} took too long")
         if status == 429:
             wait = _retry_after(error)
-            return ProviderBusy(f"{who} is busy: {said[:_MOST_SAID]}", retry_after=wait)
+            return ProviderBusy(f"{who} is busy: {said[:_MAX_MESSAGE]}", retry_after=wait)
         if status in (400, 413, 422):
-            return ProviderRefused(f"{who}: {said[:_MOST_SAID]}")
+            return ProviderRefused(f"{who}: {said[:_MAX_MESSAGE]}")
         if status in (401, 403, 404, 405):
             return ProviderError(
                 f"{who} refuses this service ({status}): its operator must look at "
@@ -353,7 +353,7 @@ def _deployment(entry: Mapping[str, Any], number: int, redact: Redactor) -> Lite
     except Exception as error:
         raise ConfigError(
             f"LiteLLM cannot use the model {params['model']!r} of {name} in frozen.model_list: "
-            f"{redact.text(_message_of(error))[:_MOST_SAID]}"
+            f"{redact.text(_message_of(error))[:_MAX_MESSAGE]}"
         ) from None
     return LiteLLMDeployment(
         name=name,
@@ -461,4 +461,4 @@ def _message_of(error: Exception) -> str:
 def _retry_after(error: Exception) -> float | None:
     headers = getattr(error, "litellm_response_headers", None) or {}
     said = str(headers.get("retry-after", ""))
-    return min(float(said), _LONGEST_WAIT) if said.isdigit() else None
+    return min(float(said), _MAX_WAIT) if said.isdigit() else None

@@ -15,7 +15,7 @@ from proxy_ext.admission.implicit_session import How
 from proxy_ext.calls.stats import FIRST, NO_SESSION, Outcome, Retried
 from proxy_ext.frozen.spend_caps import CAPS
 from proxy_ext.frozen.stats import OUTCOMES
-from proxy_ext.service import Service
+from proxy_ext.service import RankService
 from proxy_ext.sessions import late_rewards as late
 from proxy_ext.web.quotas import QUOTAS
 
@@ -301,13 +301,13 @@ CONTINUATIONS = (FIRST, *Continuation)
 METRICS = tuple(value for value in globals().values() if isinstance(value, Metric))
 
 
-def exposition(service: Service) -> Exposition:
+def exposition(service: RankService) -> Exposition:
     """The rank's metrics, read from its parts at each scrape."""
     name = rank_name(service.rank)
     return Exposition(name, lambda: _read(service), rank=str(service.rank))
 
 
-def _read(service: Service) -> Iterable[Reading]:
+def _read(service: RankService) -> Iterable[Reading]:
     yield from _sessions(service)
     yield from _calls(service)
     yield from _frozen(service)
@@ -330,7 +330,7 @@ def _read(service: Service) -> Iterable[Reading]:
     yield JOURNAL_DAMAGED, service.journal.stats.damaged
 
 
-def _sessions(service: Service) -> Iterable[Reading]:
+def _sessions(service: RankService) -> Iterable[Reading]:
     counts = service.sessions.counts
     # All of them, also those of which there are none: a sum over states misses nothing.
     yield CREATED, _by_one(counts.created, SessionMode)
@@ -353,7 +353,7 @@ def _sessions(service: Service) -> Iterable[Reading]:
     yield IMPLICIT_ENDED, service.expiry.implicit_ended
 
 
-def _calls(service: Service) -> Iterable[Reading]:
+def _calls(service: RankService) -> Iterable[Reading]:
     stats = service.calls.stats
     yield CALLS_RUNNING, len(service.calls)
     yield CALLS_LIMIT, service.calls.places.limit
@@ -372,7 +372,7 @@ def _calls(service: Service) -> Iterable[Reading]:
     yield RETRIES, {(got,): stats.retries[got] for got in get_args(Retried)}
 
 
-def _frozen(service: Service) -> Iterable[Reading]:
+def _frozen(service: RankService) -> Iterable[Reading]:
     frozen, stats = service.frozen, service.frozen.stats
     models = frozen.names
     yield POLICY_CALLS, _by_one(frozen.policy.calls)

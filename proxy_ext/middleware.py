@@ -16,22 +16,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from any_agent.auth.access import CLIENT_HEADER, authorize
 from any_agent.auth.access import Scope as KeyScope
 from any_agent.auth.audit_log import AuditLog
-from any_agent.auth.loopback import require_local
+from any_agent.auth.loopback import require_loopback_client
 from any_agent.errors import AnyAgentError, Forbidden, NotFound, PayloadTooLarge, Unauthenticated
 from any_agent.keys import key_id, session_prefix
 from any_agent.protocol.error_bodies import shaped
 from any_agent.protocol.rl import API_HEADER, API_VERSION
 from any_agent.runtime.logs import Redactor
-from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Auth, bearer_of
-from proxy_ext.web.limits import Bounds, Held
-from proxy_ext.web.permissions import LITELLM, RULES, Rule, template_of
+from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Authenticator, bearer_of
+from proxy_ext.web.limits import RequestLimits, Reservation
+from proxy_ext.web.permissions import LITELLM, RULES, RouteRule, template_of
 
 _redact = Redactor().text
 _MAX_HEADER_BYTES = 32_768
 _API = (API_HEADER.encode(), API_VERSION.encode())
 
 
-class Front:
+class EntryMiddleware:
     """An ASGI app over ours and LiteLLM's."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Front:
         ours: ASGIApp,
         litellm: ASGIApp,
         *,
-        auth: Callable[[], Auth],
+        auth: Callable[[], Authenticator],
         audit: Callable[[], AuditLog],
         max_body_bytes: int,
         body_timeout: float,
@@ -50,7 +50,7 @@ class Front:
         self._audit = audit
         self._max_body_bytes = max_body_bytes
         self._body_timeout = body_timeout
-        self.bounds = Bounds()
+        self.bounds = RequestLimits()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -83,7 +83,7 @@ class Front:
             return
         template = template_of(scope["path"])
         if template is None:
-            await send_error(send, NotFound(_nowhere(scope["path"])), scope["path"])
+            await send_error(send, NotFound(_not_found(scope["path"])), scope["path"])
             return
         rule = RULES.get((scope["method"], template))
         if rule is None:
@@ -102,7 +102,7 @@ class Front:
             send = self._audited(request, template, send)
         await self._ours(scope, receive, send)
 
-    def _authorize(self, request: Request, rule: Rule) -> None:
+    def _authorize(self, request: Request, rule: RouteRule) -> None:
         # What everybody may have, a wrong key does not hinder.
         if KeyScope.NONE not in rule.scopes:
             authorize(rule.scopes, self._auth().caller(request))
@@ -143,13 +143,13 @@ class Front:
         if not length.isdigit() or int(length) > self._max_body_bytes:
             raise self._too_large()
         if self._auth().open_mode:
-            require_local(
+            require_loopback_client(
                 hosts=_texts(headers, b"host"),
                 origins=_texts(headers, b"origin"),
                 fetch_sites=_texts(headers, b"sec-fetch-site"),
             )
 
-    def _limited(self, receive: Receive, held: Held) -> Receive:
+    def _limited(self, receive: Receive, held: Reservation) -> Receive:
         """Count the body's bytes and bound the wait for each part of it."""
         size = 0
         complete = False
@@ -190,7 +190,7 @@ def _with_version(send: Send) -> Send:
     return versioned
 
 
-def _nowhere(path: str) -> str:
+def _not_found(path: str) -> str:
     message = f"there is no route {_redact(path)[:200]}"
     if path.startswith("/v1/v1/"):
         return (

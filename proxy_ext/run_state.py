@@ -20,10 +20,10 @@ from proxy_ext.sessions.lease_owners import EXPORT_OWNER, handed_out
 
 log = logging.getLogger(__name__)
 
-_RESUME_EVERY = 1.0
+_RESUME_INTERVAL = 1.0
 
 
-class Pauses:
+class EnginePauses:
     """How often, and for how long in all, sampling stood still for weight updates."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class RunState:
         self._engine = engine
         self._journal = journal
         self._watchdog: asyncio.Task[None] | None = None
-        self.pauses = Pauses()
+        self.pauses = EnginePauses()
         self.state = "training" if training else "serving"
         self.step = 0
         self.checkpoint: str | None = None
@@ -203,4 +203,4 @@ class RunState:
                 return
             except AnyAgentError as error:
                 log.warning("could not resume the engine, trying again: %s", error.message)
-            await asyncio.sleep(_RESUME_EVERY)
+            await asyncio.sleep(_RESUME_INTERVAL)

@@ -15,11 +15,11 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from any_agent.rundir.heartbeat import Presence
-from any_agent.rundir.registry import Entry, Load, rank_name
+from any_agent.rundir.heartbeat import Heartbeat
+from any_agent.rundir.registry import PartLoad, RegistryEntry, rank_name
 from any_agent.types import SessionMode, SessionState
-from proxy_ext.service import Service
-from proxy_ext.web.drain import UnderWay
+from proxy_ext.service import RankService
+from proxy_ext.web.drain import InFlightCounter
 
 log = logging.getLogger(__name__)
 
@@ -27,17 +27,17 @@ _LAST_MOMENT = 0.5
 """Seconds."""
 
 
-def entry_of(service: Service, *, url: str, boot_id: str) -> Entry:
+def entry_of(service: RankService, *, url: str, boot_id: str) -> RegistryEntry:
     """The rank as it is now."""
     counts = service.sessions.counts.now
-    return Entry(
+    return RegistryEntry(
         name=rank_name(service.rank),
         boot_id=boot_id,
         url=url,
         pid=os.getpid(),
         engine_url=service.engine.url,
         version=service.run.version,
-        load=Load(
+        load=PartLoad(
             open=sum(counts[mode, SessionState.OPEN] for mode in SessionMode),
             waiting=service.sessions.admission.waiting,
             calls=len(service.calls),
@@ -46,7 +46,7 @@ def entry_of(service: Service, *, url: str, boot_id: str) -> Entry:
     )
 
 
-class PresentServer(uvicorn.Server):
+class DrainingServer(uvicorn.Server):
     """Present from when it listens until it is told to stop, before it lets its calls end.
 
     SIGTERM drains: it says that it stops, awaits ``drain``, then every request under way for up to
@@ -58,15 +58,15 @@ class PresentServer(uvicorn.Server):
         self,
         config: uvicorn.Config,
         folder: Path,
-        describe: Callable[[], Entry],
+        describe: Callable[[], RegistryEntry],
         drain: Callable[[], Awaitable[None]],
         *,
         drain_timeout: float,
     ) -> None:
-        self._under_way = UnderWay(cast(ASGIApp, config.app))
+        self._under_way = InFlightCounter(cast(ASGIApp, config.app))
         config.app = self._under_way
         super().__init__(config)
-        self._present: Presence | None = None
+        self._present: Heartbeat | None = None
         self._folder = folder
         self._describe = describe
         self._drain = drain
@@ -100,7 +100,7 @@ class PresentServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
-            self._present = Presence(self._folder, self._describe)
+            self._present = Heartbeat(self._folder, self._describe)
             await self._present.begin()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -18,47 +18,47 @@ from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import Completer
 from any_agent.config import Config
 from any_agent.engine import SGLangEngine
-from any_agent.engine.model_fingerprint import ModelShape
+from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import AnyAgentError, EngineUnavailable, StoreUnavailable
-from any_agent.loop_lag import new_lag, watched_loop
+from any_agent.loop_lag import loop_lag_histogram, watched_loop
 from any_agent.protocol.conversation_key import rank_tag
 from any_agent.rundir.registry import rank_name
 from any_agent.runtime.metrics import Histogram
 from any_agent.types import GenerationHyperparameters
 from proxy_ext.admission.close_groups import close_groups
-from proxy_ext.admission.implicit_session import Implicit
-from proxy_ext.admission.open_session import Opening
+from proxy_ext.admission.implicit_session import ImplicitSessions
+from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.admission.stale_sessions import drop_leftovers
-from proxy_ext.archive.archiver import Archive
-from proxy_ext.auth import Auth
-from proxy_ext.calls.call_manager import Calls
+from proxy_ext.archive.archiver import Archiver
+from proxy_ext.auth import Authenticator
+from proxy_ext.calls.call_manager import CallManager
 from proxy_ext.calls.concurrency_limit import most_calls
 from proxy_ext.frozen.frozen_models import FrozenModels
 from proxy_ext.frozen.provider import Provider
-from proxy_ext.idempotency import Answers
+from proxy_ext.idempotency import IdempotencyStore
 from proxy_ext.journal import Journal, PutMeta, SQLiteJournal
 from proxy_ext.leases.fence import Fence
-from proxy_ext.leases.leases import Leases
+from proxy_ext.leases.leases import LeaseManager
 from proxy_ext.run_state import RunState
-from proxy_ext.sessions.endings import Endings
-from proxy_ext.sessions.expiry import Expiry
+from proxy_ext.sessions.endings import SessionEnder
+from proxy_ext.sessions.expiry import SessionExpirer
 from proxy_ext.sessions.grading import grader_of
-from proxy_ext.sessions.ids import Names
-from proxy_ext.sessions.late_rewards import LateRewards
-from proxy_ext.sessions.rewards import Rewards
-from proxy_ext.sessions.session_store import Sessions
-from proxy_ext.web.quotas import Limits, Quotas
+from proxy_ext.sessions.ids import SessionIds
+from proxy_ext.sessions.late_rewards import LateRewardWaiter
+from proxy_ext.sessions.rewards import RewardBook
+from proxy_ext.sessions.session_store import SessionStore
+from proxy_ext.web.quotas import QuotaLimits, TenantQuotas
 
 log = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 1.0
-_ASK_EVERY = 0.25
+_POLL_INTERVAL = 0.25
 _ROOM = 1 << 20
 """Bytes; a full disk is written to again when it has as many. Less is gone at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class RankService:
     """The parts of a rank's proxy."""
 
     config: Config
@@ -71,23 +71,23 @@ class Service:
     """What train sessions are sampled with."""
     eval_sampling: GenerationHyperparameters
     """What eval sessions are, where their agents ask for nothing else."""
-    sessions: Sessions
-    rewards: Rewards
-    endings: Endings
-    late: LateRewards
-    expiry: Expiry
-    quotas: Quotas
-    opening: Opening
-    implicit: Implicit
-    leases: Leases
+    sessions: SessionStore
+    rewards: RewardBook
+    endings: SessionEnder
+    late: LateRewardWaiter
+    expiry: SessionExpirer
+    quotas: TenantQuotas
+    opening: SessionOpener
+    implicit: ImplicitSessions
+    leases: LeaseManager
     fence: Fence
-    archive: Archive
-    calls: Calls
+    archive: Archiver
+    calls: CallManager
     frozen: FrozenModels
     run: RunState
-    auth: Auth
+    auth: Authenticator
     audit: AuditLog
-    answers: Answers
+    answers: IdempotencyStore
     loop_lag: Histogram
 
     async def drain(self) -> None:
@@ -117,9 +117,9 @@ async def open_service(
     public_url: str,
     training: bool,
     engine_wait: float = 0.0,
-    shape: ModelShape | None = None,
+    shape: ModelFingerprint | None = None,
     provider: Provider | None = None,
-) -> AsyncIterator[Service]:
+) -> AsyncIterator[RankService]:
     """Recover the rank's journal, connect its engine, and sweep until the end.
 
     ``provider``: of the frozen models, if there are any.
@@ -143,8 +143,8 @@ async def open_service(
         context = min(config.engine.context_length or known, known)
         access = Access(config)
         signer = access.signer
-        names = await Names.recover(config, rank, journal)
-        sessions = Sessions(journal, config.sessions, names, rank=rank)
+        names = await SessionIds.recover(config, rank, journal)
+        sessions = SessionStore(journal, config.sessions, names, rank=rank)
         await sessions.recover(lease_ttl=config.rollout.lease_ttl)
         run = RunState(config, engine, journal, training=training)
         await run.recover()
@@ -155,8 +155,8 @@ async def open_service(
             keeps_cache=config.engine.update_mode == "in_place",
             id_tag=rank_tag(rank),
         )
-        rewards = Rewards(sessions, config.sessions)
-        archive = Archive(
+        rewards = RewardBook(sessions, config.sessions)
+        archive = Archiver(
             sessions,
             run_dir.archive,
             about={"experiment": config.experiment, "trial": config.trial},
@@ -164,18 +164,18 @@ async def open_service(
             oldest_step=lambda: run.oldest_step,
         )
         await archive.recover()
-        endings = Endings(
+        endings = SessionEnder(
             sessions, rewards, config.sessions, needed=run.may_want, unarchive=archive.remove
         )
         fence = Fence(journal, partial(drop_leftovers, sessions, endings))
         await fence.recover()
-        late = LateRewards(sessions, endings, config.sessions, grader_of(config.sessions))
+        late = LateRewardWaiter(sessions, endings, config.sessions, grader_of(config.sessions))
         quotas = _quotas(config, access, sessions)
         s, asked = config.sampling, config.eval.temperature
         sampling = GenerationHyperparameters(
             max_new_tokens=s.max_new_tokens, temperature=s.temperature
         )
-        opening = Opening(
+        opening = SessionOpener(
             sessions,
             endings,
             signer,
@@ -185,7 +185,7 @@ async def open_service(
             largest_group=min(config.rollout.batch_size, config.rollout.max_concurrent),
             public_url=public_url,
         )
-        service = Service(
+        service = RankService(
             config=config,
             rank=rank,
             public_url=public_url,
@@ -200,14 +200,14 @@ async def open_service(
             rewards=rewards,
             endings=endings,
             late=late,
-            expiry=Expiry(sessions, endings, late),
+            expiry=SessionExpirer(sessions, endings, late),
             quotas=quotas,
             opening=opening,
-            implicit=Implicit(sessions, opening, completer, config.sessions),
-            leases=Leases(sessions, fence, ttl=config.rollout.lease_ttl, needed=run.may_want),
+            implicit=ImplicitSessions(sessions, opening, completer, config.sessions),
+            leases=LeaseManager(sessions, fence, ttl=config.rollout.lease_ttl, needed=run.may_want),
             fence=fence,
             archive=archive,
-            calls=Calls(
+            calls=CallManager(
                 completer,
                 sessions,
                 limit=most_calls(
@@ -220,10 +220,10 @@ async def open_service(
             ),
             frozen=FrozenModels(config, provider, sessions, quotas),
             run=run,
-            auth=Auth(sessions, access, quotas),
+            auth=Authenticator(sessions, access, quotas),
             audit=audit,
-            answers=Answers(journal, signer),
-            loop_lag=new_lag(),
+            answers=IdempotencyStore(journal, signer),
+            loop_lag=loop_lag_histogram(),
         )
         sweeper = asyncio.create_task(_sweep(service, run_dir.journal(rank).parent))
         archiver = asyncio.create_task(archive.run())
@@ -246,15 +246,15 @@ async def open_service(
         await asyncio.to_thread(audit.close)
 
 
-def _quotas(config: Config, access: Access, sessions: Sessions) -> Quotas:
-    everybody = Limits.of(config.server)
+def _quotas(config: Config, access: Access, sessions: SessionStore) -> TenantQuotas:
+    everybody = QuotaLimits.of(config.server)
 
-    def limits(tenant: str) -> Limits:
+    def limits(tenant: str) -> QuotaLimits:
         own = access.limits(tenant)
         return replace(everybody, **own.model_dump(exclude_none=True)) if own else everybody
 
     ranks, open_sessions = config.server.ranks, sessions.counts.undecided_of
-    return Quotas(limits, ranks=ranks, open_sessions=open_sessions)
+    return TenantQuotas(limits, ranks=ranks, open_sessions=open_sessions)
 
 
 async def _context_length(engine: SGLangEngine, wait: float) -> int:
@@ -266,7 +266,7 @@ async def _context_length(engine: SGLangEngine, wait: float) -> int:
         except EngineUnavailable:
             if time.monotonic() >= deadline:
                 raise
-        await asyncio.sleep(_ASK_EVERY)
+        await asyncio.sleep(_POLL_INTERVAL)
 
 
 async def _look_for_room(journal: Journal, folder: Path) -> None:
@@ -279,7 +279,7 @@ async def _look_for_room(journal: Journal, folder: Path) -> None:
             await journal.commit(PutMeta("room", time.time()))
 
 
-async def _sweep(service: Service, folder: Path) -> None:
+async def _sweep(service: RankService, folder: Path) -> None:
     """Expire sessions, groups and leases, and notice what nobody asks about."""
     while True:
         await asyncio.sleep(_SWEEP_SECONDS)

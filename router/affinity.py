@@ -24,8 +24,8 @@ from any_agent.keys import (
 SESSION_HEADER = istr("X-Any-Agent-Session")
 API_KEY_HEADER = istr("X-Api-Key")
 SESSIONS_PATH = "/rl/v1/sessions/"
-_KEYS_KEPT = 16_384
-_MOST_FIELDS = 100
+_MAX_CACHED_KEYS = 16_384
+_MAX_FIELDS = 100
 """Of a query that is looked through; no route has as many."""
 
 
@@ -45,13 +45,13 @@ class _Forged(Exception):
     """What is raised is not remembered: forged keys must not fill the cache."""
 
 
-class Affinity:
+class SessionAffinity:
     """The rules of one service: its secret, and how many ranks it has."""
 
     def __init__(self, signer: KeySigner, ranks: int) -> None:
         self._signer = signer
         # An agent makes many calls under one key. Only genuine keys, which are short, are kept.
-        self._rank_of_key = lru_cache(_KEYS_KEPT)(self._checked)
+        self._rank_of_key = lru_cache(_MAX_CACHED_KEYS)(self._checked)
         self.ranks = ranks
 
     def place(
@@ -67,9 +67,9 @@ class Affinity:
         """
         named = [value for value in headers.getall(SESSION_HEADER, ()) if value]
         if "session_id" in query:
-            if query.count("&") >= _MOST_FIELDS:
+            if query.count("&") >= _MAX_FIELDS:
                 # Nobody is known yet, and thousands of them take tens of milliseconds.
-                raise InvalidRequest(f"the query has more than {_MOST_FIELDS} fields")
+                raise InvalidRequest(f"the query has more than {_MAX_FIELDS} fields")
             named += [value for key, value in parse_qsl(query) if key == "session_id"]
         prefix = session_prefix(path)
         if prefix is not None:

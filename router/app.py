@@ -18,7 +18,7 @@ from multidict import CIMultiDictProxy, istr
 
 from any_agent.auth.access import Access, Scope
 from any_agent.auth.audit_log import AuditLog
-from any_agent.auth.loopback import require_local
+from any_agent.auth.loopback import require_loopback_client
 from any_agent.config import Config
 from any_agent.errors import (
     AnyAgentError,
@@ -30,23 +30,23 @@ from any_agent.errors import (
     Unauthenticated,
 )
 from any_agent.keys import session_prefix
-from any_agent.loop_lag import new_lag, watched_loop
+from any_agent.loop_lag import loop_lag_histogram, watched_loop
 from any_agent.protocol.error_bodies import shaped
-from any_agent.rundir.heartbeat import Presence
+from any_agent.rundir.heartbeat import Heartbeat
 from any_agent.rundir.layout import RunDir
-from any_agent.rundir.registry import Entry, Registry
-from router.affinity import Affinity, key_in
+from any_agent.rundir.registry import Registry, RegistryEntry
+from router.affinity import SessionAffinity, key_in
 from router.areal import ArealRoutes
-from router.body import Body, Fields
-from router.client_response import SERVER, Replies
+from router.body import BodyFields, RequestBody
+from router.client_response import SERVER, ClientResponder
 from router.fanout import FanOut, Handler
 from router.forward import Forwarder
-from router.implicit_affinity import Conversations
-from router.lease import Leasing
+from router.implicit_affinity import ImplicitAffinity
+from router.lease import LeaseRoute
 from router.metrics import MetricsRoute
-from router.open_session import MAX_BYTES, START, Opens
-from router.rank_health import Ranks
-from router.repeats import happens_once
+from router.open_session import MAX_BYTES, START, OpenRoute
+from router.rank_health import RankHealth
+from router.repeats import is_idempotent
 from router.stats import CLIENT_LEFT, FAILED, RouterStats
 from router.upstream import Upstream, open_upstream
 
@@ -77,26 +77,26 @@ class Router:
         access: Access,
         audit: AuditLog | None,
         upstream: Upstream,
-        ranks: Ranks,
+        ranks: RankHealth,
     ) -> None:
         """Without ``audit`` there is no run: its metrics are any rank's."""
         server = config.server
         self._access = access
         self._max_body = server.max_body_bytes
         self._client_timeout = server.client_timeout
-        self._affinity = affinity = Affinity(access.signer, server.ranks)
+        self._affinity = affinity = SessionAffinity(access.signer, server.ranks)
         self.stats = RouterStats()
-        self.loop_lag = new_lag()
+        self.loop_lag = loop_lag_histogram()
         self.ranks = ranks
-        self.replies = replies = Replies(timeout=server.client_timeout)
+        self.replies = replies = ClientResponder(timeout=server.client_timeout)
         self.forwarder = forwarder = Forwarder(upstream, ranks, replies)
-        self._conversations = Conversations(config, forwarder)
-        opens = Opens(affinity, ranks, forwarder, replies)
+        self._conversations = ImplicitAffinity(config, forwarder)
+        opens = OpenRoute(affinity, ranks, forwarder, replies)
         self._own: dict[tuple[str, str], Handler] = {
             ("GET", START): opens.open,
             ("POST", START): opens.open,
             **FanOut(ranks, forwarder, replies).routes,
-            **Leasing(affinity, ranks, forwarder, replies).routes,
+            **LeaseRoute(affinity, ranks, forwarder, replies).routes,
             **ArealRoutes(affinity, ranks, forwarder, replies, access).routes,
             **{(m, "/healthz"): self._healthz for m in ("GET", "HEAD")},
             **{(m, "/readyz"): self._readyz for m in ("GET", "HEAD")},
@@ -140,7 +140,7 @@ class Router:
         try:
             return await self._handle(request)
         except ReplyLost as error:
-            error.repeatable = happens_once(request)
+            error.repeatable = is_idempotent(request)
             return await self.replies.error(request, error)
         except AnyAgentError as error:
             return await self.replies.error(request, error)
@@ -159,7 +159,7 @@ class Router:
                 "again",
                 retry_after=5,
             )
-        body = Body(request, limit=self._max_body, timeout=self._client_timeout)
+        body = RequestBody(request, limit=self._max_body, timeout=self._client_timeout)
         path, _, query = request.raw_path.partition("?")
         if "%" in path:
             path = unquote(path)
@@ -188,9 +188,9 @@ class Router:
         except Unauthenticated:
             return Scope.NONE
 
-    async def _by_body(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
+    async def _by_body(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
         """To the rank of the `session_id` in the body."""
-        said = Fields(request, await body.whole(MAX_BYTES))
+        said = BodyFields(request, await body.whole(MAX_BYTES))
         name = said.text("session_id")
         rank = self._affinity.rank_of(name) if name is not None else None
         return await self.forwarder.pass_on(request, rank, body, content=said.content)
@@ -204,13 +204,13 @@ class Router:
             raise InvalidRequest("the request's path must begin with / and be percent-encoded")
         if self._access.open_mode:
             headers = request.headers
-            require_local(
+            require_loopback_client(
                 hosts=headers.getall(hdrs.HOST, ()),
                 origins=headers.getall(hdrs.ORIGIN, ()),
                 fetch_sites=headers.getall(_FETCH_SITE, ()),
             )
 
-    async def _healthz(self, request: web.BaseRequest, _: Body) -> web.StreamResponse:
+    async def _healthz(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
         """The process lives; which ranks it sees."""
         ranks = {str(rank): self._state(rank) for rank in range(self.ranks.count)}
         return await self.replies.json(request, {"status": "ok", "ranks": ranks})
@@ -222,7 +222,7 @@ class Router:
             return {"state": state}
         return {"state": state, "version": entry.version, "load": entry.load.model_dump()}
 
-    async def _readyz(self, request: web.BaseRequest, _: Body) -> web.StreamResponse:
+    async def _readyz(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
         """Some rank can be reached and takes writes; 503 otherwise."""
         live = self.ranks.live
         if not live:
@@ -316,7 +316,7 @@ async def running_router(
     run_dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
     run_dir.create()
     server = config.server
-    ranks = Ranks(Registry(run_dir.registry), server.ranks, wait=server.rank_wait)
+    ranks = RankHealth(Registry(run_dir.registry), server.ranks, wait=server.rank_wait)
     access = Access(config)
     async with AsyncExitStack() as stack:
         upstream = await stack.enter_async_context(open_upstream())
@@ -325,14 +325,16 @@ async def running_router(
         stack.push_async_callback(asyncio.to_thread, audit.close)
         router = Router(config, access, audit, upstream, ranks)
         await stack.enter_async_context(listening(router, listener))
-        entry = Entry(name="router", boot_id=secrets.token_hex(8), url=public_url, pid=os.getpid())
+        entry = RegistryEntry(
+            name="router", boot_id=secrets.token_hex(8), url=public_url, pid=os.getpid()
+        )
         last = entry.model_copy(update={"state": "stopping"})
 
-        def now() -> Entry:
+        def now() -> RegistryEntry:
             access.look()
             return last if router.draining else entry
 
-        presence = Presence(run_dir.registry, now)
+        presence = Heartbeat(run_dir.registry, now)
         await presence.begin()
         stack.push_async_callback(presence.end)
         yield router

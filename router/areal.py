@@ -27,22 +27,22 @@ from any_agent.errors import (
 )
 from any_agent.keys import SESSION_KEY_PREFIX
 from any_agent.protocol.rl import GRANT_ONLY_HEADER
-from router.affinity import Affinity, home_of
-from router.body import Body, Fields
-from router.client_response import Replies
+from router.affinity import SessionAffinity, home_of
+from router.body import BodyFields, RequestBody
+from router.client_response import ClientResponder
 from router.fanout import Handler
 from router.forward import Forwarder
 from router.open_session import MAX_BYTES, not_begun
-from router.rank_health import Ranks
+from router.rank_health import RankHealth
 from router.repeats import IDEMPOTENCY_KEY
-from router.slot_grants import GRANT, Grants
-from router.upstream import Answer
+from router.slot_grants import GRANT, SlotGrants
+from router.upstream import UpstreamResponse
 
 AREAL_START = "/rl/start_session"
 _GRANT_ONLY = MappingProxyType({GRANT_ONLY_HEADER: "1"})
 _TRIES = 64
 """Of an open, when each time a slot was granted meanwhile and another open took it."""
-_PATIENCE = 10.0
+_TIMEOUT = 10.0
 """Seconds with a rank that is asked while others wait to be; longer than any does it at once."""
 _HUNG_FOR = 30.0
 """Seconds without questions about granted slots for a rank that did not answer one in time."""
@@ -56,17 +56,17 @@ class ArealRoutes:
 
     def __init__(
         self,
-        affinity: Affinity,
-        ranks: Ranks,
+        affinity: SessionAffinity,
+        ranks: RankHealth,
         forwarder: Forwarder,
-        replies: Replies,
+        replies: ClientResponder,
         access: Access,
     ) -> None:
         self._affinity = affinity
         self._ranks = ranks
         self._forwarder = forwarder
         self._replies = replies
-        self._grants = Grants(ranks, forwarder, access)
+        self._grants = SlotGrants(ranks, forwarder, access)
         self._granted = 0
         """How often slots were granted through here so far, or may have been."""
         self._waiting: Counter[int] = Counter()
@@ -81,10 +81,10 @@ class ArealRoutes:
             ("GET", "/health"): self.health,
         }
 
-    async def grant(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
+    async def grant(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
         """One slot at one rank: the home of the task that it is for, if it says so, else the one
         that the idempotency key names, else where an open waits, else the ranks in turn."""
-        said = Fields(request, await body.whole(MAX_BYTES))
+        said = BodyFields(request, await body.whole(MAX_BYTES))
         key = said.text("task_id") or request.headers.get(IDEMPOTENCY_KEY)
         if key is not None:
             rank = home_of(key, self._ranks.count)
@@ -103,13 +103,13 @@ class ArealRoutes:
             self._granted += 1
         return await self._replies.whole(request, answer.status, answer.headers, answer.body)
 
-    async def open(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
+    async def open(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
         """On a granted slot, whichever rank has it; else where the trainer's slots are taken.
 
         An open with the key of an earlier session, or with an Idempotency-Key, is one rank's, so
         that it never opens twice: a granted slot is brought there. Any other one goes to the slot.
         """
-        said = Fields(request, await body.whole(MAX_BYTES))
+        said = BodyFields(request, await body.whole(MAX_BYTES))
         if said.body is None or self._ranks.count == 1:
             # Any rank says what is wrong with it; a single one takes its granted slots first.
             return await self._forwarder.pass_on(request, None, body, content=said.content)
@@ -132,7 +132,7 @@ class ArealRoutes:
 
     async def _at(
         self, request: web.BaseRequest, content: bytes, rank: int, home: int | None
-    ) -> Answer:
+    ) -> UpstreamResponse:
         """At this rank and at no other one."""
         deadline = time.monotonic() + self._ranks.wait
         for _ in range(_TRIES):
@@ -163,7 +163,9 @@ class ArealRoutes:
         finally:
             self._waiting[rank] -= 1
 
-    async def _anywhere(self, request: web.BaseRequest, content: bytes, home: int | None) -> Answer:
+    async def _anywhere(
+        self, request: web.BaseRequest, content: bytes, home: int | None
+    ) -> UpstreamResponse:
         deadline = time.monotonic() + self._ranks.wait
         live = await self._ranks.reach_any(deadline)
         self._turn += 1
@@ -177,7 +179,7 @@ class ArealRoutes:
             return await self._forwarder.ask(
                 request, home, content=content or None, deadline=deadline
             )
-        refusal: Answer | None = None
+        refusal: UpstreamResponse | None = None
         for rank in order:
             answer = await self._ask(request, rank, content)
             if answer is not None and not (_without_place(answer) or not_begun(answer)):
@@ -189,7 +191,7 @@ class ArealRoutes:
 
     async def _on_grant(
         self, request: web.BaseRequest, content: bytes, order: list[int]
-    ) -> Answer | None:
+    ) -> UpstreamResponse | None:
         """The answer of the first rank that has a granted slot; None where none has one.
 
         The answer is None only after all were asked while no slot moved and none was granted:
@@ -212,7 +214,7 @@ class ArealRoutes:
 
     async def _first(
         self, request: web.BaseRequest, content: bytes, order: list[int]
-    ) -> Answer | None:
+    ) -> UpstreamResponse | None:
         for rank in order:
             if self._hung.get(rank, 0.0) > time.monotonic():
                 continue
@@ -227,11 +229,11 @@ class ArealRoutes:
         rank: int,
         content: bytes,
         more: Mapping[str, str] = MappingProxyType({}),
-    ) -> Answer | None:
+    ) -> UpstreamResponse | None:
         """A rank's answer; None if it went away. Whether it opened one then, nobody knows, and
         nobody has its key."""
         try:
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(_TIMEOUT):
                 return await self._forwarder.ask(request, rank, content=content or None, more=more)
         except TimeoutError:
             self._hung[rank] = time.monotonic() + _HUNG_FOR
@@ -239,20 +241,20 @@ class ArealRoutes:
         except AnyAgentError:
             return None
 
-    async def export(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
+    async def export(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
         """From the session's rank."""
-        said = Fields(request, await body.whole(MAX_BYTES))
+        said = BodyFields(request, await body.whole(MAX_BYTES))
         name = said.text("session_id")
         rank = self._affinity.rank_of(name) if name is not None else None
         return await self._forwarder.pass_on(request, rank, body, content=said.content)
 
-    async def health(self, request: web.BaseRequest, _: Body) -> web.StreamResponse:
+    async def health(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
         """The process lives; how many ranks serve."""
         data = {"status": "ok", "workers": len(self._ranks.live)}
         return await self._replies.json(request, data)
 
 
-def _without_slot(answer: Answer) -> bool:
+def _without_slot(answer: UpstreamResponse) -> bool:
     """Whether a rank opened none for want of a slot; without a training, for want of a grant."""
     error = from_response(answer.status, answer.body, None)
     return isinstance(error, RunFinished) or (
@@ -260,7 +262,7 @@ def _without_slot(answer: Answer) -> bool:
     )
 
 
-def _without_place(answer: Answer) -> bool:
+def _without_place(answer: UpstreamResponse) -> bool:
     """Return whether it is so, or the rank takes no more of this caller's sessions."""
     return answer.status == HTTPStatus.TOO_MANY_REQUESTS or _without_slot(answer)
 

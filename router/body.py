@@ -16,11 +16,11 @@ from any_agent.errors import AnyAgentError, InvalidRequest, PayloadTooLarge
 WHOLE = 65_536
 """Bodies of up to so many bytes are read whole; longer ones, and of unknown length, stream."""
 
-_MOST_FIELDS = 2048
+_MAX_FIELDS = 2048
 """Of a query, as the ranks have it."""
 
 
-class Body:
+class RequestBody:
     """PayloadTooLarge for one that says that it is larger than ``limit`` bytes."""
 
     def __init__(self, request: web.BaseRequest, *, limit: int, timeout: float) -> None:
@@ -99,7 +99,7 @@ class Body:
         return PayloadTooLarge(f"the body exceeds {limit} bytes{where}")
 
 
-class Fields:
+class BodyFields:
     """What a `/rl` request says, in its body or its query, which mean the same.
 
     What is in both, and differs, a rank refuses. InvalidRequest for a query with too many fields.
@@ -111,9 +111,9 @@ class Fields:
         """None for what is no object."""
         self._path, _, query = request.raw_path.partition("?")
         try:
-            self._query = parse_qsl(query, keep_blank_values=True, max_num_fields=_MOST_FIELDS)
+            self._query = parse_qsl(query, keep_blank_values=True, max_num_fields=_MAX_FIELDS)
         except ValueError:
-            raise InvalidRequest(f"the query has more than {_MOST_FIELDS} fields") from None
+            raise InvalidRequest(f"the query has more than {_MAX_FIELDS} fields") from None
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field's value in the body, else its text in the query."""

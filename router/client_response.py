@@ -22,7 +22,7 @@ SERVER = "any-agent"
 """Not the library and its version."""
 
 
-class Replies:
+class ClientResponder:
     """``timeout``: seconds after which a client that takes no byte is cut off.
 
     Writing pauses on a client's connection as soon as it takes no more (`app.py` sees to that), so

@@ -13,24 +13,24 @@ from aiohttp import web
 from any_agent.errors import AnyAgentError, ServiceUnavailable
 from any_agent.protocol.rl import AFTER_HEADER, UNREACHABLE_HEADER, read_places, write_places
 from router import merge
-from router.body import Body
-from router.client_response import Replies
+from router.body import RequestBody
+from router.client_response import ClientResponder
 from router.forward import Forwarder
 from router.open_session import MAX_BYTES
-from router.rank_health import Ranks
-from router.upstream import Answer
+from router.rank_health import RankHealth
+from router.upstream import UpstreamResponse
 
 _READ_TIMEOUT = 10.0
 _WRITE_TIMEOUT = 60.0
 """More than a rank's own patience with its engine."""
 
-Handler = Callable[[web.BaseRequest, Body], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.BaseRequest, RequestBody], Awaitable[web.StreamResponse]]
 
 
 class FanOut:
     """Routes that concern every rank. A rank that is away is not waited for, but named."""
 
-    def __init__(self, ranks: Ranks, forwarder: Forwarder, replies: Replies) -> None:
+    def __init__(self, ranks: RankHealth, forwarder: Forwarder, replies: ClientResponder) -> None:
         self._ranks = ranks
         self._forwarder = forwarder
         self._replies = replies
@@ -50,7 +50,7 @@ class FanOut:
     def _merged(self, one: Callable[[merge.Answers], dict[str, Any]]) -> Handler:
         """All ranks' answers as one, beside each of them."""
 
-        async def handler(request: web.BaseRequest, body: Body) -> web.StreamResponse:
+        async def handler(request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
             answers = await self._all(request, await body.whole(MAX_BYTES))
             refusal = _refusal(answers)
             if refusal is not None:
@@ -62,7 +62,7 @@ class FanOut:
 
         return handler
 
-    async def sessions(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
+    async def sessions(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
         """A list, as one rank's is; the ranks that are missing in it stand in a header."""
         answers = await self._all(request, b"")
         refusal = _refusal(answers)
@@ -83,7 +83,7 @@ class FanOut:
             headers[AFTER_HEADER] = write_places(places)
         return await self._replies.json(request, found, headers=headers)
 
-    async def _all(self, request: web.BaseRequest, content: bytes) -> dict[int, Answer]:
+    async def _all(self, request: web.BaseRequest, content: bytes) -> dict[int, UpstreamResponse]:
         """What each rank answers; ServiceUnavailable if none does."""
         asked = [self._one(request, rank, content) for rank in self._ranks.live]
         answers = {a.rank: a for a in await asyncio.gather(*asked) if a is not None}
@@ -91,7 +91,9 @@ class FanOut:
             raise ServiceUnavailable("no rank of the service is up; try again", retry_after=2)
         return answers
 
-    async def _one(self, request: web.BaseRequest, rank: int, content: bytes) -> Answer | None:
+    async def _one(
+        self, request: web.BaseRequest, rank: int, content: bytes
+    ) -> UpstreamResponse | None:
         limit = _READ_TIMEOUT if request.method == "GET" else _WRITE_TIMEOUT
         try:
             async with asyncio.timeout(limit):
@@ -102,16 +104,18 @@ class FanOut:
     def _missing(self, said: Iterable[int]) -> list[int]:
         return sorted(set(range(self._ranks.count)) - set(said))
 
-    async def _as_is(self, request: web.BaseRequest, answer: Answer) -> web.StreamResponse:
+    async def _as_is(
+        self, request: web.BaseRequest, answer: UpstreamResponse
+    ) -> web.StreamResponse:
         return await self._replies.whole(request, answer.status, answer.headers, answer.body)
 
 
-def _said(answers: dict[int, Answer]) -> merge.Answers:
+def _said(answers: dict[int, UpstreamResponse]) -> merge.Answers:
     """The JSON of the ranks that did what was asked."""
     return {rank: _parsed(answer) for rank, answer in answers.items() if answer.status < 300}
 
 
-def _parsed(answer: Answer) -> Any:
+def _parsed(answer: UpstreamResponse) -> Any:
     """Its JSON. What fails below a rank's own error handling is a line of text."""
     try:
         return orjson.loads(answer.body)
@@ -119,12 +123,12 @@ def _parsed(answer: Answer) -> Any:
         return answer.body.decode(errors="replace")
 
 
-def _end(answer: Answer) -> int | None:
+def _end(answer: UpstreamResponse) -> int | None:
     """Where a rank's list goes on; None if it does not."""
     return read_places(answer.headers.get(AFTER_HEADER, "")).get(answer.rank)
 
 
-def _refusal(answers: dict[int, Answer]) -> Answer | None:
+def _refusal(answers: dict[int, UpstreamResponse]) -> UpstreamResponse | None:
     """What is answered as it is: a rank's 4xx, or an error where no rank succeeded."""
     in_order = [answers[rank] for rank in sorted(answers)]
     for answer in in_order:

@@ -14,11 +14,11 @@ from any_agent.auth.access import CLIENT_HEADER
 from any_agent.errors import ReplyLost
 from any_agent.keys import bearer_of
 from router.affinity import SESSION_HEADER
-from router.body import Body
-from router.client_response import Replies
-from router.rank_health import Ranks
+from router.body import RequestBody
+from router.client_response import ClientResponder
+from router.rank_health import RankHealth
 from router.repeats import IDEMPOTENCY_KEY
-from router.upstream import Answer, NeverSent, Upstream, end_to_end
+from router.upstream import NeverSent, Upstream, UpstreamResponse, end_to_end
 
 _CLIENT = istr(CLIENT_HEADER)
 _REPEATABLE = ("GET", "HEAD", "OPTIONS")
@@ -27,7 +27,7 @@ _REPEATABLE = ("GET", "HEAD", "OPTIONS")
 class Forwarder:
     """Every request to a rank goes through here."""
 
-    def __init__(self, upstream: Upstream, ranks: Ranks, replies: Replies) -> None:
+    def __init__(self, upstream: Upstream, ranks: RankHealth, replies: ClientResponder) -> None:
         self._upstream = upstream
         self._ranks = ranks
         self._replies = replies
@@ -41,7 +41,7 @@ class Forwarder:
         self,
         request: web.BaseRequest,
         rank: int | None,
-        body: Body,
+        body: RequestBody,
         *,
         content: bytes | None = None,
     ) -> web.StreamResponse:
@@ -98,7 +98,7 @@ class Forwarder:
         target: str | None = None,
         deadline: float = 0.0,
         more: Mapping[str, str] = MappingProxyType({}),
-    ) -> Answer:
+    ) -> UpstreamResponse:
         """A rank's whole answer to this request with another body or target, or ``more`` headers.
 
         Until the deadline a rank that is away is waited for. Errors as for `pass_on`.
@@ -116,7 +116,9 @@ class Forwarder:
             rank, request.method, target or request.raw_path, headers, content, deadline
         )
 
-    async def tell(self, rank: int, target: str, content: bytes, key: str, *, once: str) -> Answer:
+    async def tell(
+        self, rank: int, target: str, content: bytes, key: str, *, once: str
+    ) -> UpstreamResponse:
         """A rank's answer to a POST of the router's own; ``once`` is its idempotency key.
 
         Errors as for `pass_on`.
@@ -133,7 +135,7 @@ class Forwarder:
         headers: CIMultiDict[str],
         content: bytes | None,
         deadline: float,
-    ) -> Answer:
+    ) -> UpstreamResponse:
         while True:
             origin = self._ranks.url(rank) or await self._ranks.reach(rank, deadline)
             try:

@@ -18,7 +18,7 @@ from any_agent.config import Config
 from any_agent.errors import InvalidRequest, ServiceUnavailable
 from any_agent.protocol.conversation_key import rank_of_response, task_of
 from router.affinity import home_of, key_in
-from router.body import WHOLE, Body, json_object
+from router.body import WHOLE, RequestBody, json_object
 from router.forward import Forwarder
 
 _CALLS = frozenset(
@@ -27,7 +27,7 @@ _CALLS = frozenset(
     for prefix in ("/v1", "")
 )
 _RESPONSES = ("/v1/responses/", "/responses/")
-_MOST_VALUES = 500_000
+_MAX_VALUES = 500_000
 """Commas and brackets; ranks refuse a body with more of them, and here it would stop everybody."""
 _HELD = 8
 """Long bodies of the largest size that are held here at once; one key may have half of them."""
@@ -35,7 +35,7 @@ _UPLOAD = 120.0
 """Seconds in which a long body has to be here."""
 
 
-class Held:
+class HomeRank:
     """Bytes of the long bodies that are here, altogether and by the key that they came with."""
 
     def __init__(self, most: int) -> None:
@@ -60,7 +60,7 @@ class Held:
 class _Share:
     """What one request has of it."""
 
-    def __init__(self, held: Held, key: bytes) -> None:
+    def __init__(self, held: HomeRank, key: bytes) -> None:
         self._held = held
         self._key = key
         self._size = 0
@@ -90,7 +90,7 @@ class _Share:
             self.reading.add_done_callback(lambda _: self.correct(0))
 
 
-class Conversations:
+class ImplicitAffinity:
     """The rule, and what it holds meanwhile."""
 
     def __init__(self, config: Config, forwarder: Forwarder) -> None:
@@ -99,7 +99,7 @@ class Conversations:
         self._ranks = server.ranks
         self._forwarder = forwarder
         self._max_body = server.max_body_bytes
-        self.held = Held(max(_HELD * self._max_body, WHOLE))
+        self.held = HomeRank(max(_HELD * self._max_body, WHOLE))
 
     def takes(self, method: str, path: str, scope: Scope) -> bool:
         """Whether a request that names no session is placed here; ADMIN is everybody, where there
@@ -108,7 +108,9 @@ class Conversations:
             return False
         return path in _CALLS if method == "POST" else path.startswith(_RESPONSES)
 
-    async def place(self, request: web.BaseRequest, path: str, body: Body) -> web.StreamResponse:
+    async def place(
+        self, request: web.BaseRequest, path: str, body: RequestBody
+    ) -> web.StreamResponse:
         """Pass it on to the rank where its conversation is at home."""
         if request.method != "POST":
             id = path.removeprefix("/v1").split("/")[2]
@@ -127,7 +129,7 @@ class Conversations:
         finally:
             share.end()
 
-    async def _read(self, request: web.BaseRequest, body: Body, share: _Share) -> bytes:
+    async def _read(self, request: web.BaseRequest, body: RequestBody, share: _Share) -> bytes:
         """The body, counted. One of unknown length counts as the longest once it is not short."""
         if body.short:
             return await body.whole()
@@ -151,7 +153,7 @@ class Conversations:
 
     def _rank(self, content: bytes) -> int | None:
         """None for what any rank will refuse."""
-        if len(content) > _MOST_VALUES and sum(map(content.count, b",[{")) > _MOST_VALUES:
+        if len(content) > _MAX_VALUES and sum(map(content.count, b",[{")) > _MAX_VALUES:
             return None
         fields = json_object(content)
         if fields is None:

@@ -11,14 +11,14 @@ from aiohttp import web
 
 from any_agent.errors import InvalidRequest, ReplyLost, ServiceUnavailable
 from router import merge
-from router.affinity import Affinity
-from router.body import Body, Fields, seconds
-from router.client_response import Replies
+from router.affinity import SessionAffinity
+from router.body import BodyFields, RequestBody, seconds
+from router.client_response import ClientResponder
 from router.fanout import Handler
 from router.forward import Forwarder
 from router.open_session import MAX_BYTES
-from router.rank_health import Ranks
-from router.upstream import Answer
+from router.rank_health import RankHealth
+from router.upstream import UpstreamResponse
 
 _SLICE = 1.0
 """Seconds for which one rank is polled before the others are looked at again."""
@@ -26,7 +26,7 @@ _LONGEST = 300.0
 """Seconds: of a poll, as the ranks have it."""
 
 
-class Leasing:
+class LeaseRoute:
     """Each session's part of a request goes to its rank, which is waited for if it restarts.
 
     What one rank could not do is the answer, although the others did theirs: all of these may be
@@ -34,7 +34,11 @@ class Leasing:
     """
 
     def __init__(
-        self, affinity: Affinity, ranks: Ranks, forwarder: Forwarder, replies: Replies
+        self,
+        affinity: SessionAffinity,
+        ranks: RankHealth,
+        forwarder: Forwarder,
+        replies: ClientResponder,
     ) -> None:
         self._affinity = affinity
         self._ranks = ranks
@@ -47,9 +51,9 @@ class Leasing:
             ("POST", "/rl/v1/lease"): self.lease,
         }
 
-    async def ack(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
+    async def ack(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
         """The acks of all ranks, counted together."""
-        said = Fields(request, await body.whole(MAX_BYTES))
+        said = BodyFields(request, await body.whole(MAX_BYTES))
         trained = merge.split(said.items("trained") or [], self._rank_of)
         rejected = merge.split(said.items("rejected") or [], self._rank_of_rejection)
         if trained is None or rejected is None or not (trained or rejected):
@@ -65,9 +69,9 @@ class Leasing:
         total = sum(orjson.loads(answer.body)["acked"] for answer in answers)
         return await self._replies.json(request, {"acked": total})
 
-    async def export(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
+    async def export(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
         """The trajectories of all ranks, in the order asked for."""
-        asked = Fields(request, await body.whole(MAX_BYTES))
+        asked = BodyFields(request, await body.whole(MAX_BYTES))
         ids = asked.items("session_ids")
         by_rank = merge.split(ids, self._rank_of)
         if not by_rank or len(by_rank) == 1:
@@ -83,9 +87,9 @@ class Leasing:
         ordered = {id: rows[id] for id in dict.fromkeys(ids or ()) if id in rows}
         return await self._replies.json(request, said[0] | {"trajectories": ordered})
 
-    async def lease(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
+    async def lease(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
         """Sessions by name from their rank, or whatever is ready at any of them."""
-        said = Fields(request, await body.whole(MAX_BYTES))
+        said = BodyFields(request, await body.whole(MAX_BYTES))
         wait = seconds(said.get("wait", 30.0))
         if said.body is None or wait is None:
             return await self._forwarder.pass_on(request, None, body, content=said.content)
@@ -102,7 +106,9 @@ class Leasing:
         answer = await self._poll(request, said, min(wait, _LONGEST))
         return await self._as_is(request, answer)
 
-    async def _poll(self, request: web.BaseRequest, said: Fields, wait: float) -> Answer:
+    async def _poll(
+        self, request: web.BaseRequest, said: BodyFields, wait: float
+    ) -> UpstreamResponse:
         """The first answer that is more than "nothing yet".
 
         One rank is asked at a time: of two polls at once the slower one would have to be abandoned,
@@ -114,7 +120,7 @@ class Leasing:
         while True:
             live = await self._ranks.reach_any(give_up)
             self._turn += 1
-            quiet: Answer | None = None
+            quiet: UpstreamResponse | None = None
             for k in range(len(live)):
                 answer = await self._ready(request, said, live[(self._turn + k) % len(live)], 0.0)
                 if answer is not None and answer.status != 204:
@@ -131,8 +137,8 @@ class Leasing:
                 return answer
 
     async def _ready(
-        self, request: web.BaseRequest, said: Fields, rank: int, wait: float
-    ) -> Answer | None:
+        self, request: web.BaseRequest, said: BodyFields, rank: int, wait: float
+    ) -> UpstreamResponse | None:
         """What is ready at a rank; None if it is away."""
         content, target = said.asking(wait=round(wait, 3))
         try:
@@ -146,7 +152,7 @@ class Leasing:
 
     async def _each(
         self, request: web.BaseRequest, parts: dict[int, tuple[bytes, str]]
-    ) -> list[Answer]:
+    ) -> list[UpstreamResponse]:
         """Every rank's answer to its part: a body and a target."""
         deadline = time.monotonic() + self._ranks.wait
         asked = [
@@ -169,5 +175,7 @@ class Leasing:
     def _rank_of_rejection(self, item: Any) -> int | None:
         return self._rank_of(item.get("session_id")) if isinstance(item, dict) else None
 
-    async def _as_is(self, request: web.BaseRequest, answer: Answer) -> web.StreamResponse:
+    async def _as_is(
+        self, request: web.BaseRequest, answer: UpstreamResponse
+    ) -> web.StreamResponse:
         return await self._replies.whole(request, answer.status, answer.headers, answer.body)

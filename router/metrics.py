@@ -17,10 +17,10 @@ from any_agent.loop_lag import LOOP_LAG
 from any_agent.rundir.registry import rank_name
 from any_agent.runtime.metrics import CONTENT_TYPE, Exposition, Histogram, Metric, Reading, Values
 from router.affinity import key_in
-from router.body import Body
-from router.client_response import Replies
+from router.body import RequestBody
+from router.client_response import ClientResponder
 from router.forward import Forwarder
-from router.rank_health import Ranks
+from router.rank_health import RankHealth
 from router.stats import RouterStats
 from router.upstream import NeverSent, Upstream
 
@@ -75,8 +75,8 @@ class _Counted(Protocol):
     """What is measured of a router."""
 
     stats: RouterStats
-    ranks: Ranks
-    replies: Replies
+    ranks: RankHealth
+    replies: ClientResponder
     forwarder: Forwarder
     loop_lag: Histogram
 
@@ -92,7 +92,7 @@ class MetricsRoute:
         self._access = access
         self._audit = audit
 
-    async def show(self, request: web.BaseRequest, _: Body) -> web.StreamResponse:
+    async def show(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
         """Every part's metrics; one that does not answer is shown by `any_agent_up` alone."""
         self._authorize(request)
         headers = CIMultiDict({"Authorization": f"Bearer {self._access.signer.run_key}"})

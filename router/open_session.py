@@ -12,24 +12,28 @@ from collections import Counter
 from aiohttp import web
 
 from any_agent.errors import Draining, ServiceUnavailable, StoreBusy, from_response
-from router.affinity import Affinity, home_of
-from router.body import Body, Fields, seconds
-from router.client_response import Replies
+from router.affinity import SessionAffinity, home_of
+from router.body import BodyFields, RequestBody, seconds
+from router.client_response import ClientResponder
 from router.forward import Forwarder
-from router.rank_health import Ranks
+from router.rank_health import RankHealth
 from router.repeats import IDEMPOTENCY_KEY
-from router.upstream import Answer
+from router.upstream import UpstreamResponse
 
 START = "/rl/v1/start_session"
 MAX_BYTES = 1 << 20
 """Of the bodies of `/rl` routes that are read here."""
 
 
-class Opens:
+class OpenRoute:
     """Opens sessions for agents."""
 
     def __init__(
-        self, affinity: Affinity, ranks: Ranks, forwarder: Forwarder, replies: Replies
+        self,
+        affinity: SessionAffinity,
+        ranks: RankHealth,
+        forwarder: Forwarder,
+        replies: ClientResponder,
     ) -> None:
         self._affinity = affinity
         self._ranks = ranks
@@ -39,9 +43,9 @@ class Opens:
         self._queued: Counter[int] = Counter()
         """Opens that wait for a slot at a rank, as far as they came through here."""
 
-    async def open(self, request: web.BaseRequest, body: Body) -> web.StreamResponse:
+    async def open(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
         """Answer as the rank does that opened it, or as the last one that could not."""
-        one = Fields(request, await body.whole(MAX_BYTES))
+        one = BodyFields(request, await body.whole(MAX_BYTES))
         if one.body is None:
             return await self._forwarder.pass_on(request, None, body, content=one.content)
         train = one.text("mode") != "eval"
@@ -58,7 +62,9 @@ class Opens:
         answer = await self._anywhere(request, one, "train" if train else "eval")
         return await self._replies.whole(request, answer.status, answer.headers, answer.body)
 
-    async def _anywhere(self, request: web.BaseRequest, one: Fields, mode: str) -> Answer:
+    async def _anywhere(
+        self, request: web.BaseRequest, one: BodyFields, mode: str
+    ) -> UpstreamResponse:
         """Each rank in turn; if none has a slot, one of them for as long as the caller waits."""
         wait = seconds(one.get("wait"))
         if wait is None:
@@ -73,7 +79,7 @@ class Opens:
             live = await self._ranks.reach_any(give_up)
             order = [live[(turn + k) % len(live)] for k in range(len(live))]
             full: list[int] = []
-            refusal: Answer | None = None
+            refusal: UpstreamResponse | None = None
             for rank in order:
                 answer = await self._ask(request, rank, first, first_target)
                 if answer is None:
@@ -96,8 +102,8 @@ class Opens:
                 return answer
 
     async def _queue(
-        self, request: web.BaseRequest, one: Fields, rank: int, wait: float
-    ) -> Answer | None:
+        self, request: web.BaseRequest, one: BodyFields, rank: int, wait: float
+    ) -> UpstreamResponse | None:
         content, target = _waiting(request, one, round(wait, 3))
         self._queued[rank] += 1
         try:
@@ -116,7 +122,7 @@ class Opens:
 
     async def _ask(
         self, request: web.BaseRequest, rank: int, content: bytes, target: str | None
-    ) -> Answer | None:
+    ) -> UpstreamResponse | None:
         """A rank's answer; None if it is away."""
         try:
             return await self._forwarder.ask(request, rank, content=content or None, target=target)
@@ -124,7 +130,7 @@ class Opens:
             return None
 
 
-def _waiting(request: web.BaseRequest, one: Fields, wait: float) -> tuple[bytes, str]:
+def _waiting(request: web.BaseRequest, one: BodyFields, wait: float) -> tuple[bytes, str]:
     """The body and the target of the same open with another `wait`."""
     content, target = one.asking(wait=wait)
     if request.method == "GET":
@@ -132,7 +138,7 @@ def _waiting(request: web.BaseRequest, one: Fields, wait: float) -> tuple[bytes,
     return content, target
 
 
-def not_begun(answer: Answer) -> bool:
+def not_begun(answer: UpstreamResponse) -> bool:
     """Whether a rank did not begin: after its other failures a session may be there.
 
     A write may reach the disk and fail to say so, and one open is to open one session.

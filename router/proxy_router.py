@@ -27,17 +27,17 @@ from any_agent.errors import (
     StartupError,
 )
 from any_agent.keys import SESSION_KEY_PREFIX, KeySigner, Lane, lane_in
-from any_agent.rundir.registry import Entry, Registry, Seen, rank_name
+from any_agent.rundir.registry import Registry, RegistryEntry, RegistrySnapshot, rank_name
 from any_agent.runtime.ports import listen, url_of
 from router.app import Router, listening
-from router.client_response import Replies
-from router.rank_health import Ranks
+from router.client_response import ClientResponder
+from router.rank_health import RankHealth
 from router.server import serve
 from router.upstream import open_upstream
 
 log = logging.getLogger(__name__)
 
-_ASK_WITHIN = 5.0
+_ASK_TIMEOUT = 5.0
 _CLOSED = (401, 403)
 _LOOK = 0.25
 """Seconds between looks at a connection whose server tells no handler that the client left."""
@@ -70,7 +70,7 @@ class ProxyRouter:
         self._router: Router | None = None
         self._opening: asyncio.Task[Router] | None = None
         self._stack = AsyncExitStack()
-        self._replies = Replies(timeout=Config().server.client_timeout)
+        self._replies = ClientResponder(timeout=Config().server.client_timeout)
 
     def start(self, host: str = "0.0.0.0", port: int = 8080) -> None:
         """Serve until Ctrl-C or SIGTERM, which lets what is under way end.
@@ -154,7 +154,7 @@ class ProxyRouter:
                     "with an admin key (ANY_AGENT_SERVER__ADMIN_KEY), or bind host='127.0.0.1'"
                 )
             config = load_config(None, [f"server.ranks={len(self.proxy_urls)}"], {})
-            ranks = Ranks(proxies, config.server.ranks, wait=config.server.rank_wait)
+            ranks = RankHealth(proxies, config.server.ranks, wait=config.server.rank_wait)
             upstream = await stack.enter_async_context(open_upstream())
             await stack.enter_async_context(ranks.watched())
             self._router = Router(config, _LeftToRanks(closed), None, upstream, ranks)
@@ -207,8 +207,8 @@ class _Proxies(Registry):
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = urls
-        self._seen: dict[str, Seen] = {}
-        self._http = httpx.Client(timeout=_ASK_WITHIN, trust_env=False)
+        self._seen: dict[str, RegistrySnapshot] = {}
+        self._http = httpx.Client(timeout=_ASK_TIMEOUT, trust_env=False)
         self._threads = ThreadPoolExecutor(min(len(urls), 32), thread_name_prefix="proxies")
 
     def close(self) -> None:
@@ -221,8 +221,8 @@ class _Proxies(Registry):
         ):
             if health is not None:
                 name = rank_name(health["rank"])
-                entry = Entry(name=name, boot_id=url, url=url, pid=0)
-                self._seen[name] = Seen((0, 0, b""), time.monotonic(), entry)
+                entry = RegistryEntry(name=name, boot_id=url, url=url, pid=0)
+                self._seen[name] = RegistrySnapshot((0, 0, b""), time.monotonic(), entry)
 
     def require_all(self) -> bool:
         """Return True if the proxies ask for keys.

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from any_agent.errors import ServiceUnavailable
-from any_agent.rundir.registry import Entry, Registry, rank_name
+from any_agent.rundir.registry import Registry, RegistryEntry, rank_name
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _MAX_WAITING = 1024
 """Requests that may wait for ranks at once; further ones are sent away."""
 
 
-class Ranks:
+class RankHealth:
     """The ranks of one service. A rank that refused a connection counts as away until it writes
     its registry entry again."""
 
@@ -69,12 +69,12 @@ class Ranks:
         alive = self._registry.alive(name) and self._registry.heard(name) > self._failed_at[rank]
         return entry.url.rstrip("/") if entry is not None and alive else ""
 
-    def entry(self, rank: int) -> Entry | None:
+    def entry(self, rank: int) -> RegistryEntry | None:
         """What the rank last said of itself."""
         return self._registry.get(rank_name(rank))
 
     @property
-    def trainer(self) -> Entry | None:
+    def trainer(self) -> RegistryEntry | None:
         """What the trainer last said of itself."""
         return self._registry.get("trainer")
 

@@ -10,7 +10,7 @@ _RETRY_COUNT = istr("x-stainless-retry-count")
 """An SDK that sends it marks its retries, and a retried model call is not sampled again."""
 
 
-def happens_once(request: web.BaseRequest) -> bool:
+def is_idempotent(request: web.BaseRequest) -> bool:
     """Whether a request whose reply was lost can be sent again without a second effect."""
     if request.method not in ("POST", "DELETE"):
         return False

@@ -15,22 +15,22 @@ from any_agent.auth.access import RUN, Access
 from any_agent.errors import AnyAgentError, ServiceUnavailable
 from router.affinity import key_in
 from router.forward import Forwarder
-from router.rank_health import Ranks
+from router.rank_health import RankHealth
 
 log = logging.getLogger(__name__)
 
 GRANT = "/grant_capacity"
-_PATIENCE = 10.0
+_TIMEOUT = 10.0
 """Seconds with each rank."""
 _TRIES = 4
 """Times that a change is sent in them, under one idempotency key."""
 Owner: TypeAlias = Literal["run", "others"]
 
 
-class Grants:
+class SlotGrants:
     """Moves slots of `/grant_capacity` between ranks, one at a time."""
 
-    def __init__(self, ranks: Ranks, forwarder: Forwarder, access: Access) -> None:
+    def __init__(self, ranks: RankHealth, forwarder: Forwarder, access: Access) -> None:
         self._ranks = ranks
         self._forwarder = forwarder
         self._access = access
@@ -71,7 +71,7 @@ class Grants:
         sent = False
         for _ in range(_TRIES):
             try:
-                async with asyncio.timeout(_PATIENCE / _TRIES):
+                async with asyncio.timeout(_TIMEOUT / _TRIES):
                     answer = await self._forwarder.tell(rank, GRANT, content, key, once=once)
                 return answer.status == HTTPStatus.OK
             except ServiceUnavailable:

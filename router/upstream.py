@@ -51,7 +51,7 @@ class _Stale(aiohttp.ClientConnectionError):
     """A pooled connection was closed by its rank while nobody looked."""
 
 
-class _Request(ClientRequest):
+class _UpstreamRequest(ClientRequest):
     """Sends the headers as they are, and looks at a connection before it writes to it."""
 
     def update_headers(self, headers: LooseHeaders | None) -> None:
@@ -82,7 +82,7 @@ def _has_news(fd: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class UpstreamResponse:
     """A rank's answer, read whole."""
 
     rank: int
@@ -128,12 +128,12 @@ class Upstream:
         target: str,
         headers: CIMultiDict[str],
         body: bytes | None,
-    ) -> Answer:
+    ) -> UpstreamResponse:
         """As `send`, with the whole answer."""
         response = await self.send(method, origin, target, headers, body)
         async with response:
             content = await read_whole(response)
-        return Answer(rank, response.status, end_to_end(response.headers), content)
+        return UpstreamResponse(rank, response.status, end_to_end(response.headers), content)
 
 
 def reply_lost() -> ReplyLost:
@@ -176,7 +176,7 @@ async def open_upstream() -> AsyncIterator[Upstream]:
         # One client's cookies are not another's.
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=_NOT_ADDED.keys(),
-        request_class=_Request,
+        request_class=_UpstreamRequest,
         max_line_size=65_536,
         max_field_size=65_536,
     )

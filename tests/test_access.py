@@ -9,7 +9,7 @@ import pytest
 
 from any_agent.auth.access import ANYONE, NOBODY, Access, Scope, authorize, require_key, signer_of
 from any_agent.auth.key_store import create_key, revoke_key
-from any_agent.cli.main import _who_may
+from any_agent.cli.main import _describe_auth
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, Forbidden, StartupError, Unauthenticated
 from any_agent.keys import KeySigner
@@ -199,8 +199,8 @@ def test_damaged_keys_are_told_though_nobody_uses_one(
 
 
 def test_what_a_start_says_of_keys(configured: Callable[..., Config]) -> None:
-    assert "API keys are required" in _who_may(configured("server.admin_key=operator-secret"))
+    assert "API keys are required" in _describe_auth(configured("server.admin_key=operator-secret"))
     config = configured("trial=second")
-    assert "is the operator" in _who_may(config) and "trial=second" in _who_may(config)
+    assert "is the operator" in _describe_auth(config) and "trial=second" in _describe_auth(config)
     create_key(trial_dir(config).keys, "admin")
-    assert "API keys are required" in _who_may(config)
+    assert "API keys are required" in _describe_auth(config)

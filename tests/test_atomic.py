@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from any_agent.runtime import atomic_files as atomic
-from any_agent.runtime.atomic_files import append_line, remove_folder, whole_folder, write_atomic
+from any_agent.runtime.atomic_files import append_line, atomic_folder, remove_folder, write_atomic
 
 INTERRUPTIONS = pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
 
 
 def write(target: Path, text: str, *, replace: bool = False) -> None:
-    with whole_folder(target, replace=replace) as folder:
+    with atomic_folder(target, replace=replace) as folder:
         (folder / "file").write_text(text)
 
 
@@ -47,7 +47,7 @@ def test_what_exists_is_not_replaced_unasked(target: Path) -> None:
 
 @INTERRUPTIONS
 def test_interrupted_while_it_is_written(target: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error), whole_folder(target, replace=True) as folder:
+    with pytest.raises(error), atomic_folder(target, replace=True) as folder:
         (folder / "file").write_text("half")
         raise error
     assert read(target) == "old"

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from any_agent.client import connection_pool as connections
-from any_agent.client.connection_pool import Connections, connections_to
+from any_agent.client.connection_pool import UnpooledTransport, connections_to
 
 
 class Counting:
@@ -52,25 +52,25 @@ async def server() -> AsyncIterator[Counting]:
 
 async def test_requests_wait_for_nobody(server: Counting) -> None:
     server.together = 150
-    async with httpx.AsyncClient(transport=Connections(False)) as http:
+    async with httpx.AsyncClient(transport=UnpooledTransport(False)) as http:
         urls = [f"{server.url}/{k}" for k in range(server.together)]
         answers = await asyncio.gather(*map(http.get, urls))
         assert [answer.text for answer in answers] == [f"/{k}" for k in range(server.together)]
         assert len(set(server.peers)) == server.together
         transport = http._transport
-        assert isinstance(transport, Connections)
+        assert isinstance(transport, UnpooledTransport)
         assert transport._kept == connections._KEPT
 
 
 async def test_a_connection_is_used_again(server: Counting) -> None:
-    async with httpx.AsyncClient(transport=Connections(False)) as http:
+    async with httpx.AsyncClient(transport=UnpooledTransport(False)) as http:
         for _ in range(3):
             assert (await http.get(f"{server.url}/a")).text == "/a"
     assert len(set(server.peers)) == 1
 
 
 async def test_a_body_that_is_left_holds_nothing(server: Counting) -> None:
-    async with httpx.AsyncClient(transport=Connections(False)) as http:
+    async with httpx.AsyncClient(transport=UnpooledTransport(False)) as http:
         async with http.stream("GET", f"{server.url}/long") as response:
             async for _ in response.aiter_raw():
                 break
@@ -79,7 +79,7 @@ async def test_a_body_that_is_left_holds_nothing(server: Counting) -> None:
 
 async def test_errors_are_httpxs(server: Counting) -> None:
     server.together = 2
-    async with httpx.AsyncClient(transport=Connections(False)) as http:
+    async with httpx.AsyncClient(transport=UnpooledTransport(False)) as http:
         with pytest.raises(httpx.ReadTimeout):
             await http.get(f"{server.url}/a", timeout=0.2)
         task = asyncio.create_task(http.get(f"{server.url}/a"))

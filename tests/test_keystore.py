@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.auth.key_store import (
-    Keys,
+    StoredKeys,
     TenantLimits,
     create_key,
     parse_keys,
@@ -162,5 +162,5 @@ def test_writers_lose_nothing(path: Path) -> None:
 
 
 def test_no_keys() -> None:
-    assert not Keys().has_admin and Keys().find("sk-admin.0.0") is None
-    assert json.loads('{"format": 1}') and parse_keys(b'{"format": 1}') == Keys()
+    assert not StoredKeys().has_admin and StoredKeys().find("sk-admin.0.0") is None
+    assert json.loads('{"format": 1}') and parse_keys(b'{"format": 1}') == StoredKeys()

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from any_agent.loop_lag import new_lag, told_of_steps, watched_loop
+from any_agent.loop_lag import loop_lag_histogram, told_of_steps, watched_loop
 from any_agent.runtime.metrics import Histogram
 
 
@@ -14,7 +14,7 @@ class Watched(Histogram):
     """Says when something is observed."""
 
     def __init__(self) -> None:
-        super().__init__(new_lag().bounds)
+        super().__init__(loop_lag_histogram().bounds)
         self.worst = 0.0
         self.seen = asyncio.Event()
 
@@ -37,7 +37,7 @@ async def test_a_loop_that_is_blocked_is_late() -> None:
 
 
 async def test_the_watch_ends_with_its_context() -> None:
-    async with watched_loop(new_lag(), every=0.001):
+    async with watched_loop(loop_lag_histogram(), every=0.001):
         assert len(asyncio.all_tasks()) == 2
     assert len(asyncio.all_tasks()) == 1
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from any_agent.auth.loopback import require_local
+from any_agent.auth.loopback import require_loopback_client
 from any_agent.errors import Forbidden
 
 LOCAL = ["127.0.0.1", "127.0.0.1:8000", "localhost:1", "[::1]:80", "127.8.9.1", ""]
@@ -20,20 +20,20 @@ FOREIGN = [
 
 @pytest.mark.parametrize("host", LOCAL)
 def test_this_machine(host: str) -> None:
-    require_local(hosts=[host], origins=[], fetch_sites=["none", "same-origin"])
+    require_loopback_client(hosts=[host], origins=[], fetch_sites=["none", "same-origin"])
     if host:
-        require_local(hosts=[], origins=[f"http://{host}"], fetch_sites=[])
+        require_loopback_client(hosts=[], origins=[f"http://{host}"], fetch_sites=[])
 
 
 @pytest.mark.parametrize("host", FOREIGN)
 def test_others(host: str) -> None:
     for hosts, origins in (([host], []), (["localhost", host], []), ([], [f"https://{host}"])):
         with pytest.raises(Forbidden) as error:
-            require_local(hosts=hosts, origins=origins, fetch_sites=[])
+            require_loopback_client(hosts=hosts, origins=origins, fetch_sites=[])
         assert "server.admin_key" in error.value.message
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "", "whatever"])
 def test_pages(site: str) -> None:
     with pytest.raises(Forbidden):
-        require_local(hosts=[], origins=[], fetch_sites=["none", site])
+        require_loopback_client(hosts=[], origins=[], fetch_sites=["none", site])

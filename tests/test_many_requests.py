@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from any_agent.client import aiohttp_transport as many_requests
-from any_agent.client.aiohttp_transport import Answer, ManyRequests
+from any_agent.client.aiohttp_transport import AiohttpTransport, Response
 
 Handler: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nX-A: 1\r\n\r\nok"
@@ -82,20 +82,20 @@ async def saying() -> AsyncIterator[Saying]:
 
 
 @pytest.fixture
-async def http() -> AsyncIterator[ManyRequests]:
-    http = ManyRequests(timeout=5.0)
+async def http() -> AsyncIterator[AiohttpTransport]:
+    http = AiohttpTransport(timeout=5.0)
     yield http
     await http.aclose()
 
 
 async def ask(
-    http: ManyRequests, url: str, method: str = "GET", content: str | None = None
-) -> Answer:
+    http: AiohttpTransport, url: str, method: str = "GET", content: str | None = None
+) -> Response:
     return await http.request(method, url, content=content, headers={"a": "b"}, timeout=5.0)
 
 
 async def test_one_connection_for_one_request_after_another(
-    saying: Saying, http: ManyRequests
+    saying: Saying, http: AiohttpTransport
 ) -> None:
     server = await saying(OK)
     for _ in range(3):
@@ -126,7 +126,7 @@ async def test_one_connection_for_one_request_after_another(
     ],
 )
 async def test_answers_in_pieces(
-    saying: Saying, http: ManyRequests, parts: list[bytes], body: bytes
+    saying: Saying, http: AiohttpTransport, parts: list[bytes], body: bytes
 ) -> None:
     server = await saying(*parts)
     for _ in range(2):
@@ -143,7 +143,7 @@ async def test_answers_in_pieces(
     ],
 )
 async def test_connections_that_the_server_ends(
-    saying: Saying, http: ManyRequests, said: bytes
+    saying: Saying, http: AiohttpTransport, said: bytes
 ) -> None:
     server = await saying(said, close=True)
     for _ in range(2):
@@ -160,7 +160,7 @@ async def test_connections_that_the_server_ends(
     ],
 )
 async def test_an_answer_that_breaks_off_is_none(
-    saying: Saying, http: ManyRequests, said: bytes
+    saying: Saying, http: AiohttpTransport, said: bytes
 ) -> None:
     server = await saying(said, close=True)
     with pytest.raises(httpx.ReadError):
@@ -180,7 +180,7 @@ async def test_an_answer_that_breaks_off_is_none(
         b"x" * 70_000,
     ],
 )
-async def test_what_is_no_answer(saying: Saying, http: ManyRequests, said: bytes) -> None:
+async def test_what_is_no_answer(saying: Saying, http: AiohttpTransport, said: bytes) -> None:
     server = await saying(said)
     with pytest.raises(httpx.RemoteProtocolError):
         await ask(http, server.url)
@@ -190,7 +190,7 @@ async def test_what_is_no_answer(saying: Saying, http: ManyRequests, said: bytes
     assert server.connections == 2
 
 
-async def test_nobody_there(http: ManyRequests) -> None:
+async def test_nobody_there(http: AiohttpTransport) -> None:
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     server.close()
@@ -199,19 +199,19 @@ async def test_nobody_there(http: ManyRequests) -> None:
         await ask(http, f"http://127.0.0.1:{port}")
 
 
-async def test_a_server_that_is_silent(saying: Saying, http: ManyRequests) -> None:
+async def test_a_server_that_is_silent(saying: Saying, http: AiohttpTransport) -> None:
     server = await saying()
     with pytest.raises(httpx.ReadTimeout, match=r"0\.05 s"):
         await http.request("GET", server.url, headers={}, timeout=0.05)
 
 
 @pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://h:port", "http:///x"])
-async def test_what_is_no_url(http: ManyRequests, url: str) -> None:
+async def test_what_is_no_url(http: AiohttpTransport, url: str) -> None:
     with pytest.raises((httpx.UnsupportedProtocol, httpx.InvalidURL)):
         await ask(http, url)
 
 
-async def test_a_header_holds_no_other_headers(saying: Saying, http: ManyRequests) -> None:
+async def test_a_header_holds_no_other_headers(saying: Saying, http: AiohttpTransport) -> None:
     server = await saying(OK)
     with pytest.raises(httpx.LocalProtocolError):
         await http.request("GET", server.url, headers={"a": "b\r\nc: d"}, timeout=1.0)
@@ -219,7 +219,7 @@ async def test_a_header_holds_no_other_headers(saying: Saying, http: ManyRequest
 
 
 async def test_an_idle_connection_that_was_closed_is_not_used(
-    http: ManyRequests, saying: Saying
+    http: AiohttpTransport, saying: Saying
 ) -> None:
     server = await saying(OK, close=True)
     for _ in range(3):
@@ -229,12 +229,12 @@ async def test_an_idle_connection_that_was_closed_is_not_used(
 
 
 async def test_connections_are_few_however_many_ask(
-    http: ManyRequests, monkeypatch: pytest.MonkeyPatch
+    http: AiohttpTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And those that wait there leave some to the others."""
     monkeypatch.setattr(many_requests, "MAX_CONNECTIONS", 4)
     monkeypatch.setattr(many_requests, "_POLLS", 2)
-    few = ManyRequests(timeout=5.0)
+    few = AiohttpTransport(timeout=5.0)
     answered = asyncio.Event()
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -259,7 +259,7 @@ async def test_connections_are_few_however_many_ask(
 
 
 async def test_a_request_that_is_cancelled_leaves_nothing(
-    saying: Saying, http: ManyRequests
+    saying: Saying, http: AiohttpTransport
 ) -> None:
     silent = await saying()
     task = asyncio.create_task(ask(http, silent.url))

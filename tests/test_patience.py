@@ -9,7 +9,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from any_agent.client.retry_transport import PatientTransport
+from any_agent.client.retry_transport import RetryTransport
 from any_agent.workflow import context
 
 KEY = {"Authorization": "Bearer sk-v1.0.abc.def"}
@@ -45,7 +45,7 @@ def fine() -> httpx.Response:
 async def post(
     script: Scripted, headers: dict[str, str] = KEY, patience: float = 20.0
 ) -> httpx.Response:
-    transport = PatientTransport(script, patience=patience)
+    transport = RetryTransport(script, patience=patience)
     async with httpx.AsyncClient(transport=transport) as client:
         return await client.post("http://service/v1/x", json={"a": 1}, headers=headers)
 

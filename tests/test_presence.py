@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from any_agent.rundir import heartbeat as presence
-from any_agent.rundir.heartbeat import Presence
-from any_agent.rundir.registry import Entry, Registry
+from any_agent.rundir.heartbeat import Heartbeat
+from any_agent.rundir.registry import Registry, RegistryEntry
 from tests.proxy_ext.proxy_lab import until
 
 
@@ -20,9 +20,9 @@ class Rank:
     def __init__(self) -> None:
         self.told = 0
 
-    def __call__(self) -> Entry:
+    def __call__(self) -> RegistryEntry:
         self.told += 1
-        return Entry(name="rank-3", boot_id="b", url="http://x", pid=1, version=self.told)
+        return RegistryEntry(name="rank-3", boot_id="b", url="http://x", pid=1, version=self.told)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "HEARTBEAT", 0.01)
 
 
-def entry(folder: Path) -> Entry | None:
+def entry(folder: Path) -> RegistryEntry | None:
     registry = Registry(folder)
     registry.refresh()
     return registry.get("rank-3")
@@ -43,7 +43,7 @@ def version(folder: Path) -> int:
 
 async def test_it_is_told_at_once_again_and_again_and_at_the_end(tmp_path: Path) -> None:
     rank = Rank()
-    here = Presence(tmp_path, rank)
+    here = Heartbeat(tmp_path, rank)
     await here.begin()
     assert version(tmp_path) == 1
     await until(lambda: version(tmp_path) >= 4)
@@ -60,7 +60,7 @@ async def test_a_disk_that_takes_nothing_is_told_once_and_tried_again(
 ) -> None:
     caplog.set_level(logging.INFO, presence.__name__)
     folder, rank = tmp_path / "registry", Rank()
-    here = Presence(folder, rank)
+    here = Heartbeat(folder, rank)
     await here.begin()
     await until(lambda: rank.told >= 5)
     assert [r.levelname for r in caplog.records] == ["WARNING"]
@@ -78,13 +78,13 @@ async def test_whatever_fails_the_next_beat_comes(
     """Who falls silent is taken for dead."""
     rank = Rank()
 
-    def describe() -> Entry:
+    def describe() -> RegistryEntry:
         entry = rank()
         if entry.version < 4:
             raise RuntimeError("planted")
         return entry
 
-    here = Presence(tmp_path, describe)
+    here = Heartbeat(tmp_path, describe)
     await here.begin()
     await until(lambda: version(tmp_path) >= 5)
     await here.end()
@@ -97,7 +97,7 @@ async def test_a_loop_that_hangs_falls_silent(
 ) -> None:
     written = []
     monkeypatch.setattr(presence, "publish", lambda _, entry: written.append(entry))
-    here = Presence(tmp_path, Rank())
+    here = Heartbeat(tmp_path, Rank())
     await here.begin()
     await until(lambda: len(written) >= 2)
     before = len(written)
@@ -111,7 +111,7 @@ async def test_writing_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.Monke
     """A disk may take its time; the calls of a rank must not wait for it."""
     writers: list[threading.Thread] = []
     monkeypatch.setattr(presence, "publish", lambda *_: writers.append(threading.current_thread()))
-    here = Presence(tmp_path, Rank())
+    here = Heartbeat(tmp_path, Rank())
     await here.begin()
     await here.end()
     assert len(writers) >= 2

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 import any_agent.rundir.registry as registry
-from any_agent.rundir.registry import Entry, Registry, publish
+from any_agent.rundir.registry import Registry, RegistryEntry, publish
 
 
-def entry(**fields: object) -> Entry:
+def entry(**fields: object) -> RegistryEntry:
     known = {"name": "rank-0", "boot_id": "a", "url": "http://127.0.0.1:1", "pid": 7}
-    return Entry.model_validate(known | fields)
+    return RegistryEntry.model_validate(known | fields)
 
 
 def test_a_reader_sees_what_was_written(tmp_path: Path) -> None:

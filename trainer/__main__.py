@@ -15,7 +15,7 @@ from any_agent.runtime.logs import set_up_logging
 from any_agent.runtime.parent_death import die_with_parent
 
 if TYPE_CHECKING:
-    from trainer.parallel.trainer_group import Crew
+    from trainer.parallel.trainer_group import TrainerGroup
 
 _STOPPED = 143
 
@@ -58,14 +58,14 @@ def _train(config: Config, host: str) -> int:
         return _lead(config, host, crew, launched)
 
 
-def _lead(config: Config, host: str, crew: Crew | None, launched: int) -> int:
+def _lead(config: Config, host: str, crew: TrainerGroup | None, launched: int) -> int:
     from trainer.loop import TrainingLoop
-    from trainer.metrics_server import Presence
+    from trainer.metrics_server import TrainerHeartbeat
 
     trainer = TrainingLoop(config, crew=crew)
     # After the step under way, so that what was trained is kept.
     signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
-    present = Presence(
+    present = TrainerHeartbeat(
         trainer.dir.registry,
         trainer.metrics,
         signer=signer_of(trainer.dir),

@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from any_agent.protocol.rl import Capacity
-from any_agent.rollout import RolloutExecutor
+from any_agent.rollout import LeaseExecutor
 from trainer.batch import Group
 from trainer.manifests import Manifest
 
 log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """What the loop asks, all in its own thread but for :meth:`interrupt`."""
 
     @property
@@ -62,10 +62,10 @@ class Source(Protocol):
         """Go on from what :meth:`state` said, None for a checkpoint without."""
 
 
-class ProxyFed:
+class LeasedBatches:
     """Sessions of external agents, leased from the ranks."""
 
-    def __init__(self, executor: RolloutExecutor) -> None:
+    def __init__(self, executor: LeaseExecutor) -> None:
         self._executor = executor
         self._dataset: Mapping[str, Any] | None = None
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from any_agent.errors import NotFound, StartupError
 from any_agent.rundir.layout import checkpoint_problem
-from any_agent.runtime.atomic_files import remove_folder, whole_folder, write_atomic
+from any_agent.runtime.atomic_files import atomic_folder, remove_folder, write_atomic
 from trainer.parallel.sharding import is_divided
 from trainer.parallel.world import World
 from trainer.policy import Policy, PolicyConfig
@@ -71,7 +71,7 @@ def save_checkpoint(
     """
     target = root / f"step-{policy.steps:08d}"
     document = _state_document(policy, state)
-    with whole_folder(target, replace=True) as folder:
+    with atomic_folder(target, replace=True) as folder:
         save_pretrained(policy, tokenizer, folder)
         extra = folder / "trainer"
         extra.mkdir()

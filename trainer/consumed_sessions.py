@@ -11,7 +11,7 @@ _REMEMBERED = 65_536
 """Ids kept: many times what can be finalized and not yet acknowledged."""
 
 
-class Memory(dict[str, Consumed]):
+class ConsumedSessions(dict[str, Consumed]):
     """What became of each session, the oldest first."""
 
     def add(self, trained: Iterable[str], rejected: Mapping[str, str], step: int | None) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from any_agent.config import Config
-from any_agent.data import Positions, as_dataset
+from any_agent.data import DatasetCursor, as_dataset
 from any_agent.errors import TrainingError
 from any_agent.protocol.rl import Capacity
 from any_agent.rollout.workflow_executor import WorkflowExecutor
@@ -17,13 +17,13 @@ from any_agent.types import SampledSession
 from any_agent.workflow import RolloutWorkflow
 from trainer.batch import Group
 from trainer.manifests import Manifest
-from trainer.zero_variance import DullGroups
+from trainer.zero_variance import ZeroVarianceGroups
 
 GROUP = "data-"
 """What a sampled group's id begins with; its item's position follows."""
 
 
-class Dataset(Protocol):
+class TrainingDataset(Protocol):
     """What is trained on: a list of dictionaries, a Hugging Face dataset, or the like."""
 
     def __len__(self) -> int: ...
@@ -31,7 +31,7 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-class DatasetFed:
+class DatasetBatches:
     """Sessions that a workflow samples, item by item, in an order that survives stops.
 
     Each position of the dataset is done with once: by the step that took its group, or because
@@ -41,7 +41,7 @@ class DatasetFed:
     def __init__(
         self,
         config: Config,
-        dataset: Dataset,
+        dataset: TrainingDataset,
         workflow: RolloutWorkflow,
         accept: Callable[[Any], bool] | None,
         executor: WorkflowExecutor,
@@ -52,10 +52,10 @@ class DatasetFed:
         self._dataset = as_dataset(dataset, "train_dataset")
         self._workflow = workflow
         self._accept = None if accept is None else partial(self._accepted, accept)
-        self._dull = DullGroups(config.train)
+        self._dull = ZeroVarianceGroups(config.train)
         self.executor = executor
         self.begun = False
-        self._positions = Positions(
+        self._positions = DatasetCursor(
             len(self._dataset),
             seed=config.train.seed,
             shuffle=config.train_dataset.shuffle,

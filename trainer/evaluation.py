@@ -32,7 +32,7 @@ _AHEAD = 1024
 
 
 @dataclass(slots=True)
-class Figures:
+class EvaluationFigures:
     """What an evaluation found."""
 
     scores: list[list[float]] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Figures:
         }
 
 
-class Evaluation:
+class TrialEvaluation:
     """Runs a workflow on every item of a dataset when it is due, and tells what came of it.
 
     ``opened`` gives the executor that it runs on, for the time of an evaluation. Nothing of it is
@@ -158,8 +158,8 @@ class Evaluation:
         self._reported(line)
         log.info("%s", shown_evaluation(line))
 
-    def _run(self, executor: WorkflowExecutor, deadline: float) -> Figures:
-        figures, size = Figures(), self._config.group_size
+    def _run(self, executor: WorkflowExecutor, deadline: float) -> EvaluationFigures:
+        figures, size = EvaluationFigures(), self._config.group_size
         waiting: deque[int] = deque()
         todo = iter(range(len(self._dataset)))
         try:

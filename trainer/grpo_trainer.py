@@ -19,24 +19,24 @@ from any_agent.data import as_dataset
 from any_agent.errors import ConfigError
 from any_agent.launcher.reachability import listening
 from any_agent.launcher.trial import require_same_trial
-from any_agent.rollout import RolloutExecutor
+from any_agent.rollout import LeaseExecutor
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.runtime.logs import logging_to
 from any_agent.script_errors import one_line_errors
 from any_agent.workflow import RolloutWorkflow, WorkflowLike, resolve_workflow
 from any_agent.workflow.resolve import require_workflow
-from trainer.batch_source import ProxyFed, Source
-from trainer.dataset_batches import Dataset, DatasetFed
-from trainer.evaluation import Evaluation
+from trainer.batch_source import BatchSource, LeasedBatches
+from trainer.dataset_batches import DatasetBatches, TrainingDataset
+from trainer.evaluation import TrialEvaluation
 from trainer.from_config import chosen_workflow, policy_config
 from trainer.loop import TrainingLoop
-from trainer.metrics_server import Presence
+from trainer.metrics_server import TrainerHeartbeat
 from trainer.parallel.roles import follow, joined, leading
-from trainer.parallel.trainer_group import Crew
+from trainer.parallel.trainer_group import TrainerGroup
 from trainer.parallel.world import World
 from trainer.rollouts import agent_service, workflow_executor
-from trainer.service import Service
-from trainer.signals import Signals, Stopped
+from trainer.service import LocalService
+from trainer.signals import StopRequested, StopSignals
 
 
 def _print(line: str) -> None:
@@ -69,8 +69,8 @@ class GRPOTrainer:
     def __init__(
         self,
         config: Config,
-        train_dataset: Dataset | None = None,
-        valid_dataset: Dataset | None = None,
+        train_dataset: TrainingDataset | None = None,
+        valid_dataset: TrainingDataset | None = None,
         *,
         say: Callable[[str], None] = _print,
     ) -> None:
@@ -85,14 +85,14 @@ class GRPOTrainer:
         self.valid_dataset = _checked(valid_dataset, "valid_dataset")
         self.dir = run_dir_of(config)
         self._say = say
-        self._signals = Signals(say)
+        self._signals = StopSignals(say)
         self._signals.failure = lambda: self._service.error
-        self._service = Service(config, say=say, failed=self._service_failed)
+        self._service = LocalService(config, say=say, failed=self._service_failed)
         self._entered = self._serving = self._followed = False
         self._world: World | None = None
-        self._crew: Crew | None = None
+        self._crew: TrainerGroup | None = None
         self._loop: TrainingLoop | None = None
-        self._evaluation: Evaluation | None = None
+        self._evaluation: TrialEvaluation | None = None
         self._evaluator: WorkflowExecutor | None = None
         self._stack = ExitStack()
 
@@ -139,7 +139,7 @@ class GRPOTrainer:
             return
         self._signals.ignore()
         try:
-            self._service.stop(drain=isinstance(error, Stopped) and error.gently)
+            self._service.stop(drain=isinstance(error, StopRequested) and error.gently)
         finally:
             self._stack.close()
             self._signals.give_back()
@@ -188,7 +188,7 @@ class GRPOTrainer:
         with ExitStack() as stack:
             stack.callback(self._trained)
             stack.enter_context(
-                Presence(
+                TrainerHeartbeat(
                     self.dir.registry,
                     loop.metrics,
                     signer=signer_of(self.dir),
@@ -197,7 +197,7 @@ class GRPOTrainer:
             )
             done = loop.train()
         if self._signals.asked is not None and not done:
-            raise Stopped(self._signals.asked)
+            raise StopRequested(self._signals.asked)
         if done:
             self._say(f"trainer   done; checkpoints in {self.dir.checkpoints}")
         return done
@@ -267,11 +267,11 @@ class GRPOTrainer:
         dataset = self.train_dataset
         # Before the model is loaded: what cannot be run is told at once.
         runs, eval_runs = self._resolve(workflow, kwargs, eval_workflow, eval_kwargs)
-        source: DatasetFed | None = None
+        source: DatasetBatches | None = None
         if runs is not None and dataset is not None:
-            source = DatasetFed(self.config, dataset, runs, accept, self._make_executor())
+            source = DatasetBatches(self.config, dataset, runs, accept, self._make_executor())
         self._evaluation = self._make_evaluation(eval_runs, source)
-        make_source: Callable[[RolloutExecutor], Source] = ProxyFed
+        make_source: Callable[[LeaseExecutor], BatchSource] = LeasedBatches
         if source is not None:
             make_source = partial(_given, source)
         return TrainingLoop(
@@ -305,8 +305,8 @@ class GRPOTrainer:
         return runs, resolve_workflow(eval_workflow, eval_kwargs, agents=agents)
 
     def _make_evaluation(
-        self, workflow: RolloutWorkflow | None, source: DatasetFed | None
-    ) -> Evaluation | None:
+        self, workflow: RolloutWorkflow | None, source: DatasetBatches | None
+    ) -> TrialEvaluation | None:
         c = self.config.eval
         if self.valid_dataset is None or workflow is None:
             return None
@@ -323,7 +323,7 @@ class GRPOTrainer:
             assert self._loop is not None
             self._loop.metrics.evaluated(line)
 
-        return Evaluation(
+        return TrialEvaluation(
             c,
             as_dataset(self.valid_dataset, "valid_dataset"),
             workflow,
@@ -380,7 +380,7 @@ class GRPOTrainer:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-def _checked(data: Dataset | None, name: str) -> Dataset | None:
+def _checked(data: TrainingDataset | None, name: str) -> TrainingDataset | None:
     """The same; DatasetError, before anything is started, for items that nothing can run on."""
     if data is not None:
         rows = as_dataset(data, name)
@@ -390,7 +390,7 @@ def _checked(data: Dataset | None, name: str) -> Dataset | None:
     return data
 
 
-def _given(source: Source, _: RolloutExecutor) -> Source:
+def _given(source: BatchSource, _: LeaseExecutor) -> BatchSource:
     return source
 
 

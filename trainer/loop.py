@@ -1,7 +1,7 @@
 """The training loop: wait for a batch, step, publish, acknowledge, keep a checkpoint.
 
-A :class:`trainer.batch_source.Source` gives the batches: external agents, or a workflow's runs on
-a dataset.
+A :class:`trainer.batch_source.BatchSource` gives the batches: external agents,
+or a workflow's runs on a dataset.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from any_agent.auth.access import signer_of
 from any_agent.config import Config
 from any_agent.errors import NotFound, TrainingError
 from any_agent.protocol.rl import Rejection
-from any_agent.rollout import Ranks, RolloutExecutor
+from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import append_line, write_atomic
 from any_agent.workflow import ProxyWorkflow
@@ -34,32 +34,32 @@ from trainer.batch import (
     training_batch,
     versions_in,
 )
-from trainer.batch_source import ProxyFed, Source
+from trainer.batch_source import BatchSource, LeasedBatches
 from trainer.checkpoint import (
     latest_checkpoint,
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
 )
-from trainer.consumed_sessions import Memory
+from trainer.consumed_sessions import ConsumedSessions
 from trainer.from_config import loss_config, policy_config, seed_all, set_optimizer
-from trainer.manifests import Manifest, Manifests
+from trainer.manifests import Manifest, ManifestStore
 from trainer.metrics import TrainerMetrics, last_reported
-from trainer.parallel.trainer_group import Crew
+from trainer.parallel.trainer_group import TrainerGroup
 from trainer.policy import Policy, PolicyConfig, StepResult
-from trainer.publisher import PATIENCE, Publisher
-from trainer.run_status import News, tell, tell_if_there
-from trainer.step_report import in_words, step_line
+from trainer.publisher import TIMEOUT, Publisher
+from trainer.run_status import RunStatus, announce, announce_best_effort
+from trainer.step_report import describe_step, step_line
 from trainer.weight_folders import tokenizer_of
-from trainer.zero_variance import DullGroups
+from trainer.zero_variance import ZeroVarianceGroups
 
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_STEPS = 5
-_TELL_EVERY = 60.0
+_ANNOUNCE_INTERVAL = 60.0
 """Seconds of waiting for a batch after which a person is told."""
 
-_TELL_OF_DULL = 8
+_ZERO_VARIANCE_NOTICE = 8
 """Groups in a row."""
 
 
@@ -76,27 +76,27 @@ class TrainingLoop:
         self,
         config: Config,
         *,
-        make_source: Callable[[RolloutExecutor], Source] = ProxyFed,
+        make_source: Callable[[LeaseExecutor], BatchSource] = LeasedBatches,
         say: Callable[[str], None] = log.info,
         evaluate: Callable[[int, bool], None] = lambda step, last: None,
-        crew: Crew | None = None,
+        crew: TrainerGroup | None = None,
     ) -> None:
         self.config = config
         self.dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
         self._say = say
         self._evaluate = evaluate
-        self._consumed = Memory()
-        self._dull = DullGroups(config.train)
+        self._consumed = ConsumedSessions()
+        self._dull = ZeroVarianceGroups(config.train)
         """Of external agents."""
         self._epoch: int | None = None
         signer = signer_of(self.dir)
-        self._executor = RolloutExecutor(
-            lambda: Ranks(
+        self._executor = LeaseExecutor(
+            lambda: RankClients(
                 self.dir.registry,
                 config.server.ranks,
                 admin_key=lambda: signer.run_key,
                 epoch=self._epoch,
-                retry_for=PATIENCE,
+                retry_for=TIMEOUT,
             ),
             lambda client, owner: ProxyWorkflow(client, owner=owner),
             config.rollout,
@@ -107,7 +107,7 @@ class TrainingLoop:
         self._source = make_source(self._executor)
         self.metrics = TrainerMetrics(lambda: self._source.rejected)
         self._publisher = Publisher(config, self.dir, self._executor, self._source.updating)
-        self._manifests = Manifests(self.dir.manifests)
+        self._manifests = ManifestStore(self.dir.manifests)
         self._loss = loss_config(config.train)
         self.policy: Policy
         self._tokenizer: Path
@@ -150,7 +150,7 @@ class TrainingLoop:
         try:
             self._catch_up()
             if not self._done:
-                tell(self._executor, "training", self._news)
+                announce(self._executor, "training", self._news)
                 self._source.begin(self._publisher.version)
             try:
                 if not self._done:
@@ -179,7 +179,7 @@ class TrainingLoop:
                     self._executor.stop()
 
     def _finish(self) -> None:
-        tell(self._executor, "finished", self._news)
+        announce(self._executor, "finished", self._news)
         self._executor.flush()
         with suppress(InterruptedError):
             self._evaluate(self.policy.steps, True)
@@ -229,7 +229,7 @@ class TrainingLoop:
         )
         if self.policy.steps % self.config.train.checkpoint_every == 0:
             self._save()
-            tell_if_there(self._executor, self._news)
+            announce_best_effort(self._executor, self._news)
         if not self._done:
             self._evaluate(self.policy.steps, False)
 
@@ -316,7 +316,7 @@ class TrainingLoop:
         """The next batch; empty where there is none any more."""
         while True:
             try:
-                groups = self._source.next_batch(timeout=_TELL_EVERY)
+                groups = self._source.next_batch(timeout=_ANNOUNCE_INTERVAL)
                 deterministic = self.config.rollout.deterministic
                 return [in_stable_order(g) for g in groups] if deterministic else groups
             except TimeoutError as error:
@@ -324,7 +324,7 @@ class TrainingLoop:
 
     def _say_waiting(self, error: TimeoutError) -> None:
         lines = [f"waiting   for trajectories: {error}"]
-        if self._dull.in_a_row >= _TELL_OF_DULL:
+        if self._dull.in_a_row >= _ZERO_VARIANCE_NOTICE:
             lines.append(f"waiting   {self._dull}. Other tasks or rewards would help")
         self._announce(*lines)
 
@@ -382,7 +382,7 @@ class TrainingLoop:
     def _replay(self, taken: Manifest) -> tuple[TrainingBatch, Manifest]:
         found: dict[str, Any] = dict(self._manifests.sampled(taken.step))
         if leased := [id for id in taken.sessions if id not in found]:
-            found |= self._executor.replay(leased, timeout=10 * PATIENCE)
+            found |= self._executor.replay(leased, timeout=10 * TIMEOUT)
         groups: list[Group] = [[found[id] for id in group] for group in taken.groups]
         batch = self._batch(groups, taken)
         taken.require_same(batch.trained, batch.rejected, tokens_of(batch))
@@ -447,9 +447,9 @@ class TrainingLoop:
         return state if dataset is None else state | {"dataset": dataset}
 
     @property
-    def _news(self) -> News:
+    def _news(self) -> RunStatus:
         whole = list_checkpoints(self.dir.checkpoints)
-        return News(
+        return RunStatus(
             step=self.policy.steps,
             checkpoint=str(self.checkpoint) if self.checkpoint else None,
             oldest_step=whole[0].step if whole else None,
@@ -461,7 +461,7 @@ class TrainingLoop:
         line = step_line(self.policy.steps, version, batch, result, self._source, seconds)
         append_line(self.dir.metrics, json.dumps(line))
         self.metrics.stepped(line)
-        log.info("%s", in_words(line))
+        log.info("%s", describe_step(line))
 
 
 def _steps(steps: list[int]) -> str:

@@ -63,7 +63,7 @@ class Manifest:
         )
 
 
-class Manifests:
+class ManifestStore:
     """The manifests of a run, one file per step, and beside it what its sampled sessions hold."""
 
     def __init__(self, folder: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Self
 from any_agent import keys
 from any_agent.errors import AnyAgentError, NotFound, Unauthenticated
 from any_agent.keys import KeySigner
-from any_agent.rundir.registry import HEARTBEAT, Entry, publish
+from any_agent.rundir.registry import HEARTBEAT, RegistryEntry, publish
 from any_agent.runtime.metrics import CONTENT_TYPE
 from any_agent.runtime.ports import url_of
 from trainer.metrics import TrainerMetrics
@@ -28,7 +28,7 @@ from trainer.metrics import TrainerMetrics
 log = logging.getLogger(__name__)
 
 
-class Presence:
+class TrainerHeartbeat:
     """A context manager: while it is open, `/metrics` is served and the registry entry is fresh.
 
     ``signer`` knows the run's own key, which metrics need. ``ready`` tells whether the trainer has
@@ -100,8 +100,8 @@ class Presence:
         else:
             self._failed = False
 
-    def _entry(self) -> Entry:
-        return Entry(
+    def _entry(self) -> RegistryEntry:
+        return RegistryEntry(
             name="trainer",
             boot_id=self._boot_id,
             url=self.url,

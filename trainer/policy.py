@@ -23,12 +23,12 @@ from trainer.packing import (
     micro_batches,
     trained_tokens,
 )
-from trainer.parallel.sharding import Whole, shard, summed, whole_tensor
+from trainer.parallel.sharding import UnshardedModel, shard, summed, whole_tensor
 from trainer.parallel.world import World, alone, in_turn
 from trainer.weight_buckets import Bucket, in_buckets, stored_tensors
 
 if TYPE_CHECKING:
-    from trainer.parallel.trainer_group import Crew
+    from trainer.parallel.trainer_group import TrainerGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,11 @@ class Policy:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         self.world = world = world_for(self.config, world)
-        self.crew: Crew | None = None
+        self.crew: TrainerGroup | None = None
         """The other processes, where this one leads."""
-        self.whole: Any = model if isinstance(model, Whole) else prepared(model, self.config, world)
+        self.whole: Any = (
+            model if isinstance(model, UnshardedModel) else prepared(model, self.config, world)
+        )
         self.model: Any = self.whole.model
         self.optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad],
@@ -345,9 +347,9 @@ def world_for(config: PolicyConfig, world: World | None) -> World | None:
     return world
 
 
-def prepared(model: Any, config: PolicyConfig, world: World | None) -> Whole:
+def prepared(model: Any, config: PolicyConfig, world: World | None) -> UnshardedModel:
     """The model as it is trained: without dropout, where it computes, divided if it is to be."""
-    whole = Whole(model)
+    whole = UnshardedModel(model)
     model.eval()
     if world is None:
         model.to(config.device)

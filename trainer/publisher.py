@@ -11,14 +11,14 @@ import torch
 
 from any_agent.config import Config
 from any_agent.protocol.rl import RunInfo
-from any_agent.rollout import RolloutExecutor
+from any_agent.rollout import LeaseExecutor
 from any_agent.rundir.layout import RunDir, weights_folder
 from trainer.policy import Policy
 from trainer.sync import NewWeights, WeightSync, make_sync
 from trainer.weight_folders import holds_weights, prune, publish_to_disk
-from trainer.weight_versions import Versions
+from trainer.weight_versions import WeightVersions
 
-PATIENCE = 120.0
+TIMEOUT = 120.0
 """Seconds that the trainer waits for a proxy that restarts."""
 _BUCKET = 256 * 2**20
 """Bytes that are sent at once; of sharded weights no more is ever whole in one place."""
@@ -31,12 +31,12 @@ class Publisher:
         self,
         config: Config,
         run_dir: RunDir,
-        executor: RolloutExecutor,
+        executor: LeaseExecutor,
         updating: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
     ) -> None:
         """``updating`` is entered with the version while the engines change their weights."""
         self._updating = updating
-        self.versions = Versions(run_dir.state)
+        self.versions = WeightVersions(run_dir.state)
         self._config = config
         self._folder = run_dir.weights
         self._executor = executor
@@ -85,7 +85,7 @@ class Publisher:
             # One may be paused: an earlier trainer may have died in the middle of an update.
             ranks = self._executor.ranks
             resume = ranks.all(lambda rank: ranks.clients[rank].resume())
-            self._executor.call(resume, timeout=2 * PATIENCE)
+            self._executor.call(resume, timeout=2 * TIMEOUT)
         else:
             self.publish(policy, tokenizer)
 
@@ -117,7 +117,7 @@ class Publisher:
             entries = [ranks.entry(rank) for rank in range(len(ranks))]
             return [entry.engine_url for entry in entries if entry and entry.engine_url]
 
-        return self._executor.call(look(), timeout=PATIENCE)
+        return self._executor.call(look(), timeout=TIMEOUT)
 
     def _is(self, policy: Policy, tokenizer: Path, version: int, *, fresh: bool) -> bool:
         """Whether the weights of this version are the policy's."""
@@ -140,4 +140,4 @@ class Publisher:
         async def ask() -> list[RunInfo]:
             return await ranks.all(lambda rank: ranks.clients[rank].run_info())
 
-        return [info.version for info in self._executor.call(ask(), timeout=2 * PATIENCE)]
+        return [info.version for info in self._executor.call(ask(), timeout=2 * TIMEOUT)]

@@ -15,11 +15,11 @@ from any_agent.rollout import WorkflowExecutor
 from any_agent.rundir.layout import RunDir
 from any_agent.workflow.agent_service import AgentService
 from any_agent.workflow.dump import TrajectoryDump
-from trainer.service import Service
+from trainer.service import LocalService
 from trainer.weight_folders import tokenizer_of
 
 
-def agent_service(c: Config, run_dir: RunDir, service: Service) -> AgentService:
+def agent_service(c: Config, run_dir: RunDir, service: LocalService) -> AgentService:
     """Where agents' calls go, with the run's own key, also after its secret was changed."""
     signer = signer_of(run_dir)
     return AgentService(
@@ -33,7 +33,7 @@ def agent_service(c: Config, run_dir: RunDir, service: Service) -> AgentService:
     )
 
 
-def workflow_executor(c: Config, service: Service) -> WorkflowExecutor:
+def workflow_executor(c: Config, service: LocalService) -> WorkflowExecutor:
     """Of workflows that are resolved. It is not started yet; ``service`` is."""
     tokenizer = load_hf_tokenizer(str(tokenizer_of(c.model.path)))
     pool = EnginePool(

@@ -14,12 +14,12 @@ from any_agent.config import Config
 from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.gpu_assignment import SHARED_GPUS
 from any_agent.launcher.shutdown import Terminated
-from any_agent.launcher.training_progress import Progress
+from any_agent.launcher.training_progress import TrainingProgress
 
-_LOOK_EVERY = 0.1
+_POLL_INTERVAL = 0.1
 
 
-class Service:
+class LocalService:
     """A :class:`Node` without a trainer of its own, in a thread.
 
     ``failed`` is called, in that thread, with what ended the service once it was there.
@@ -86,7 +86,7 @@ class Service:
                 self._watch(node)
                 if self._drains:
                     raise Terminated
-        except (_Ended, Terminated):
+        except (_ServiceEnded, Terminated):
             pass
         except BaseException as error:
             self.error = error
@@ -97,10 +97,10 @@ class Service:
 
     def _watch(self, node: Node) -> None:
         """Keep the parts running, and show the steps, until it is to end."""
-        progress = Progress(node.dir.metrics, node.config.train.steps)
+        progress = TrainingProgress(node.dir.metrics, node.config.train.steps)
         while True:
             # Looked at before the lines are read: so those of the last step are shown, too.
-            over = self._over.wait(_LOOK_EVERY)
+            over = self._over.wait(_POLL_INTERVAL)
             for line in progress.new_lines():
                 node.options.say(line)
             if over:
@@ -108,7 +108,7 @@ class Service:
             node.check()
 
 
-class _Ended(Exception):
+class _ServiceEnded(Exception):
     """The service is to end before it was there."""
 
 
@@ -121,5 +121,5 @@ class _Node(Node):
 
     def check(self) -> bool:
         if self._over.is_set():
-            raise _Ended
+            raise _ServiceEnded
         return super().check()

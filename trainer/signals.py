@@ -10,7 +10,7 @@ from types import FrameType
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stopped(SystemExit):
+class StopRequested(SystemExit):
     """The script was told to end, and its training has: with the exit code that shells expect."""
 
     def __init__(self, number: int) -> None:
@@ -23,7 +23,7 @@ class Stopped(SystemExit):
         return self.number == signal.SIGTERM
 
 
-class Signals:
+class StopSignals:
     """What the process does with the two signals between :meth:`take` and :meth:`give_back`.
 
     Nothing of it outside the main thread, where no signal arrives.
@@ -62,7 +62,7 @@ class Signals:
         if failure is not None:
             raise failure
         if self.stop is None or self.asked is not None:
-            raise Stopped(number)
+            raise StopRequested(number)
         self.asked = number
         self._say(
             "trainer   stopping: the step under way is ended and a checkpoint kept; the same again "

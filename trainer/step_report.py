@@ -9,7 +9,7 @@ from typing import Any
 
 from any_agent import stats_tracker
 from trainer.batch import TrainingBatch
-from trainer.batch_source import Source
+from trainer.batch_source import BatchSource
 from trainer.policy import StepResult
 
 
@@ -18,7 +18,7 @@ def step_line(
     version: int,
     batch: TrainingBatch,
     result: StepResult,
-    source: Source,
+    source: BatchSource,
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
     """As plain data; what workflows recorded since the last one is in it, and forgotten then."""
@@ -47,7 +47,7 @@ def step_line(
     }
 
 
-def in_words(line: Mapping[str, Any]) -> str:
+def describe_step(line: Mapping[str, Any]) -> str:
     """The line for a log."""
     return (
         f"step {line['step']}: reward {line['reward']:.3f}, {line['sessions']} sessions, "

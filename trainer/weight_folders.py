@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from any_agent.errors import Conflict, StartupError
 from any_agent.rundir.layout import weights_folder
-from any_agent.runtime.atomic_files import remove_folder, whole_folder
+from any_agent.runtime.atomic_files import atomic_folder, remove_folder
 from trainer.policy import Policy
 
 _BUCKET = 4 << 30
@@ -52,7 +52,7 @@ def publish_to_disk(
     if version <= newest:
         raise Conflict(f"version {version} is not above {newest}: versions are never reused")
     target = weights_folder(root, version)
-    with whole_folder(target) as folder:
+    with atomic_folder(target) as folder:
         save_pretrained(policy, tokenizer, folder, dtype=dtype)
     return target
 

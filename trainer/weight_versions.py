@@ -11,7 +11,7 @@ _REMEMBERED = 4096
 _LONG_AGO = -(10**9)
 
 
-class Versions:
+class WeightVersions:
     """Kept in the run's `state.json`, so that a resumed run goes on above the highest."""
 
     def __init__(self, path: Path) -> None:

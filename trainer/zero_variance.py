@@ -8,7 +8,7 @@ from any_agent.config import TrainConfig
 from trainer.batch import Group, session_rewards, without_signal
 
 
-class DullGroups:
+class ZeroVarianceGroups:
     """How many groups in a row were left out because there is nothing to learn from them."""
 
     def __init__(self, config: TrainConfig) -> None:

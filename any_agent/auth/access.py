@@ -6,7 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from enum import StrEnum
 
-from any_agent.auth.key_store import Keys, TenantLimits, parse_keys, read_keys
+from any_agent.auth.key_store import StoredKeys, TenantLimits, parse_keys, read_keys
 from any_agent.config import LOOPBACK, Config
 from any_agent.errors import ConfigError, Forbidden, StartupError, Unauthenticated
 from any_agent.keys import (
@@ -115,7 +115,7 @@ class Access:
         admin = config.server.admin_key
         self._admin = SecretHash(admin.get_secret_value()) if admin is not None else None
         try:
-            self._kept = WatchedFile(run_dir.keys, parse_keys, Keys())
+            self._kept = WatchedFile(run_dir.keys, parse_keys, StoredKeys())
         except (OSError, ValueError) as error:
             raise StartupError(f"{run_dir.keys} cannot be used: {error}") from None
         self._closed = self._admin is not None or config.server.host not in LOOPBACK

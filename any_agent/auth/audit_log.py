@@ -30,7 +30,7 @@ _MAX_BYTES = 4 << 20
 _FILES = 8
 _REFUSALS_PER_SECOND = 5.0
 _BURST = 20.0
-_MOST_SESSIONS = 100
+_MAX_SESSIONS = 100
 
 
 class AuditLog:
@@ -63,9 +63,9 @@ class AuditLog:
         many as it likes, push out what others did.
         """
         named = list(sessions)
-        if len(named) > _MOST_SESSIONS:
-            fields["more_sessions"] = len(named) - _MOST_SESSIONS
-        line = {"event": "used", "sessions": named[:_MOST_SESSIONS], "status": status, **fields}
+        if len(named) > _MAX_SESSIONS:
+            fields["more_sessions"] = len(named) - _MAX_SESSIONS
+        line = {"event": "used", "sessions": named[:_MAX_SESSIONS], "status": status, **fields}
         (self._add if status < 400 else self._add_in_vain)(line)
 
     def _add_in_vain(self, line: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ class TenantLimits(_Model):
     tokens_per_second: Rate | None = None
 
 
-class KeptKey(_Model):
+class StoredKey(_Model):
     """One key. Times are seconds since 1970."""
 
     id: str
@@ -57,7 +57,7 @@ class KeptKey(_Model):
     revoked_at: float | None = None
 
     @model_validator(mode="after")
-    def _tenant_if_a_tenants(self) -> KeptKey:
+    def _tenant_if_a_tenants(self) -> StoredKey:
         if (self.scope == "tenant") != (self.tenant is not None):
             raise ValueError("a tenant's key names its tenant, and no other key does")
         return self
@@ -73,20 +73,20 @@ class KeptKey(_Model):
 
 class _File(_Model):
     format: Literal[1] = 1
-    keys: tuple[KeptKey, ...] = ()
+    keys: tuple[StoredKey, ...] = ()
 
 
 @dataclass(frozen=True)
-class Keys:
+class StoredKeys:
     """All keys as they are at one moment."""
 
-    keys: tuple[KeptKey, ...] = ()
-    by_id: dict[str, KeptKey] = field(init=False)
+    keys: tuple[StoredKey, ...] = ()
+    by_id: dict[str, StoredKey] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_id", {key.id: key for key in self.keys})
 
-    def find(self, text: str) -> KeptKey | None:
+    def find(self, text: str) -> StoredKey | None:
         """The live key with this text."""
         key = self.by_id.get(key_id(text) or "")
         found = key is not None and key.matches(text) and key.state(time.time()) == "live"
@@ -104,7 +104,7 @@ class Keys:
         return bool(self._admins)
 
     @cached_property
-    def _admins(self) -> tuple[KeptKey, ...]:
+    def _admins(self) -> tuple[StoredKey, ...]:
         return tuple(k for k in self.keys if k.scope == "admin" and k.revoked_at is None)
 
     @cached_property
@@ -124,10 +124,10 @@ class Keys:
         return out
 
 
-def parse_keys(content: bytes) -> Keys:
+def parse_keys(content: bytes) -> StoredKeys:
     """Keys as the file holds them; ValueError for anything else."""
     try:
-        return Keys(_File.model_validate_json(content).keys)
+        return StoredKeys(_File.model_validate_json(content).keys)
     except ValidationError as error:
         # Without the input: it is a file of secrets, if only of their hashes.
         first = error.errors(include_input=False, include_url=False)[0]
@@ -135,12 +135,12 @@ def parse_keys(content: bytes) -> Keys:
         raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
 
 
-def read_keys(path: Path) -> Keys:
+def read_keys(path: Path) -> StoredKeys:
     """The keys now, none where there is no file; StartupError for a broken one."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return Keys()
+        return StoredKeys()
     except OSError as error:
         raise StartupError(f"cannot read {path}: {error.strerror}") from None
     try:
@@ -160,8 +160,8 @@ def create_key(
     limits: TenantLimits | None = None,
     expires_in: float | None = None,
     created_by: str = "",
-    told: Callable[[KeptKey], None] = lambda _: None,
-) -> tuple[str, KeptKey]:
+    told: Callable[[StoredKey], None] = lambda _: None,
+) -> tuple[str, StoredKey]:
     """Make a key and keep its hash; its text, which nothing keeps, and what is kept.
 
     ``told`` is given the key before it is good: a record that must exist for it.
@@ -180,7 +180,7 @@ def create_key(
         text, id = new_key(scope)
         while id in change.keys.by_id:
             text, id = new_key(scope)
-        key = KeptKey(
+        key = StoredKey(
             id=id,
             scope=scope,
             tenant=tenant,
@@ -191,13 +191,13 @@ def create_key(
             expires_at=None if expires_in is None else now + expires_in,
         )
         told(key)
-        change.keys = Keys((*change.keys.keys, key))
+        change.keys = StoredKeys((*change.keys.keys, key))
     return text, key
 
 
 def revoke_key(
-    path: Path, id: str, *, told: Callable[[KeptKey], None] = lambda _: None
-) -> tuple[KeptKey, bool]:
+    path: Path, id: str, *, told: Callable[[StoredKey], None] = lambda _: None
+) -> tuple[StoredKey, bool]:
     """Make a key void for good; the key, and whether this did it. NotFound for none of that id."""
     with _changed(path) as change:
         key = change.keys.by_id.get(id)
@@ -210,13 +210,13 @@ def revoke_key(
             return key, False
         key = key.model_copy(update={"revoked_at": time.time()})
         told(key)
-        change.keys = Keys(tuple(key if k.id == id else k for k in change.keys.keys))
+        change.keys = StoredKeys(tuple(key if k.id == id else k for k in change.keys.keys))
     return key, True
 
 
 @dataclass
 class _Change:
-    keys: Keys
+    keys: StoredKeys
 
 
 @contextmanager

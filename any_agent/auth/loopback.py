@@ -11,7 +11,7 @@ from any_agent.config import LOOPBACK
 from any_agent.errors import Forbidden
 
 
-def require_local(
+def require_loopback_client(
     *, hosts: Iterable[str], origins: Iterable[str], fetch_sites: Iterable[str]
 ) -> None:
     """Forbidden unless these values of `Host`, `Origin` and `Sec-Fetch-Site` are a local program's.

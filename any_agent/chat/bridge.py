@@ -20,9 +20,9 @@ from typing import Any
 
 from any_agent.chat import bridge_probes as made_up
 from any_agent.chat.message_validation import validate_messages
-from any_agent.chat.template import Template
-from any_agent.chat.template_switches import has_any, telling_words
-from any_agent.chat.truncated_answer import UnclosedBlocks
+from any_agent.chat.template import ChatTemplate
+from any_agent.chat.template_switches import contains_switch, find_switch_words
+from any_agent.chat.truncated_answer import TruncationCloser
 from any_agent.types import Message, Tool
 
 _THINKING = re.compile(r"<think>(?:(?!<think>).)*?</think>\s*", re.DOTALL)
@@ -30,8 +30,8 @@ _THINKING_OPENED = re.compile(r"<think>\s*$")
 _ENDS = re.compile(r"end|eot|eom|eos|</s>|return|call", re.IGNORECASE)
 """Names of tokens that end a message. gpt-oss writes another one after an earlier answer than
 after the last one; what begins the next message instead has no such name."""
-_MOST_PROOFS = 256
-_MOST_ROLES = 24
+_MAX_PROOFS = 256
+_MAX_ROLES = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,14 @@ class Proof:
 class TemplateBridge:
     """Continues answers by what a template writes; one for each template and its settings."""
 
-    def __init__(self, template: Template, stop_ids: Sequence[int], *, retention: str) -> None:
+    def __init__(self, template: ChatTemplate, stop_ids: Sequence[int], *, retention: str) -> None:
         self._template = template
         self._stops = frozenset(stop_ids)
         self._retention = retention
         self._added = {i: token for token, i in template.added.items()}
         pattern = sorted(map(re.escape, template.added), key=len, reverse=True)
         self._token = re.compile("|".join(pattern) or "(?!)")
-        self._unclosed = UnclosedBlocks(template, self._stops)
+        self._unclosed = TruncationCloser(template, self._stops)
         self._plain: dict[bool, str] = {}
         self._proofs: dict[_Kinds, Proof] = {}
         self._generation_ids = self._generation_prompt()
@@ -92,11 +92,11 @@ class TemplateBridge:
 
         ``past``, what was before the output, is looked at where something in it is telling.
         """
-        reply = made_up.reply_before(said, new)
+        reply = made_up.probe_answer_for(said, new)
         proof = self._proof(_Kinds(_runs(new), min(2, _calls(reply)), bool(tools)))
         if proof.refused or self._forgets(proof, new):
             return None
-        real = validate_messages(list(past)) if has_any(self._telling, past) else []
+        real = validate_messages(list(past)) if contains_switch(self._telling, past) else []
         prepared, _, mark = self._template.prepared([*real, reply, *new], None)
         real, reply, new = prepared[: len(real)], prepared[len(real)], prepared[len(real) + 1 :]
         # A tool in place of the real ones, which may be long: it is proven to be the same.
@@ -152,7 +152,7 @@ class TemplateBridge:
     @cached_property
     def _telling(self) -> tuple[str, ...]:
         """Words in earlier messages that change what is written for the new ones."""
-        reply, new = made_up.reply([]), [made_up.USER]
+        reply, new = made_up.probe_answer([]), [made_up.USER]
 
         def follows(past: list[Message]) -> _Following | None:
             (*past, last, first), _, _ = self._template.prepared([*past, reply, *new], None)
@@ -161,7 +161,7 @@ class TemplateBridge:
 
         words = self._template.searched_words
         try:
-            return telling_words(words, made_up.USER, follows)
+            return find_switch_words(words, made_up.USER, follows)
         except Exception:
             # It takes no plain question and answer; what it does take is proven where it comes.
             return ()
@@ -222,17 +222,17 @@ class TemplateBridge:
     def _proof(self, kinds: _Kinds) -> Proof:
         proof = self._proofs.get(kinds)
         if proof is None:
-            if len(kinds.roles) > _MOST_ROLES:
+            if len(kinds.roles) > _MAX_ROLES:
                 return Proof("too many messages at once")
-            if len(self._proofs) >= _MOST_PROOFS:
+            if len(self._proofs) >= _MAX_PROOFS:
                 self._proofs.clear()
             proof = self._proofs[kinds] = self._prove(kinds)
         return proof
 
     def _prove(self, kinds: _Kinds) -> Proof:
         calls = [(f"call{n}aaaa", f"ok{n}") for n in range(kinds.calls)]
-        new = made_up.messages_of(kinds.roles, calls)
-        reply = made_up.reply(calls)
+        new = made_up.probe_messages(kinds.roles, calls)
+        reply = made_up.probe_answer(calls)
         prepared, _, _ = self._template.prepared([reply, *new], None)
         reply, new = prepared[0], prepared[1:]
         seen: set[_Following] = set()

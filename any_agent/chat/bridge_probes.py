@@ -45,12 +45,12 @@ PASTS: tuple[list[Message], ...] = (
 """Conversations before the made-up answer: what follows it must be the same after each."""
 
 
-def reply(calls: list[tuple[str, str]]) -> Message:
+def probe_answer(calls: list[tuple[str, str]]) -> Message:
     """The made-up answer: a text, or calls of these ids and names."""
     return _called(calls, SAID) if calls else {"role": "assistant", "content": SAID}
 
 
-def reply_before(said: Message | None, new: list[Message]) -> Message:
+def probe_answer_for(said: Message | None, new: list[Message]) -> Message:
     """An answer that the new messages may follow: results need calls, by id and name."""
     calls: list[tuple[str, str]] = []
     for n, call in enumerate((said or {}).get("tool_calls") or ()):
@@ -61,10 +61,10 @@ def reply_before(said: Message | None, new: list[Message]) -> Message:
                 break
             id = message.get("tool_call_id") or f"call{n}aaaa"
             calls.append((id, message.get("name") or "ok0"))
-    return reply(calls)
+    return probe_answer(calls)
 
 
-def messages_of(roles: tuple[str, ...], calls: list[tuple[str, str]]) -> list[Message]:
+def probe_messages(roles: tuple[str, ...], calls: list[tuple[str, str]]) -> list[Message]:
     """Messages of these roles after an answer with ``calls``; "calling" is an answer with one."""
     new: list[Message] = []
     open_calls = list(calls)

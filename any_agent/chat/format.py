@@ -7,15 +7,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from any_agent.chat.format_variants import Variants, render_key
+from any_agent.chat.format_variants import FormatVariants, render_key
 from any_agent.chat.message_validation import validate_messages, validate_tools
 from any_agent.chat.output.detokenizer import token_bytes_of
 from any_agent.chat.output.message import ParsedMessage
-from any_agent.chat.output.parser_factory import OutputReader
+from any_agent.chat.output.parser_factory import OutputParserFactory
 from any_agent.chat.output.stream_parser import StreamParser
 from any_agent.chat.output.text_parser import TextParser
-from any_agent.chat.output.token_spans import Spans
-from any_agent.chat.prompt_renderer import Writer
+from any_agent.chat.output.token_spans import TokenSpans
+from any_agent.chat.prompt_renderer import PromptRenderer
 from any_agent.chat.template_kwargs import check_settings, effort_settings
 from any_agent.errors import AnyAgentError, InvalidRequest, TemplateError
 from any_agent.types import BranchReason, IdArray, Message, Tool, plain_ids
@@ -41,7 +41,7 @@ class ChatFormat:
         tokenizer: Any,
         renderer: Any,
         stop_token_ids: Sequence[int],
-        writer: Writer,
+        writer: PromptRenderer,
         *,
         name: str,
         keeps_thinking: bool = True,
@@ -58,10 +58,10 @@ class ChatFormat:
         self._token_texts: dict[int, str] = {}
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stop_token_ids))
         self._renderer = renderer
-        self._variants: Variants[ChatFormat] = Variants()
+        self._variants: FormatVariants[ChatFormat] = FormatVariants()
         self._added = frozenset(tokenizer.get_added_vocab().values())
         self._stop_set = frozenset(self.stop_token_ids)
-        self._reader = OutputReader(
+        self._reader = OutputParserFactory(
             renderer, tokenizer, self.decode, self.stop_token_ids, family=self.name
         )
         self._token_bytes = token_bytes_of(tokenizer, self.decode)
@@ -186,7 +186,7 @@ class ChatFormat:
         return self._reader.text_or_calls(prompt_ids, dict(text), names)
 
     @property
-    def spans(self) -> Spans:
+    def spans(self) -> TokenSpans:
         """Which of an output's tokens are reasoning, and which are text."""
         return self._reader.spans
 

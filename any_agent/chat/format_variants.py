@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from any_agent.chat import format_probes as probes
-from any_agent.chat.prompt_renderer import Writer
+from any_agent.chat.prompt_renderer import PromptRenderer
 from any_agent.chat.template_kwargs import Settings
 from any_agent.types import Message, Tool
 
@@ -27,7 +27,7 @@ _TALK: list[Message] = [
 _TALKS = (_TALK, _TALK[1:], _TALK[:2], _TALK[1:2], _TALK[1:3])
 
 
-class Variants(Generic[T]):
+class FormatVariants(Generic[T]):
     """Bounded: the least recently asked for goes first."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Variants(Generic[T]):
             return made
 
 
-def render_key(own: Writer, other: Writer, settings: Settings) -> bytes:
+def render_key(own: PromptRenderer, other: PromptRenderer, settings: Settings) -> bytes:
     """What tells these settings' conversations apart; b"" if only the generation prompt differs.
 
     16 bytes. Equal where several made-up conversations are written the same under both.
@@ -61,7 +61,9 @@ def render_key(own: Writer, other: Writer, settings: Settings) -> bytes:
     return hashlib.blake2b(repr(settings).encode(), digest_size=16).digest()
 
 
-def _written(writer: Writer, talk: list[Message], tools: list[Tool] | None) -> list[int] | str:
+def _written(
+    writer: PromptRenderer, talk: list[Message], tools: list[Tool] | None
+) -> list[int] | str:
     try:
         return writer.prompt_ids(talk, tools, generation=False)
     except Exception as e:

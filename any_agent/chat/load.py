@@ -13,9 +13,9 @@ from any_agent.chat.bridge import example_roles
 from any_agent.chat.families import BY_MODEL_TYPE, BY_NAME
 from any_agent.chat.format import ChatFormat
 from any_agent.chat.format_probes import SYSTEM, TOOLS, USER
-from any_agent.chat.prompt_renderer import RendererWriter, TemplateWriter, Writer
-from any_agent.chat.template import Template
-from any_agent.chat.tool_visibility import showing_of
+from any_agent.chat.prompt_renderer import LibraryRenderer, PromptRenderer, TemplateRenderer
+from any_agent.chat.template import ChatTemplate
+from any_agent.chat.tool_visibility import tool_visibility
 from any_agent.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -141,20 +141,20 @@ def _format(own: _Loading, where: _Where, renderer: str) -> ChatFormat:
     vocab = tokenizer.get_vocab()
     named = [vocab[token] for token in (family.stops if family else ()) if token in vocab]
     stops = [*named, *made.get_stop_token_ids(), *_generation_stops(model_path, where)]
-    writer: Writer
+    writer: PromptRenderer
     if own.template is not None and (renderer == "auto" or name == "default"):
-        writer = TemplateWriter(
+        writer = TemplateRenderer(
             own.template,
             tuple(dict.fromkeys(stops)),
             retention=own.retention,
             may_think=own.enable_thinking is not False,
         )
     else:
-        writer = RendererWriter(tokenizer, made, stops)
+        writer = LibraryRenderer(tokenizer, made, stops)
     chat = ChatFormat(
         tokenizer, made, stops, writer, name=name, keeps_thinking=own.retention == "all"
     )
-    showing = showing_of(chat)
+    showing = tool_visibility(chat)
     if not showing.tools:
         log.info(
             "%s: the chat template shows no tools; requests with tools are %s",
@@ -181,11 +181,11 @@ class _Loading:
         self.retention = retention
         settings = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         has = bool(getattr(tokenizer, "chat_template", None))
-        self.template = Template(tokenizer, settings) if has else None
+        self.template = ChatTemplate(tokenizer, settings) if has else None
         if self.template is not None:
             self._require_syntax(self.template)
 
-    def _require_syntax(self, template: Template) -> None:
+    def _require_syntax(self, template: ChatTemplate) -> None:
         from jinja2 import TemplateSyntaxError
 
         try:
@@ -290,7 +290,7 @@ def _make(tokenizer: Any, name: str, enable_thinking: bool | None, thinking_rete
         raise ConfigError(f"renderer {name} does not fit this tokenizer: {e}") from e
 
 
-def _difference(tokenizer: Any, template: Template | None, renderer: Any) -> str | None:
+def _difference(tokenizer: Any, template: ChatTemplate | None, renderer: Any) -> str | None:
     """What is wrong with a first turn rendered by this renderer; None if nothing is."""
     is_template = renderer.config.name == "default"
     if template is None:

@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from any_agent.chat.bridge import Proof, TemplateBridge
-from any_agent.chat.template import Template
+from any_agent.chat.template import ChatTemplate
 from any_agent.chat.template_kwargs import SWITCHES
 from any_agent.types import Message, Tool
 
 
-class Writer(Protocol):
+class PromptRenderer(Protocol):
     """Messages, already validated, to token ids. Thread-safe."""
 
     @property
@@ -26,7 +26,7 @@ class Writer(Protocol):
     def keeps_spellings(self) -> bool:
         """Whether special tokens that a text only spells stay plain text."""
 
-    def with_settings(self, settings: Mapping[str, Any]) -> Writer:
+    def with_settings(self, settings: Mapping[str, Any]) -> PromptRenderer:
         """The same with some settings changed; ValueError if it takes no such value."""
 
     def prompt_ids(
@@ -50,12 +50,12 @@ class Writer(Protocol):
         """Whether messages of these roles, after an answer with so many calls, are continued."""
 
 
-class TemplateWriter:
+class TemplateRenderer:
     """By the tokenizer's own chat template, which every engine would use as well."""
 
     def __init__(
         self,
-        template: Template,
+        template: ChatTemplate,
         stop_ids: Sequence[int],
         *,
         retention: str,
@@ -85,10 +85,10 @@ class TemplateWriter:
     def keeps_spellings(self) -> bool:
         return self._template.keeps_spellings
 
-    def with_settings(self, settings: Mapping[str, Any]) -> TemplateWriter:
+    def with_settings(self, settings: Mapping[str, Any]) -> TemplateRenderer:
         template = self._template.with_settings({**self.settings, **settings})
         may_think = self._may_think or any(settings.get(name) for name in SWITCHES)
-        return TemplateWriter(
+        return TemplateRenderer(
             template, self._stop_ids, retention=self._retention, may_think=may_think
         )
 
@@ -115,7 +115,7 @@ class TemplateWriter:
         return self._bridge.prove(roles, calls=calls, tools=tools)
 
 
-class RendererWriter:
+class LibraryRenderer:
     """By one of PyPI's ``renderers``, where it was asked for or there is no template.
 
     Special tokens spelled in a text become control tokens here: it encodes texts itself.
@@ -143,13 +143,13 @@ class RendererWriter:
         """The end of a prompt."""
         return self.prompt_ids([{"role": "user", "content": "ok"}], None)[-16:]
 
-    def with_settings(self, settings: Mapping[str, Any]) -> RendererWriter:
+    def with_settings(self, settings: Mapping[str, Any]) -> LibraryRenderer:
         from renderers import create_renderer, merge_chat_template_kwargs
 
         config = merge_chat_template_kwargs(self._renderer.config, settings)
         renderer = create_renderer(self._tokenizer, config)
         merged = {**self.settings, **settings}
-        return RendererWriter(self._tokenizer, renderer, tuple(self._stops), merged)
+        return LibraryRenderer(self._tokenizer, renderer, tuple(self._stops), merged)
 
     def prompt_ids(
         self, messages: list[Message], tools: list[Tool] | None, *, generation: bool = True

@@ -20,7 +20,7 @@ _SAID = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
 """What a model's own answer is made of stays as it is: templates look for it there."""
 
 
-class SpelledTokens:
+class SpecialTokenEscaper:
     """Breaks up the spellings of one vocabulary's added tokens."""
 
     def __init__(self, tokens: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
-from any_agent.chat.special_token_escape import SpelledTokens
+from any_agent.chat.special_token_escape import SpecialTokenEscaper
 from any_agent.types import Message, Tool
 
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
@@ -18,7 +18,7 @@ _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "
 _OWN_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
-class Template:
+class ChatTemplate:
     """Renders with one tokenizer and one set of settings (``chat_template_kwargs``).
 
     Thread-safe: it sets nothing in the tokenizer, and templates keep no state.
@@ -30,13 +30,13 @@ class Template:
         self._encode = _encoder(tokenizer)
         self.added: dict[str, int] = dict(tokenizer.get_added_vocab())
         """Tokens that text is split at before anything else, with their ids."""
-        spelled = SpelledTokens(self.added)
+        spelled = SpecialTokenEscaper(self.added)
         self._spelled = spelled if self._can_break(spelled) else None
         self._write_calls = self._find_dialect()
 
-    def with_settings(self, settings: Mapping[str, Any]) -> Template:
+    def with_settings(self, settings: Mapping[str, Any]) -> ChatTemplate:
         """The same template with other settings, sharing what does not depend on them."""
-        other = object.__new__(Template)
+        other = object.__new__(ChatTemplate)
         other.__dict__.update(self.__dict__)
         other.settings = dict(settings)
         return other
@@ -133,7 +133,7 @@ class Template:
             )
         )
 
-    def _can_break(self, spelled: SpelledTokens) -> bool:
+    def _can_break(self, spelled: SpecialTokenEscaper) -> bool:
         """Whether a text in pieces is the same text; not where each piece begins with a space."""
         said = "a " + " b".join(list(self.added)[:8]) + " c"
         (message,), _, mark = spelled.broken_up([{"role": "user", "content": said}], None)

@@ -17,7 +17,7 @@ _MOST = 128
 _ROLES = ("system", "developer", "user")
 
 
-def telling_words(
+def find_switch_words(
     words: Iterable[str], user: Message, follows: Callable[[list[Message]], Any]
 ) -> tuple[str, ...]:
     """Those ``words`` after which something else follows than after a plain question.
@@ -36,7 +36,7 @@ def telling_words(
     return tuple(found)
 
 
-def has_any(words: Sequence[str], past: Sequence[Message]) -> bool:
+def contains_switch(words: Sequence[str], past: Sequence[Message]) -> bool:
     """Whether a user's or a system's message has one of them."""
     if not words:
         return False

@@ -23,7 +23,7 @@ _NAME = "add"
 
 
 @dataclass(frozen=True, slots=True)
-class Showing:
+class ToolVisibility:
     tools: bool
     """They stand in a prompt; also where the template refuses them: then it says so itself."""
     calls: bool
@@ -31,7 +31,7 @@ class Showing:
 
 
 @lru_cache(maxsize=_MOST)
-def showing_of(chat: ChatFormat) -> Showing:
+def tool_visibility(chat: ChatFormat) -> ToolVisibility:
     """Probed once for each format; some renderings of two messages."""
 
     def names(messages: list[Message], tools: list[Tool] | None) -> int | None:
@@ -48,4 +48,4 @@ def showing_of(chat: ChatFormat) -> Showing:
     for messages in _LATER:
         silent = [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages[:2]]
         calls = calls or (names(messages, None) or 0) > (names(silent, None) or 0)
-    return Showing(any(told) or not told, calls)
+    return ToolVisibility(any(told) or not told, calls)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from any_agent.chat.template import Template
+from any_agent.chat.template import ChatTemplate
 
 _HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
 
 
-class UnclosedBlocks:
+class TruncationCloser:
     """Knows a vocabulary's pairs of tokens: ``<x>`` with ``</x>``, ``x_begin`` with ``x_end``.
 
     What was cut off inside a block is continued with the tokens that close it, innermost first,
@@ -17,7 +17,7 @@ class UnclosedBlocks:
     the next prompt and never trained on.
     """
 
-    def __init__(self, template: Template, stops: Collection[int]) -> None:
+    def __init__(self, template: ChatTemplate, stops: Collection[int]) -> None:
         self._template = template
         added = template.added
         closers = {token: closer for token in added if (closer := _closer(token, added))}

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from any_agent.runtime.command_line import count, number, seconds
 
 if TYPE_CHECKING:
-    from any_agent.sdk.evaluating import EvalOptions, Evaluated
-    from any_agent.sdk.find_service import Service
+    from any_agent.sdk.evaluating import EvalOptions, EvaluatedRun
+    from any_agent.sdk.find_service import ServiceAddress
 
 _DESCRIPTION = (
     "Run an agent on every item of a dataset and say what it scores: the mean reward, pass@k, and "
@@ -150,10 +150,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _options(arguments: argparse.Namespace) -> EvalOptions:
     """All that can be wrong here is found before a model is loaded."""
     from any_agent.sdk.evaluating import EvalOptions
-    from any_agent.sdk.run_plan import Items
+    from any_agent.sdk.run_plan import ItemSource
 
     agent = _agent(arguments)
-    items = Items(arguments.data)
+    items = ItemSource(arguments.data)
     count = min(len(items), arguments.limit or len(items))
     version: _Version = arguments.version if arguments.version is not None else "current"
     return EvalOptions(
@@ -174,7 +174,7 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
 def _agent(arguments: argparse.Namespace) -> Any:
     from any_agent.errors import ConfigError
     from any_agent.runtime.import_string import import_string
-    from any_agent.sdk.agent_callable import Agent, callable_of
+    from any_agent.sdk.agent_callable import AgentCallable, callable_of
 
     # A command's own folder is where Python looks, not the one that it is given in.
     here = str(Path.cwd())
@@ -187,7 +187,7 @@ def _agent(arguments: argparse.Namespace) -> Any:
             "not over HTTP: evaluate it where it is trained (eval.every, eval.at_start)"
         )
     agent = callable_of(found, _keywords(arguments.agent_arg))
-    Agent(agent)  # Whether it takes what it will be given.
+    AgentCallable(agent)  # Whether it takes what it will be given.
     return agent
 
 
@@ -208,12 +208,12 @@ def _keywords(texts: list[str]) -> dict[str, Any]:
     return out
 
 
-def _serve(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Service, Any]:
+def _serve(arguments: argparse.Namespace, stack: ExitStack) -> tuple[ServiceAddress, Any]:
     """The model's own service, and what has to be called meanwhile."""
     import tempfile
 
     from any_agent.launcher.checkpoint_service import find_kept, served
-    from any_agent.sdk.find_service import Service
+    from any_agent.sdk.find_service import ServiceAddress
 
     kept = find_kept(arguments.model, arguments.overrides)
     # With its version, also where none was named.
@@ -222,10 +222,10 @@ def _serve(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Service, An
     if folder is None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="any-agent-eval-"))
     node, key = stack.enter_context(served(kept, Path(folder).absolute(), _say))
-    return Service(node.local_url, key), node.check
+    return ServiceAddress(node.local_url, key), node.check
 
 
-def _report(arguments: argparse.Namespace, done: Evaluated, ks: list[int], items: int) -> None:
+def _report(arguments: argparse.Namespace, done: EvaluatedRun, ks: list[int], items: int) -> None:
     import json
 
     from any_agent.errors import ConfigError
@@ -274,13 +274,13 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _until_signal(evaluation: Coroutine[Any, Any, Evaluated]) -> Evaluated:
+def _until_signal(evaluation: Coroutine[Any, Any, EvaluatedRun]) -> EvaluatedRun:
     """What comes of it. SystemExit for a signal, once open sessions are aborted."""
     import asyncio
 
     from any_agent.runtime.signals import run_until_signal
 
-    found: list[Evaluated] = []
+    found: list[EvaluatedRun] = []
 
     async def evaluated() -> None:
         found.append(await evaluation)

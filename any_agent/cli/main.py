@@ -150,12 +150,12 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
         options = replace(options, weights=_served_weights(config))
     with Node(config, options) as node:
         print(listening(node.url), flush=True)
-        options.say(_who_may(config))
+        options.say(_describe_auth(config))
         node.watch(until_trained=not stay)
     return 0
 
 
-def _who_may(config: Config) -> str:
+def _describe_auth(config: Config) -> str:
     """Whether the service asks for keys, in one line."""
     from shlex import quote
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 from any_agent.runtime.command_line import count, seconds
 
 if TYPE_CHECKING:
-    from any_agent.sdk.program.group import CommandRuns
+    from any_agent.sdk.program.group import ProgramGroup
     from any_agent.sdk.program.reward import RewardSource
-    from any_agent.sdk.program.run import CommandRun, RunOptions
+    from any_agent.sdk.program.run import ProgramRun, RunOptions
 
 _count = count(4096)
 _DESCRIPTION = (
@@ -87,12 +87,12 @@ def add_run_command(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 def _run(arguments: argparse.Namespace) -> int:
     from any_agent.runtime.signals import run_until_signal
-    from any_agent.sdk.program.group import CommandRuns
+    from any_agent.sdk.program.group import ProgramGroup
     from any_agent.sdk.program.report import as_json, exit_code
 
     with _Folder(arguments.logs) as folder:
         options = _options(arguments, folder.path)
-        runs = CommandRuns(options, ended=_tell if options.n > 1 else lambda _: None)
+        runs = ProgramGroup(options, ended=_tell if options.n > 1 else lambda _: None)
         signalled = run_until_signal(runs.run())
         code = exit_code(runs) if signalled is None else 128 + signalled
         if signalled is None:
@@ -182,7 +182,7 @@ def _failure_reward(text: str | None) -> float | dict[str, float] | None:
 # -- what is said ----------------------------------------------------------------------------------
 
 
-def _tell(run: CommandRun) -> None:
+def _tell(run: ProgramRun) -> None:
     """What becomes known early of a run among several: what went wrong."""
     from any_agent.sdk.program.report import plain
 
@@ -190,7 +190,7 @@ def _tell(run: CommandRun) -> None:
         print(f"run {run.run} failed: {plain(run.error or '')}", file=sys.stderr, flush=True)
 
 
-def _report(runs: CommandRuns, folder: _Folder) -> None:
+def _report(runs: ProgramGroup, folder: _Folder) -> None:
     """To standard error: standard output is the program's."""
     from any_agent.sdk.program.report import table
 

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 MAX_CONNECTIONS = 256
 _POLLS = MAX_CONNECTIONS // 2
 """Connections that requests may have which wait at the service: the others go on beside them."""
-_CONNECTS_WITHIN = 10.0
-_KEPT_IDLE = 30.0
+_CONNECTS_TIMEOUT = 10.0
+_MAX_IDLE = 30.0
 """Seconds that a connection waits for its next request; a service keeps it for longer."""
-_LONGEST_BODY = 64 << 20
+_MAX_BODY = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     """What was answered; names as httpx has them. Names of headers are case-insensitive."""
 
     status_code: int
@@ -37,7 +37,7 @@ class Answer:
     content: bytes
 
 
-class ManyRequests:
+class AiohttpTransport:
     """Connections to services, shared by any number of requests of one event loop.
 
     A request with a longer ``timeout`` than the usual one waits at the service: so no more than
@@ -59,7 +59,7 @@ class ManyRequests:
         content: str | None = None,
         headers: Mapping[str, str],
         timeout: float,  # noqa: ASYNC109  (as httpx has it)
-    ) -> Answer:
+    ) -> Response:
         """Raises httpx.TransportError, and httpx.UnsupportedProtocol or InvalidURL for the URL."""
         if timeout <= self._timeout:
             return await self._placed(method, url, content, headers, timeout)
@@ -78,7 +78,7 @@ class ManyRequests:
         content: str | None,
         headers: Mapping[str, str],
         within: float,
-    ) -> Answer:
+    ) -> Response:
         import aiohttp
         from yarl import URL
 
@@ -87,7 +87,7 @@ class ManyRequests:
             _ = target.port
         except ValueError as error:
             raise httpx.InvalidURL(str(error)) from None
-        limit = aiohttp.ClientTimeout(total=within, sock_connect=_CONNECTS_WITHIN)
+        limit = aiohttp.ClientTimeout(total=within, sock_connect=_CONNECTS_TIMEOUT)
         async with self._places:
             with _as_httpx(within):
                 sending = self._opened().request(
@@ -99,14 +99,14 @@ class ManyRequests:
                     allow_redirects=False,
                 )
                 async with sending as response:
-                    return Answer(response.status, response.headers, await _body(response))
+                    return Response(response.status, response.headers, await _body(response))
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             import aiohttp
 
             connector = aiohttp.TCPConnector(
-                limit=MAX_CONNECTIONS, keepalive_timeout=_KEPT_IDLE, ssl=self._tls or True
+                limit=MAX_CONNECTIONS, keepalive_timeout=_MAX_IDLE, ssl=self._tls or True
             )
             self._session = aiohttp.ClientSession(
                 connector=connector,
@@ -119,11 +119,11 @@ class ManyRequests:
 async def _body(response: aiohttp.ClientResponse) -> bytes:
     """All of it; httpx.RemoteProtocolError if it has no end."""
     body = bytearray()
-    if (response.content_length or 0) > _LONGEST_BODY:
+    if (response.content_length or 0) > _MAX_BODY:
         raise _too_long(response)
     async for part in response.content.iter_any():
         body += part
-        if len(body) > _LONGEST_BODY:
+        if len(body) > _MAX_BODY:
             raise _too_long(response)
     return bytes(body)
 
@@ -144,7 +144,7 @@ def _as_httpx(within: float) -> Iterator[None]:
     except aiohttp.NonHttpUrlClientError as error:
         raise httpx.UnsupportedProtocol(f"{error} is neither http nor https") from None
     except aiohttp.ConnectionTimeoutError as error:
-        raise httpx.ConnectTimeout(f"no connection within {_CONNECTS_WITHIN:g} s") from error
+        raise httpx.ConnectTimeout(f"no connection within {_CONNECTS_TIMEOUT:g} s") from error
     except TimeoutError as error:
         raise httpx.ReadTimeout(f"no answer within {within:g} s") from error
     except aiohttp.ClientConnectorError as error:

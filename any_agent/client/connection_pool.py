@@ -20,7 +20,7 @@ _KEPT = 64
 _ONE = httpx.Limits(max_connections=1)
 
 
-class Connections(httpx.AsyncBaseTransport):
+class UnpooledTransport(httpx.AsyncBaseTransport):
     """As many as there are requests under way. Requests wait for each other nowhere."""
 
     def __init__(self, tls: ssl.SSLContext | bool = True) -> None:
@@ -87,11 +87,11 @@ class _Stream(httpx.AsyncByteStream):
 
 def connections_to(
     url: str | None, *, trust_env: bool, tls: ssl.SSLContext | None
-) -> Connections | None:
+) -> UnpooledTransport | None:
     """A client's transport; None where the environment names proxies on the way there."""
     if trust_env and proxied(url):
         return None
-    return Connections(True if tls is None else tls)
+    return UnpooledTransport(True if tls is None else tls)
 
 
 def proxied(url: str | None) -> bool:

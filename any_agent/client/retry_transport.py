@@ -15,7 +15,7 @@ from typing import Any, Self
 import httpx
 
 from any_agent.client.backoff import jittered
-from any_agent.client.connection_pool import Connections
+from any_agent.client.connection_pool import UnpooledTransport
 from any_agent.client.service_url import moved
 from any_agent.errors import from_response
 from any_agent.keys import SESSION_KEY_PREFIX
@@ -28,11 +28,11 @@ _KEY_IN_PATH = re.compile(
     rb"/(" + re.escape(SESSION_KEY_PREFIX.encode()) + rb"[^/?]+)(/v1(?=/(?:rl|v1)/))?(?=/)"
 )
 """Behind a key `/v1/rl` is `/rl`, and `/v1/v1` `/v1`: an agent's base URL ends in `/v1`."""
-_LONGEST_WAIT = 60.0
+_MAX_WAIT = 60.0
 """Seconds, whatever the service asks for."""
 
 
-class PatientTransport(httpx.AsyncBaseTransport):
+class RetryTransport(httpx.AsyncBaseTransport):
     """Sends a session's requests again while the service is full or away, for ``patience`` seconds.
 
     Requests that carry no session key, thus those to anybody else, pass as they are.
@@ -122,12 +122,12 @@ class SharedClient(httpx.AsyncClient):
         await super().aclose()
 
 
-def patient_client(*, patience: float = 300.0) -> SharedClient:
+def retrying_client(*, patience: float = 300.0) -> SharedClient:
     """A client for any number of agents' calls at once, of the event loop it is used in first."""
     # OpenAI's own: a long answer takes its time; connecting does not.
     timeout = httpx.Timeout(600.0, connect=10.0)
     return SharedClient(
-        transport=PatientTransport(Connections(), patience=patience),
+        transport=RetryTransport(UnpooledTransport(), patience=patience),
         timeout=timeout,
         trust_env=False,
     )
@@ -159,7 +159,7 @@ async def _wait_asked_for(response: httpx.Response, delay: float) -> float | Non
     if status not in _TURNED_AWAY or response.headers.get("x-should-retry") == "false":
         return None
     asked = from_response(status, b"", response.headers.get("retry-after")).retry_after
-    return min(delay if asked is None else asked, _LONGEST_WAIT)
+    return min(delay if asked is None else asked, _MAX_WAIT)
 
 
 def _count(request: httpx.Request) -> int:

@@ -16,7 +16,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from any_agent import errors
-from any_agent.client.aiohttp_transport import Answer, ManyRequests
+from any_agent.client.aiohttp_transport import AiohttpTransport, Response
 from any_agent.client.backoff import jittered
 from any_agent.client.connection_pool import connections_to
 from any_agent.client.service_url import names_file, url_file
@@ -53,7 +53,7 @@ from any_agent.protocol.rl import (
 
 T = TypeVar("T", bound=BaseModel)
 
-_LOST_OR_AWAY = (502, 503, 504)
+_LOST_OR_UNREACHABLE = (502, 503, 504)
 """Whether it happened is not known, or it did not."""
 
 
@@ -82,7 +82,7 @@ class RLClient:
         retry_for: float = 30.0,
         trust_env: bool = True,
         tls: ssl.SSLContext | None = None,
-        http: ManyRequests | None = None,
+        http: AiohttpTransport | None = None,
     ) -> None:
         self._nowhere = "the service does not answer: nobody has said yet where it is"
         self._look_again: Callable[[], object] = lambda: None
@@ -95,7 +95,7 @@ class RLClient:
         self._epoch = {EPOCH_HEADER: str(epoch)} if epoch is not None else {}
         self._retry_for = retry_for
         self._timeout = timeout
-        self._http: ManyRequests | httpx.AsyncClient = http or httpx.AsyncClient(
+        self._http: AiohttpTransport | httpx.AsyncClient = http or httpx.AsyncClient(
             timeout=timeout,
             limits=httpx.Limits(max_connections=None),
             trust_env=trust_env,
@@ -369,7 +369,7 @@ class RLClient:
         once: bool | str = False,
         repeatable: bool = False,
         retry_for: float | None = None,
-    ) -> httpx.Response | Answer:
+    ) -> httpx.Response | Response:
         """``once``: it must not happen twice (a text is its Idempotency-Key); ``repeatable``: it
         may."""
         content = body.model_dump_json(exclude_none=True) if body is not None else None
@@ -398,7 +398,11 @@ class RLClient:
                 if (wait := _quota_wait(response)) and time.monotonic() + wait < deadline:
                     await asyncio.sleep(jittered(wait, 1.0, 1.2))
                     continue
-                if response.status_code not in _LOST_OR_AWAY or not (once or repeatable) or late:
+                if (
+                    response.status_code not in _LOST_OR_UNREACHABLE
+                    or not (once or repeatable)
+                    or late
+                ):
                     break
             except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
                 raise errors.ConfigError(
@@ -427,7 +431,7 @@ class RLClient:
         return response
 
 
-def _read(answer: type[T], response: httpx.Response | Answer, url: str | None) -> T:
+def _read(answer: type[T], response: httpx.Response | Response, url: str | None) -> T:
     """WrongService if it is no such answer: something stands in the service's place."""
     try:
         return answer.model_validate_json(response.content)
@@ -438,7 +442,7 @@ def _read(answer: type[T], response: httpx.Response | Answer, url: str | None) -
         ) from None
 
 
-def _require_our_api(response: httpx.Response | Answer, url: str | None) -> None:
+def _require_our_api(response: httpx.Response | Response, url: str | None) -> None:
     """WrongService unless it is answered by a service that speaks our version."""
     version = response.headers.get(API_HEADER)
     if version == API_VERSION:
@@ -455,7 +459,7 @@ def _require_our_api(response: httpx.Response | Answer, url: str | None) -> None
     )
 
 
-def _quota_wait(response: httpx.Response | Answer) -> float | None:
+def _quota_wait(response: httpx.Response | Response) -> float | None:
     """Seconds until the tenant's quota lets the same request in; None of any other answer."""
     if response.status_code != 429:
         return None

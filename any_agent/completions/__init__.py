@@ -10,7 +10,7 @@ from any_agent.completions.call_types import (
     choice_ids,
     completion_of,
 )
-from any_agent.completions.completer import VERSION_GONE, Completer, Past
+from any_agent.completions.completer import VERSION_GONE, Completer, ContinuationPoint
 from any_agent.completions.params import (
     TOKEN_LIMITS,
     ChatCall,
@@ -18,7 +18,7 @@ from any_agent.completions.params import (
     parse_completion,
     require_supported,
 )
-from any_agent.completions.top_logprobs import PackedTop, TopLogprobs, top_logprobs_of
+from any_agent.completions.top_logprobs import PackedTopLogprobs, TopLogprobs, top_logprobs_of
 
 __all__ = [
     "TOKEN_LIMITS",
@@ -28,10 +28,10 @@ __all__ = [
     "Completed",
     "Completer",
     "Completion",
+    "ContinuationPoint",
     "Delta",
     "Head",
-    "PackedTop",
-    "Past",
+    "PackedTopLogprobs",
     "Prepared",
     "TopLogprobs",
     "choice_ids",

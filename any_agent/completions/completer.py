@@ -22,9 +22,9 @@ from any_agent.completions.call_types import (
     Prepared,
     choice_ids,
 )
-from any_agent.completions.find_parent import Found
+from any_agent.completions.find_parent import ParentMatch
 from any_agent.completions.legacy_prompt import (
-    TextPast,
+    LegacyParent,
     digests,
     find_text_past,
     text_key,
@@ -34,8 +34,8 @@ from any_agent.completions.params import ChatCall, choice_seed
 from any_agent.completions.prompt import Prompt, parent_of, prompt_of
 from any_agent.completions.request_record import RequestRecord, recorded_of
 from any_agent.completions.structured_output import forced_ids, grammar_of_answer, one_call_stops
-from any_agent.completions.top_logprobs import PackedTop
-from any_agent.completions.untrainable import why_untrainable
+from any_agent.completions.top_logprobs import PackedTopLogprobs
+from any_agent.completions.untrainable import untrainable_reason
 from any_agent.engine import InferenceEngine
 from any_agent.errors import (
     ContextLengthExceeded,
@@ -59,14 +59,14 @@ VERSION_GONE = "version_gone"
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class ContinuationPoint:
     """What a call continues, before anything is rendered."""
 
     chat: ChatFormat
     """As the request's template arguments make it."""
-    found: Found | None
+    found: ParentMatch | None
     """Of a chat request."""
-    texts: tuple[TextPast, ...]
+    texts: tuple[LegacyParent, ...]
     """Of a legacy completion, one for each prompt."""
     new_characters: int
     """How much text is to be rendered and encoded."""
@@ -92,7 +92,7 @@ class Completer:
         self._keeps_cache = keeps_cache
         self._id_tag = id_tag
 
-    def find(self, call: ChatCall, tree: InteractionTree | None) -> Past:
+    def find(self, call: ChatCall, tree: InteractionTree | None) -> ContinuationPoint:
         """What the call continues; costs little.
 
         Raises ContextLengthExceeded or InvalidRequest.
@@ -102,12 +102,12 @@ class Completer:
             texts = tuple(
                 find_text_past(given, tree, chat, self.context_length) for given in call.prompts
             )
-            return Past(chat, None, texts, sum(text.new_characters for text in texts))
+            return ContinuationPoint(chat, None, texts, sum(text.new_characters for text in texts))
         found = parent_of(call, tree, chat, context_length=self.context_length)
-        return Past(chat, found, (), found.new_characters)
+        return ContinuationPoint(chat, found, (), found.new_characters)
 
     def prepare(
-        self, call: ChatCall, tree: InteractionTree | None, past: Past | None = None
+        self, call: ChatCall, tree: InteractionTree | None, past: ContinuationPoint | None = None
     ) -> Prepared:
         """Continue the parent's ids exactly or render anew. In any thread.
 
@@ -160,8 +160,8 @@ class Completer:
     def _chat_choices(
         self,
         call: ChatCall,
-        past: Past,
-        found: Found,
+        past: ContinuationPoint,
+        found: ParentMatch,
         tree: InteractionTree | None,
         gconfig: GenerationHyperparameters,
         ids: list[str],
@@ -185,7 +185,7 @@ class Completer:
     def _text_choices(
         self,
         call: ChatCall,
-        past: Past,
+        past: ContinuationPoint,
         tree: InteractionTree | None,
         gconfig: GenerationHyperparameters,
         ids: list[str],
@@ -342,7 +342,7 @@ class Completer:
             continuation=prompt.continuation,
             branch_reason=prompt.branch_reason,
             untrainable_reason=untrainable
-            or why_untrainable(choice.gconfig, output_ids, forced=call.forced_call is not None),
+            or untrainable_reason(choice.gconfig, output_ids, forced=call.forced_call is not None),
             request=request,
             created_at=prepared.created_at,
         )
@@ -371,7 +371,7 @@ class _Sampled:
         self.ids = array("i")
         self.logprobs = array("d")
         self.versions = array("i")
-        self.top = PackedTop()
+        self.top = PackedTopLogprobs()
 
 
 def _parser(

@@ -10,15 +10,21 @@ from any_agent.chat import chain_keys, key_parts, reasoning_of, text_of
 from any_agent.chat.conversation_hash import canonical_bytes
 from any_agent.completions.params import ChatCall
 from any_agent.errors import ContextLengthExceeded
-from any_agent.record import Beginning, InteractionTree, has_reasoning, lacks_texts, was_received
+from any_agent.record import (
+    InteractionTree,
+    RequestPrefix,
+    has_reasoning,
+    lacks_texts,
+    was_received,
+)
 from any_agent.types import BranchReason, Interaction, Message
 
-_MOST_JSON = 1 << 20
+_MAX_JSON = 1 << 20
 """What a context that is smaller than this may be sent: templates leave reasoning out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ParentMatch:
     """What was found out about a request, before anything is rendered."""
 
     key: bytes
@@ -32,7 +38,7 @@ class Found:
     """How much is to be rendered, as JSON: calls, names and reasoning are written, too."""
     characters: int = 0
     """The same of the whole request, for when its new messages alone will not do."""
-    noted: tuple[bytes, Beginning] | None = None
+    noted: tuple[bytes, RequestPrefix] | None = None
     """What the next request is to know of this one, once it is rendered."""
 
 
@@ -43,7 +49,7 @@ def find_parent(
     context_length: int,
     longest_token: int,
     template: bytes = b"",
-) -> Found:
+) -> ParentMatch:
     """The latest interaction whose messages and answer the request goes on from.
 
     The longest recorded prefix wins; of equal answers the one whose reasoning the request has,
@@ -76,14 +82,14 @@ def find_parent(
         )
     tools = len(canonical_bytes(call.tools)) if call.tools else 0
     whole = _json_size(new) + (begun.json_size if begun is not None else 0)
-    if whole + tools > max(context_length * longest_token, _MOST_JSON):
+    if whole + tools > max(context_length * longest_token, _MAX_JSON):
         raise ContextLengthExceeded(
             f"this model's maximum context length is {context_length} tokens, but the "
             f"messages and tools are {whole + tools} bytes long; shorten them",
             param=call.prompt_parameter,
         )
     if tree is None:
-        return Found(b"", new_characters=whole + tools, characters=whole + tools)
+        return ParentMatch(b"", new_characters=whole + tools, characters=whole + tools)
     keys = chain_keys(
         new,
         call.tools,
@@ -96,15 +102,15 @@ def find_parent(
     parent, covered = search.parent()
     reason = search.reason
     if parent is None and reason is None and len(tree):
-        reason = _why_root(tree, messages, key)
+        reason = _root_reason(tree, messages, key)
     noted = None
     if digest is not None and any(key_parts(key)[0]):
         # Leading system messages alone are one with whatever system message follows.
         at = (tree.key(parent.id) or b"", covered) if parent is not None else None
         unlike = frozenset(search.unlike)
-        noted = digest, Beginning(len(messages), key, characters, whole, at, unlike)
+        noted = digest, RequestPrefix(len(messages), key, characters, whole, at, unlike)
     added = _json_size(messages[covered:]) if parent is not None else whole + tools
-    return Found(key, parent, covered, reason, added, whole + tools, noted)
+    return ParentMatch(key, parent, covered, reason, added, whole + tools, noted)
 
 
 class _Search:
@@ -116,7 +122,7 @@ class _Search:
         messages: Sequence[Message],
         known: int,
         keys: list[bytes],
-        begun: Beginning | None,
+        begun: RequestPrefix | None,
         named: str | None,
     ) -> None:
         self._tree = tree
@@ -173,7 +179,7 @@ class _Search:
         return "tools_changed" if same_system else "system_changed"
 
 
-def _why_root(tree: InteractionTree, messages: Sequence[Any], key: bytes) -> BranchReason:
+def _root_reason(tree: InteractionTree, messages: Sequence[Any], key: bytes) -> BranchReason:
     """Why a request that goes on from nothing recorded is not the session's first."""
     answers = any(isinstance(m, dict) and m.get("role") == "assistant" for m in messages)
     return "history_rewritten" if answers and tree.knows_head(key) else "new_conversation"

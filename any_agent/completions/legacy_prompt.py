@@ -27,7 +27,7 @@ _TAIL = 8
 
 
 @dataclass(frozen=True, slots=True)
-class TextPast:
+class LegacyParent:
     """What of a prompt is recorded, before anything is encoded."""
 
     parent: Interaction | None
@@ -38,7 +38,7 @@ class TextPast:
 
 
 @dataclass(frozen=True, slots=True)
-class TextPrompt:
+class LegacyPrompt:
     """A prompt's ids, and the text that the parent has not (of ids: what they say)."""
 
     prompt: Prompt
@@ -47,7 +47,7 @@ class TextPrompt:
 
 def find_text_past(
     given: TextInput, tree: InteractionTree | None, chat: ChatFormat, context_length: int
-) -> TextPast:
+) -> LegacyParent:
     """The interaction that the prompt goes on from; costs little.
 
     Raises:
@@ -58,12 +58,12 @@ def find_text_past(
     data, is_text = _bytes_of(given), isinstance(given, str)
     found = _longest_past(data, "text" if is_text else "ids", tree) if tree is not None else None
     parent, size = found if found is not None else (None, 0)
-    return TextPast(parent, size, len(data) - size)
+    return LegacyParent(parent, size, len(data) - size)
 
 
 def text_prompt_of(
-    given: TextInput, past: TextPast, tree: InteractionTree | None, chat: ChatFormat
-) -> TextPrompt:
+    given: TextInput, past: LegacyParent, tree: InteractionTree | None, chat: ChatFormat
+) -> LegacyPrompt:
     """The recorded ids that the prompt begins with and the rest, else all of it as a root.
 
     InvalidRequest for a text that cannot be encoded.
@@ -72,15 +72,15 @@ def text_prompt_of(
         reason: BranchReason | None = "new_conversation" if tree is not None and len(tree) else None
         if isinstance(given, str):
             root = Prompt(_encode(chat, given, root=True), branch_reason=reason)
-            return TextPrompt(root, given)
-        return TextPrompt(Prompt(id_array(given), branch_reason=reason), chat.decode(given))
+            return LegacyPrompt(root, given)
+        return LegacyPrompt(Prompt(id_array(given), branch_reason=reason), chat.decode(given))
     before = tree.path_ids(past.parent.id)
     if isinstance(given, str):
         added = _bytes_of(given)[past.size :].decode(errors="surrogatepass")
         following = _following_ids(before, added, chat)
         if following is None:
             ids, how = _encode(chat, given, root=True), Continuation.BRANCH
-            return TextPrompt(
+            return LegacyPrompt(
                 Prompt(ids, continuation=how, branch_reason="template_declines"), given
             )
         rest = following
@@ -89,7 +89,7 @@ def text_prompt_of(
         added = chat.decode(rest.tolist())
     ids = np.concatenate([before, rest], dtype=np.int32)
     exact = Continuation.EXACT
-    return TextPrompt(Prompt(ids, len(before), past.parent.id, continuation=exact), added)
+    return LegacyPrompt(Prompt(ids, len(before), past.parent.id, continuation=exact), added)
 
 
 def _following_ids(before: IdArray, added: str, chat: ChatFormat) -> IdArray | None:

@@ -11,10 +11,10 @@ from typing import Any
 
 from any_agent.chat import ChatFormat
 from any_agent.completions.call_types import Head
-from any_agent.completions.encoders import Answer
-from any_agent.completions.encoders.chat import ChatAnswer
-from any_agent.completions.encoders.logprobs import TokenLogprobs
-from any_agent.completions.encoders.text import TextAnswer
+from any_agent.completions.encoders import ResponseEncoder
+from any_agent.completions.encoders.chat import ChatEncoder
+from any_agent.completions.encoders.logprobs import LogprobsEncoder
+from any_agent.completions.encoders.text import TextEncoder
 from any_agent.completions.params import (
     TOKEN_LIMITS,
     ChatCall,
@@ -30,17 +30,17 @@ and 20 for each of 8,000 tokens stopped every stream for a quarter of a second."
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """A checked request, whichever API it came by."""
 
     call: ChatCall
-    answer: Callable[[Head, int], Answer]
+    answer: Callable[[Head, int], ResponseEncoder]
     """The shape of its answer; given what is known before the first token, and the weight version
     of that."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ParseRules:
     """What every API's parser is told beside the body."""
 
     mode: SessionMode
@@ -51,7 +51,7 @@ class Rules:
     """The treatment of unknown parameters."""
 
 
-def chat_asked(body: Any, rules: Rules, chat: ChatFormat) -> Asked:
+def parse_chat_request(body: Any, rules: ParseRules, chat: ChatFormat) -> ParsedRequest:
     """Of `/chat/completions`; raises as :func:`parse_chat`."""
     call = parse_chat(
         body,
@@ -62,10 +62,12 @@ def chat_asked(body: Any, rules: Rules, chat: ChatFormat) -> Asked:
         unknown=rules.unknown,
     )
     logprobs = token_logprobs(chat)
-    return Asked(call, lambda head, version: ChatAnswer(call, head, logprobs, f"v{version}"))
+    return ParsedRequest(
+        call, lambda head, version: ChatEncoder(call, head, logprobs, f"v{version}")
+    )
 
 
-def text_asked(body: Any, rules: Rules, chat: ChatFormat) -> Asked:
+def parse_text_request(body: Any, rules: ParseRules, chat: ChatFormat) -> ParsedRequest:
     """Of `/completions`; raises as :func:`parse_completion`."""
     call = parse_completion(
         body,
@@ -75,16 +77,18 @@ def text_asked(body: Any, rules: Rules, chat: ChatFormat) -> Asked:
         unknown=rules.unknown,
     )
     logprobs = token_logprobs(chat)
-    return Asked(call, lambda head, version: TextAnswer(call, head, logprobs, f"v{version}", chat))
+    return ParsedRequest(
+        call, lambda head, version: TextEncoder(call, head, logprobs, f"v{version}", chat)
+    )
 
 
 @lru_cache(maxsize=4)
-def token_logprobs(chat: ChatFormat) -> TokenLogprobs:
+def token_logprobs(chat: ChatFormat) -> LogprobsEncoder:
     """Of a chat format: what is written of its tokens is written once."""
-    return TokenLogprobs(chat)
+    return LogprobsEncoder(chat)
 
 
-async def whole(answer: Answer, call: ChatCall, answers: list[Interaction]) -> bytes:
+async def whole(answer: ResponseEncoder, call: ChatCall, answers: list[Interaction]) -> bytes:
     """The body of a whole answer; in a thread, if many log-probabilities are told."""
     entries = (1 + call.top_logprobs) * sum(len(a.output_ids) for a in answers)
     if call.logprobs and entries > _MANY_ENTRIES:

@@ -10,8 +10,8 @@ from typing import TypeVar
 from any_agent.completions.call_types import Prepared
 from any_agent.completions.completer import Completer
 from any_agent.completions.params import ChatCall, require_supported
-from any_agent.completions.parsed_request import Asked
-from any_agent.completions.refused import in_the_agents_words
+from any_agent.completions.parsed_request import ParsedRequest
+from any_agent.completions.refused import with_request_parameter
 from any_agent.engine import Capabilities
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
@@ -37,7 +37,9 @@ async def parsed(parse: Callable[[], T], size: int) -> T:
     return await asyncio.to_thread(parse) if size > LONG_WHOLE else parse()
 
 
-async def checked(completer: Completer, parse: Callable[[], Asked], size: int) -> Asked:
+async def checked(
+    completer: Completer, parse: Callable[[], ParsedRequest], size: int
+) -> ParsedRequest:
     """As :func:`parsed`; UnsupportedParameter for what the engine cannot do."""
     asked = await parsed(parse, size)
     return replace(asked, call=await _supported(completer, asked.call))
@@ -70,4 +72,4 @@ async def prepare(completer: Completer, call: ChatCall, tree: InteractionTree | 
             return await asyncio.to_thread(completer.prepare, call, tree, past)
         return completer.prepare(call, tree, past)
     except InvalidRequest as error:
-        raise in_the_agents_words(error, call) from None
+        raise with_request_parameter(error, call) from None

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from any_agent.chat import ChatFormat
-from any_agent.chat.tool_visibility import showing_of
-from any_agent.completions.find_parent import Found, find_parent
+from any_agent.chat.tool_visibility import tool_visibility
+from any_agent.completions.find_parent import ParentMatch, find_parent
 from any_agent.completions.params import ChatCall
 from any_agent.errors import UnsupportedParameter
 from any_agent.record import InteractionTree
@@ -36,14 +36,14 @@ class Prompt:
 
 def parent_of(
     call: ChatCall, tree: InteractionTree | None, chat: ChatFormat, *, context_length: int
-) -> Found:
+) -> ParentMatch:
     """What the call continues; costs little.
 
     Raises ContextLengthExceeded if it cannot fit, UnsupportedParameter for tools that the model
     would not be told of, and could not call.
     """
     if call.tools:
-        showing = showing_of(chat)
+        showing = tool_visibility(chat)
         if not (showing.tools or showing.calls):
             raise UnsupportedParameter(
                 "this model's chat template shows no tools, so the model would not be told of "
@@ -60,7 +60,7 @@ def parent_of(
 
 
 def prompt_of(
-    call: ChatCall, found: Found, tree: InteractionTree | None, chat: ChatFormat
+    call: ChatCall, found: ParentMatch, tree: InteractionTree | None, chat: ChatFormat
 ) -> Prompt:
     """The parent's ids continued exactly, else the messages rendered anew, with the reason.
 
@@ -82,7 +82,7 @@ def prompt_of(
 
 
 def _continued(
-    call: ChatCall, found: Found, parent: Interaction, tree: InteractionTree, chat: ChatFormat
+    call: ChatCall, found: ParentMatch, parent: Interaction, tree: InteractionTree, chat: ChatFormat
 ) -> Prompt | None:
     """The ids of the parent's prompt and output, and those that the new messages add."""
     new = call.messages[found.covered :]
@@ -101,7 +101,9 @@ def _continued(
     return Prompt(ids, len(before), parent.id, found.covered, how, key=found.key)
 
 
-def _why_not(call: ChatCall, found: Found, parent: Interaction, chat: ChatFormat) -> BranchReason:
+def _why_not(
+    call: ChatCall, found: ParentMatch, parent: Interaction, chat: ChatFormat
+) -> BranchReason:
     new = call.messages[found.covered :]
     if not new:
         return "no_new_message"

@@ -6,7 +6,7 @@ from any_agent.completions.params.call import ChatCall
 from any_agent.errors import AnyAgentError, InvalidRequest
 
 
-def in_the_agents_words(error: AnyAgentError, call: ChatCall) -> AnyAgentError:
+def with_request_parameter(error: AnyAgentError, call: ChatCall) -> AnyAgentError:
     """A refused grammar, under the parameter that asked for it; a refused conversation, under what
     the request calls it; any other error as it is."""
     if not isinstance(error, InvalidRequest) or error.param is None:

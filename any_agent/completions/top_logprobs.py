@@ -15,7 +15,7 @@ TopLogprobs: TypeAlias = list[list[tuple[int, float]]]
 """Per token the likeliest ids and their log-probabilities, best first."""
 
 
-class PackedTop:
+class PackedTopLogprobs:
     """Such rows as they come, in 8 bytes an entry instead of a hundred."""
 
     __slots__ = ("_counts", "_ids", "_logprobs")
@@ -49,7 +49,7 @@ class PackedTop:
 
 
 def unpack_top_logprobs(packed: Mapping[str, Any]) -> TopLogprobs:
-    """The rows of :meth:`PackedTop.to_json`."""
+    """The rows of :meth:`PackedTopLogprobs.to_json`."""
     return _rows(
         *[_array(packed[n], k) for n, k in (("counts", "<i4"), ("ids", "<i4"), ("logprobs", "<f4"))]
     )

@@ -30,7 +30,7 @@ OTHER = "other"
 """How a metric calls what is none of these, such as the sentences of older journals."""
 
 
-def bent(gconfig: GenerationHyperparameters) -> UntrainableReason | None:
+def has_modified_distribution(gconfig: GenerationHyperparameters) -> UntrainableReason | None:
     """What takes the draw of a token away from its plain, temperature-scaled distribution."""
     if gconfig.grammar is not None:
         return "grammar"
@@ -46,13 +46,13 @@ def bent(gconfig: GenerationHyperparameters) -> UntrainableReason | None:
     return None
 
 
-def why_untrainable(
+def untrainable_reason(
     gconfig: GenerationHyperparameters, output_ids: Sized, *, forced: bool = False
 ) -> UntrainableReason | None:
     """Of a completion that was sampled; ``forced``: it had to call a tool."""
     if not len(output_ids):
         return "no_tokens"
-    return "tool_choice" if forced else bent(gconfig)
+    return "tool_choice" if forced else has_modified_distribution(gconfig)
 
 
 def code_of(reason: str) -> str:

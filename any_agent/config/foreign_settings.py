@@ -261,7 +261,7 @@ def _other_scheduler(kind: str) -> str:
     )
 
 
-def called_here(key: str, value: Any) -> list[str]:
+def suggest_setting(key: str, value: Any) -> list[str]:
     """Lines about an unknown setting, or a section of them, that is another one here, or none."""
     lines = []
     for name in _leaves(key, value):

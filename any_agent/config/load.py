@@ -216,7 +216,7 @@ def _explain(error: ValidationError, path: str | Path | None, kind: type[BaseMod
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            moved = elsewhere.called_here(key, item["input"])
+            moved = elsewhere.suggest_setting(key, item["input"])
             if moved:
                 lines += moved
                 continue

@@ -40,7 +40,7 @@ _AMBIENT = {
     "vertex_": (),
 }
 """Of the cloud that parameters begin so the host may have credentials: in which variables."""
-_SHORTEST_SECRET = 6
+_MIN_SECRET = 6
 """Characters; what is shorter is cut out of no log: too much else would be."""
 
 
@@ -78,7 +78,7 @@ def secrets_of(model_list: ModelList, environ: Mapping[str, str]) -> list[str]:
             if any(key.startswith(prefix) for key in entry["litellm_params"]):
                 names.update(variables)
     found = {environ.get(name, "") for name in names}
-    return sorted(value for value in found if len(value) >= _SHORTEST_SECRET)
+    return sorted(value for value in found if len(value) >= _MIN_SECRET)
 
 
 def _checked(entry: object, where: str) -> dict[str, Any]:

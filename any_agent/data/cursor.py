@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-class Positions:
+class DatasetCursor:
     """Counts through passes over ``length`` items: position p is an item of pass p // length.
 
     Iterating gives ``(position, index of the item)`` of what is neither consumed nor handed out

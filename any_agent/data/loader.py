@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from any_agent.data.cursor import Positions
+from any_agent.data.cursor import DatasetCursor
 from any_agent.data.rows import DataRow, as_dataset
 
 
@@ -24,7 +24,7 @@ class ItemLoader:
             raise ValueError(f"batch_size is {batch_size}: it must be at least 1")
         self.dataset = as_dataset(dataset, "dataset")
         self.batch_size = batch_size
-        self._positions = Positions(len(self.dataset), seed=seed, shuffle=shuffle)
+        self._positions = DatasetCursor(len(self.dataset), seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         """Lists in one pass."""

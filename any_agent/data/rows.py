@@ -34,7 +34,7 @@ class DataRow(dict[str, Any]):
         return DataRow, (dict(self), self.where)
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Whatever tells its length and gives its k-th row: a list, a `datasets.Dataset`, a map-style
     dataset of torch."""
 
@@ -51,7 +51,7 @@ class RowDataset(Sequence[DataRow]):
     """
 
     def __init__(
-        self, source: Source, where: Callable[[int], str], *, at: Sequence[int] | None = None
+        self, source: RowSource, where: Callable[[int], str], *, at: Sequence[int] | None = None
     ) -> None:
         self._source = source
         self._name = where
@@ -125,7 +125,7 @@ class RowDataset(Sequence[DataRow]):
 
 
 def as_dataset(data: Any, name: str) -> RowDataset:
-    """What a caller has for a dataset (see :class:`Source`), under the name that it passed it by.
+    """Return a caller's data (see :class:`RowSource`) as a dataset under the name that it was given.
 
     Raises DatasetError where it cannot be indexed, or is empty.
     """

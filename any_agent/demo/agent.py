@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 
-from any_agent.demo.task import Turn
+from any_agent.demo.task import TaskTurn
 
 # One connection pool for the process, as a long-lived agent would have.
 _HTTP = openai.DefaultHttpxClient()
@@ -15,19 +15,19 @@ _HTTP = openai.DefaultHttpxClient()
 
 def answer(
     messages: list[dict[str, Any]], correct: Callable[[str], bool], retry: str
-) -> list[Turn]:
+) -> list[TaskTurn]:
     """Ask once, and once more if the answer is not correct.
 
     `OPENAI_BASE_URL` and `OPENAI_API_KEY` are read by the SDK itself.
     """
     client = openai.OpenAI(http_client=_HTTP)
     talk = list(messages)
-    turns: list[Turn] = []
+    turns: list[TaskTurn] = []
     for _ in range(2):
         completion = client.chat.completions.create(model="gpt-4o-mini", messages=talk)  # type: ignore[arg-type]
         text = completion.choices[0].message.content or ""
         tokens = completion.usage.completion_tokens if completion.usage else 0
-        turns.append(Turn(completion.id, text, tokens))
+        turns.append(TaskTurn(completion.id, text, tokens))
         if correct(text):
             break
         talk += [{"role": "assistant", "content": text}, {"role": "user", "content": retry}]

@@ -11,7 +11,7 @@ from typing import Self
 from any_agent.errors import StartupError
 
 
-class Child:
+class ChildProcess:
     """``python -m any_agent.demo.<module>``, ended with the context at the latest."""
 
     def __init__(self, module: str, *arguments: object) -> None:

@@ -14,25 +14,25 @@ import httpx
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
-from any_agent.demo.child_process import Child
+from any_agent.demo.child_process import ChildProcess
 from any_agent.demo.driver import EVALS, Driver, Tally, workers
 from any_agent.demo.peak_memory import PeakMemory
 from any_agent.demo.report import Report, command, next_lines
-from any_agent.demo.state import Metrics, Part, Rate, Sessions, State
+from any_agent.demo.state import DemoState, Metrics, PartState, Rate, SessionTotals
 from any_agent.demo.task import items
 from any_agent.errors import AnyAgentError
 from any_agent.launcher import Node, NodeOptions
 from any_agent.rundir.registry import rank_name
 
 if TYPE_CHECKING:
-    from any_agent.demo.display import Screen
-    from any_agent.demo.plain_output import Lines
+    from any_agent.demo.display import LiveDisplay
+    from any_agent.demo.plain_output import PlainOutput
 
 _WORKERS = 4
 _CHILD_TIMEOUT = 300.0
 _FINISH_TIMEOUT = 30.0
-_CHECK_EVERY = 0.2
-_POLL_EVERY = 1.0
+_CHECK_INTERVAL = 0.2
+_POLL_INTERVAL = 1.0
 
 
 class Demo:
@@ -44,13 +44,13 @@ class Demo:
         self._started = time.monotonic()
         self._node: Node | None = None
         self._names = part_names(config.server.ranks)
-        self._shown: Screen | Lines
+        self._shown: LiveDisplay | PlainOutput
         self._metrics: Metrics
         self._before, self._training, self._after = Tally(), Tally(), Tally()
         self._asking: Tally | None = None
         """Of the evaluation under way."""
         self._rate = Rate()
-        self._state = State(
+        self._state = DemoState(
             seed=config.train.seed,
             ranks=config.server.ranks,
             steps=config.train.steps,
@@ -58,7 +58,7 @@ class Demo:
             prompts=EVALS * len(items(held_out=True)),
         )
 
-    def look(self) -> State:
+    def look(self) -> DemoState:
         """The state now."""
         # No iteration: the main thread adds parts meanwhile.
         known = self._node.parts if self._node is not None else {}
@@ -67,17 +67,17 @@ class Demo:
             self._state,
             elapsed=time.monotonic() - self._started,
             parts=tuple(
-                Part(name, part.state, part.restarts) if part else Part(name)
+                PartState(name, part.state, part.restarts) if part else PartState(name)
                 for name, part in parts
             ),
         )
 
-    def run(self, shown: Screen | Lines) -> dict[str, Any]:
+    def run(self, shown: LiveDisplay | PlainOutput) -> dict[str, Any]:
         """From nothing to the report; the figures."""
         self._shown = shown
         config = self._config
         with PeakMemory() as memory:
-            with Child("model", config.model.path, "--seed", config.train.seed) as model:
+            with ChildProcess("model", config.model.path, "--seed", config.train.seed) as model:
                 model.output(_CHILD_TIMEOUT)
             self._serve()
             self._set(phase="asking the checkpoint, drawing the curve")
@@ -142,11 +142,11 @@ class Demo:
         while True:
             # Not in another thread: children end with the thread that started them.
             node.check()
-            await asyncio.sleep(_CHECK_EVERY)
+            await asyncio.sleep(_CHECK_INTERVAL)
 
     async def _poll(self, node: Node) -> None:
         """Follow what trainer, service and agents say of themselves."""
-        sessions = Sessions()
+        sessions = SessionTotals()
         async with httpx.AsyncClient(base_url=node.url, timeout=5, trust_env=False) as service:
             while True:
                 # While the router restarts, the last numbers stand.
@@ -155,7 +155,7 @@ class Demo:
                     if answer.is_success:
                         self._state = replace(self._state, sessions=sessions.read(answer.text))
                 self._read_steps()
-                await asyncio.sleep(_POLL_EVERY)
+                await asyncio.sleep(_POLL_INTERVAL)
 
     def _read_steps(self) -> None:
         self._state = self._state.plus(self._metrics.new())
@@ -178,8 +178,8 @@ class Demo:
         if self._permute:
             title += ", each session rewarded as another one (control)"
         with (
-            Child("sample", *names, "--seed", state.seed) as sample,
-            Child("curve", run.metrics, curve, *marks, "--title", title) as drawing,
+            ChildProcess("sample", *names, "--seed", state.seed) as sample,
+            ChildProcess("curve", run.metrics, curve, *marks, "--title", title) as drawing,
         ):
             drawing.output(_CHILD_TIMEOUT)
             said: dict[str, Any] = json.loads(sample.output(_CHILD_TIMEOUT))

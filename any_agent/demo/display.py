@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from any_agent.demo.report import Report, times
-from any_agent.demo.state import Part, State
+from any_agent.demo.state import DemoState, PartState
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _WIDEST = 100
@@ -33,13 +33,13 @@ _STATES = {
 _KINDS = {"engine": "engines", "rank": "ranks"}
 
 
-class Screen:
+class LiveDisplay:
     """Shows the state that ``look`` gives, several times a second, until the context ends.
 
     ``look`` is called in another thread.
     """
 
-    def __init__(self, look: Callable[[], State], console: Console | None = None) -> None:
+    def __init__(self, look: Callable[[], DemoState], console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
         self._look = look
         self._live = Live(
@@ -84,7 +84,7 @@ class Screen:
         return frame(self._look(), self._console.width)
 
 
-def frame(state: State, width: int) -> RenderableType:
+def frame(state: DemoState, width: int) -> RenderableType:
     """The state in a box of at most ``width`` columns."""
     width = min(width, _WIDEST)
     room = width - _LABEL - 5
@@ -116,7 +116,7 @@ def frame(state: State, width: int) -> RenderableType:
     return Group(box, Text())
 
 
-def part_lines(parts: Iterable[Part]) -> list[tuple[str, Text]]:
+def part_lines(parts: Iterable[PartState]) -> list[tuple[str, Text]]:
     """A line for each kind of part, with the state of each of them."""
     lines = []
     for kind, members in groupby(parts, key=lambda part: part.name.partition("-")[0]):
@@ -148,7 +148,7 @@ def clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def _progress(state: State, room: int) -> RenderableType:
+def _progress(state: DemoState, room: int) -> RenderableType:
     text = f"{state.step}/{state.steps}"
     line = Table.grid(padding=(0, 1))
     line.add_column(no_wrap=True)
@@ -164,7 +164,7 @@ def _progress(state: State, room: int) -> RenderableType:
     return line
 
 
-def _reward(state: State, room: int) -> Text:
+def _reward(state: DemoState, room: int) -> Text:
     if not state.history:
         return Text("-", style="dim")
     line = Text()
@@ -173,7 +173,7 @@ def _reward(state: State, room: int) -> Text:
     return line
 
 
-def _version(state: State) -> Text:
+def _version(state: DemoState) -> Text:
     last = state.history[-1] if state.history else None
     line = Text(str(last.version if last else 0))
     line.append("   staleness ", style="dim")
@@ -183,7 +183,7 @@ def _version(state: State) -> Text:
     return line
 
 
-def _sessions(state: State) -> Text:
+def _sessions(state: DemoState) -> Text:
     line = Text()
     for name, states in _STATES.items():
         count = sum(state.sessions.get(each, 0) for each in states)
@@ -193,7 +193,7 @@ def _sessions(state: State) -> Text:
     return line
 
 
-def _held_out(state: State) -> Text:
+def _held_out(state: DemoState) -> Text:
     line = Text()
     line.append("first answer right: ", style="dim")
     for name, known in (("before", state.before), ("after", state.after)):

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from any_agent.client.rl_client import RLClient
-from any_agent.demo.task import Item, Turn, is_correct, items, shuffled
+from any_agent.demo.task import Item, TaskTurn, is_correct, items, shuffled
 from any_agent.errors import AnyAgentError, RunFinished, TooManyRequests
 from any_agent.protocol.rl import SessionStarted
 
@@ -22,7 +22,7 @@ DISCOUNT = 0.9
 SESSION_TTL = 120.0
 """Seconds after which a session ends that nobody knows of, and a group goes on without it: where
 a part of the service dies, the answer to an opening may be lost."""
-_PATIENCE = 120.0
+_TIMEOUT = 120.0
 """Seconds in which the trainer must want a session again."""
 _AGENT_TIMEOUT = 120.0
 _POOL = 32
@@ -58,7 +58,7 @@ class Tally:
     failed: int = 0
     errors: list[str] = field(default_factory=list)
 
-    def add(self, turns: list[Turn], right: list[bool]) -> None:
+    def add(self, turns: list[TaskTurn], right: list[bool]) -> None:
         self.sessions += 1
         self.first_correct += right[0]
         self.reward += score(right)
@@ -91,7 +91,7 @@ class Worker:
         self._process = process
         self._jobs = 0
 
-    async def run(self, item: Item, session: SessionStarted) -> list[Turn]:
+    async def run(self, item: Item, session: SessionStarted) -> list[TaskTurn]:
         """The agent's turns; RuntimeError with what it failed with, TimeoutError without any."""
         self._jobs += 1
         job = {"item": asdict(item), "base_url": session.base_url, "api_key": session.api_key}
@@ -107,7 +107,7 @@ class Worker:
                 reply = json.loads(line)
         if "error" in reply:
             raise RuntimeError(reply["error"])
-        return [Turn(*turn) for turn in reply["turns"]]
+        return [TaskTurn(*turn) for turn in reply["turns"]]
 
 
 @asynccontextmanager
@@ -195,7 +195,7 @@ class Driver:
         session: SessionStarted | None = None
         try:
             session = await self._client.start_session(
-                task_id=item.task_id, ttl=SESSION_TTL, wait=30.0, patience=_PATIENCE, **opening
+                task_id=item.task_id, ttl=SESSION_TTL, wait=30.0, patience=_TIMEOUT, **opening
             )
             turns = await agent.run(item, session)
             right = [is_correct(turn.text, item) for turn in turns]
@@ -215,7 +215,7 @@ class Driver:
         else:
             tally.add(turns, right)
 
-    def _rewards(self, turns: list[Turn], right: list[bool]) -> list[tuple[str, float]]:
+    def _rewards(self, turns: list[TaskTurn], right: list[bool]) -> list[tuple[str, float]]:
         """(completion id, reward): the last turn's outcome; in the control, another session's.
 
         There the session gets the return of another one, in such a way that each of its turns is

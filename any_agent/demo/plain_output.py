@@ -8,16 +8,16 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from any_agent.demo.report import Report
-from any_agent.demo.state import State, Step
+from any_agent.demo.state import DemoState, Step
 
 
-class Lines:
+class PlainOutput:
     """Prints what is new in the state that ``look`` gives, when told that it changed."""
 
-    def __init__(self, look: Callable[[], State], out: TextIO | None = None) -> None:
+    def __init__(self, look: Callable[[], DemoState], out: TextIO | None = None) -> None:
         self._look = look
         self._out = out or sys.stdout
-        self._shown: State | None = None
+        self._shown: DemoState | None = None
 
     def __enter__(self) -> Self:
         self.changed()
@@ -46,7 +46,7 @@ class Lines:
             self.say(line)
 
 
-def news(before: State | None, now: State) -> list[str]:
+def news(before: DemoState | None, now: DemoState) -> list[str]:
     """Lines for what a state has and an earlier one had not."""
     out = []
     if before is None:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, TextIO
 from any_agent.config import Config, load_config
 from any_agent.demo.demo import Demo
 from any_agent.demo.driver import DISCOUNT, GROUP_SIZE, SESSION_TTL
-from any_agent.demo.plain_output import Lines
-from any_agent.demo.state import State
+from any_agent.demo.plain_output import PlainOutput
+from any_agent.demo.state import DemoState
 from any_agent.errors import ConfigError
 
 if TYPE_CHECKING:
-    from any_agent.demo.display import Screen
+    from any_agent.demo.display import LiveDisplay
 
 STEPS = 25
 RANKS = 2
@@ -110,12 +110,12 @@ def can_draw(out: TextIO, environ: Mapping[str, str]) -> bool:
     )
 
 
-def _shown(look: Callable[[], State]) -> Screen | Lines:
+def _shown(look: Callable[[], DemoState]) -> LiveDisplay | PlainOutput:
     if not can_draw(sys.stdout, os.environ):
-        return Lines(look)
-    from any_agent.demo.display import Screen
+        return PlainOutput(look)
+    from any_agent.demo.display import LiveDisplay
 
-    return Screen(look)
+    return LiveDisplay(look)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from any_agent.demo.driver import Measures
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartState:
     """One process of the service, as the launcher sees it."""
 
     name: str
@@ -50,7 +50,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class DemoState:
     """Everything that is shown, at one moment."""
 
     seed: int
@@ -61,7 +61,7 @@ class State:
     elapsed: float = 0.0
     """Seconds."""
     url: str = ""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PartState, ...] = ()
     history: tuple[Step, ...] = ()
     """In the order of the steps; one that a restarted trainer made again counts once."""
     sessions: Mapping[str, int] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class State:
     def rewards(self) -> list[float]:
         return [step.reward for step in self.history]
 
-    def plus(self, steps: Sequence[Step]) -> State:
+    def plus(self, steps: Sequence[Step]) -> DemoState:
         """With new lines of `metrics.jsonl`; the newest line of a step counts."""
         return replace(self, history=by_number([*self.history, *steps]))
 
@@ -120,7 +120,7 @@ _SAMPLE = re.compile(r"^any_agent_sessions\{([^}]*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
-class Sessions:
+class SessionTotals:
     """Train sessions by state, as the service's `/metrics` tell it."""
 
     def __init__(self) -> None:

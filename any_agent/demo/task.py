@@ -33,7 +33,7 @@ class Item:
     digit: str
 
 
-class Turn(NamedTuple):
+class TaskTurn(NamedTuple):
     """One answer of the agent's model."""
 
     completion_id: str

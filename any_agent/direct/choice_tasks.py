@@ -8,13 +8,13 @@ from contextlib import aclosing
 
 from any_agent.completions import Completer, Completion, Delta, Prepared
 from any_agent.completions.call_types import Completed
-from any_agent.completions.refused import in_the_agents_words
+from any_agent.completions.refused import with_request_parameter
 from any_agent.errors import AnyAgentError
 
 log = logging.getLogger(__name__)
 
 
-class Running:
+class ChoiceTasks:
     """A call under way; :meth:`close` it, whatever happened."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Running:
                 async for item in items:
                     self._items.put_nowait(item)
         except AnyAgentError as error:
-            self._items.put_nowait(in_the_agents_words(error, self.prepared.call))
+            self._items.put_nowait(with_request_parameter(error, self.prepared.call))
         except Exception:
             log.exception("a model call failed")
             failure = AnyAgentError("the call failed inside the client; see the log")

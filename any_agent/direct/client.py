@@ -11,12 +11,12 @@ from typing import Any, Literal, Self
 from openai import AsyncOpenAI
 
 from any_agent.chat import ChatFormat, chat_format_for
-from any_agent.completions.parsed_request import Rules
-from any_agent.completions.untrainable import bent
+from any_agent.completions.parsed_request import ParseRules
+from any_agent.completions.untrainable import has_modified_distribution
 from any_agent.config import NAME_PATTERN, SamplingConfig
 from any_agent.direct.record import DirectSession, checked_discount, checked_reward
 from any_agent.direct.transport import BASE_URL, InProcessClient
-from any_agent.engine import InferenceEngine, ScriptEngine
+from any_agent.engine import InferenceEngine, ScriptInferenceEngine
 from any_agent.errors import ConfigError
 from any_agent.record import InteractionWithTokenLogpReward
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode, Trajectory
@@ -48,7 +48,7 @@ class EngineOpenAI(AsyncOpenAI):
 
     def __init__(
         self,
-        engine: InferenceEngine | ScriptEngine,
+        engine: InferenceEngine | ScriptInferenceEngine,
         tokenizer: ChatFormat | str | PathLike[str] | Any,
         *,
         mode: SessionMode | Literal["train", "eval"] | None = None,
@@ -192,7 +192,7 @@ def _session_id(given: str | None) -> str:
 
 def _rules(
     given: SessionMode | str | None, sampling: GenerationHyperparameters | None, model: str
-) -> Rules:
+) -> ParseRules:
     episode = ambient.get()
     mode = SessionMode(given or ("eval" if episode.is_eval else "train"))
     sampling = sampling or episode.sampling
@@ -201,9 +201,9 @@ def _rules(
         sampling = GenerationHyperparameters(
             max_new_tokens=run.max_new_tokens, temperature=run.temperature
         )
-    if mode is SessionMode.TRAIN and (why := bent(sampling)):
+    if mode is SessionMode.TRAIN and (why := has_modified_distribution(sampling)):
         raise ConfigError(
             f"what is sampled so cannot be trained on ({why}): sampling must have a temperature "
             'above 0 and leave the other fields that bend the distribution alone, or mode "eval"'
         )
-    return Rules(mode, sampling, model)
+    return ParseRules(mode, sampling, model)

@@ -10,8 +10,8 @@ from typing import Any
 
 from any_agent.chat import ChatFormat
 from any_agent.completions import Completer, Completion, completion_of
-from any_agent.completions.parsed_request import Rules
-from any_agent.direct.choice_tasks import Running
+from any_agent.completions.parsed_request import ParseRules
+from any_agent.direct.choice_tasks import ChoiceTasks
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError, InvalidRequest, NotFound, SessionClosed, Unprocessable
 from any_agent.protocol.rl import MAX_REWARD
@@ -34,7 +34,7 @@ class DirectSession:
         id: str,
         engine: InferenceEngine,
         chat: ChatFormat,
-        rules: Rules,
+        rules: ParseRules,
         *,
         context_length: int | None,
         keeps_cache: bool,
@@ -48,7 +48,7 @@ class DirectSession:
         self.final_reward: float | None = None
         self.discount = 1.0
         self.closed = False
-        self.calls: set[Running] = set()
+        self.calls: set[ChoiceTasks] = set()
         self._keeps_cache = keeps_cache
         self._context_length = _context_length(engine, chat, context_length)
         self._completer: Completer | None = None

@@ -8,29 +8,34 @@ from typing import Any, TypeAlias
 import orjson
 
 from any_agent.completions import Completer
-from any_agent.completions.parsed_request import Asked, chat_asked, text_asked, token_logprobs
+from any_agent.completions.parsed_request import (
+    ParsedRequest,
+    parse_chat_request,
+    parse_text_request,
+    token_logprobs,
+)
 from any_agent.completions.responses import (
     answer_of,
     deleted_record,
+    parse_responses_request,
     response_again,
-    responses_asked,
 )
 from any_agent.direct.record import DirectSession
 from any_agent.errors import NotFound, UnsupportedParameter
 
-Parse: TypeAlias = Callable[[Any, DirectSession, Completer], Asked]
+Parse: TypeAlias = Callable[[Any, DirectSession, Completer], ParsedRequest]
 
 
-def _chat(body: Any, session: DirectSession, completer: Completer) -> Asked:
-    return chat_asked(body, session.rules, session.chat)
+def _chat(body: Any, session: DirectSession, completer: Completer) -> ParsedRequest:
+    return parse_chat_request(body, session.rules, session.chat)
 
 
-def _text(body: Any, session: DirectSession, completer: Completer) -> Asked:
-    return text_asked(body, session.rules, session.chat)
+def _text(body: Any, session: DirectSession, completer: Completer) -> ParsedRequest:
+    return parse_text_request(body, session.rules, session.chat)
 
 
-def _responses(body: Any, session: DirectSession, completer: Completer) -> Asked:
-    return responses_asked(
+def _responses(body: Any, session: DirectSession, completer: Completer) -> ParsedRequest:
+    return parse_responses_request(
         body,
         session.rules,
         session.chat,

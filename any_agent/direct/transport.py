@@ -12,11 +12,11 @@ import httpx
 import orjson
 
 from any_agent.completions import Completion, Delta, Head
-from any_agent.completions.encoders import Answer
+from any_agent.completions.encoders import ResponseEncoder
 from any_agent.completions.json_body import json_of
-from any_agent.completions.parsed_request import Asked, headers_of, version_of, whole
+from any_agent.completions.parsed_request import ParsedRequest, headers_of, version_of, whole
 from any_agent.completions.prepare import checked, prepare
-from any_agent.direct.choice_tasks import Running
+from any_agent.direct.choice_tasks import ChoiceTasks
 from any_agent.direct.record import DirectSession
 from any_agent.direct.routes import CALLS, told
 from any_agent.errors import AnyAgentError
@@ -35,7 +35,7 @@ class InProcessClient(httpx.AsyncClient):
 
     def __init__(self, session: DirectSession) -> None:
         # Not of the environment: a proxy named there would be sent what is meant for us.
-        super().__init__(transport=InProcess(session), trust_env=False)
+        super().__init__(transport=InProcessTransport(session), trust_env=False)
         self.session = session
 
     async def aclose(self) -> None:
@@ -46,7 +46,7 @@ class InProcessClient(httpx.AsyncClient):
         return self.session.closed
 
 
-class InProcess(httpx.AsyncBaseTransport):
+class InProcessTransport(httpx.AsyncBaseTransport):
     """Answers as a service would that has one session.
 
     The read time-out is kept: the longest wait for a whole answer, or between a stream's events.
@@ -82,7 +82,7 @@ class InProcess(httpx.AsyncBaseTransport):
         prepared = await prepare(completer, asked.call, session.tree)
         session.require_open()
         stream = asked.call.stream
-        running = Running(completer, prepared, session_id=session.id, stream=stream)
+        running = ChoiceTasks(completer, prepared, session_id=session.id, stream=stream)
         session.calls.add(running)
         return await _Call(session, asked, running).response(stream, patience)
 
@@ -90,7 +90,7 @@ class InProcess(httpx.AsyncBaseTransport):
 class _Call:
     """A call that has begun, and its answer's shape."""
 
-    def __init__(self, session: DirectSession, asked: Asked, running: Running) -> None:
+    def __init__(self, session: DirectSession, asked: ParsedRequest, running: ChoiceTasks) -> None:
         self.session = session
         self._asked = asked
         self.running = running
@@ -126,7 +126,7 @@ class _Call:
         headers |= {"content-type": "text/event-stream", "cache-control": "no-cache"}
         return httpx.Response(200, headers=headers, stream=events)
 
-    def _shape(self, answers: list[Interaction]) -> tuple[Answer, dict[str, str]]:
+    def _shape(self, answers: list[Interaction]) -> tuple[ResponseEncoder, dict[str, str]]:
         version = version_of(answers, self.session.engine.version)
         headers = headers_of(self._asked.call, self._head, version, self.session.id)
         return self._asked.answer(self._head, version), headers
@@ -139,7 +139,7 @@ class _Events(httpx.AsyncByteStream):
     """
 
     def __init__(
-        self, call: _Call, answer: Answer, first: Delta | Completion, patience: _Patience
+        self, call: _Call, answer: ResponseEncoder, first: Delta | Completion, patience: _Patience
     ) -> None:
         self._call = call
         self._answer = answer

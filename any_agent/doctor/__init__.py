@@ -5,6 +5,6 @@ Those of the chat format (`rendering`, `continuation`, `parsing`) need no engine
 start of a rank's proxy, too. Importing this package imports nothing heavy.
 """
 
-from any_agent.doctor.verdict import Outcome, Verdict
+from any_agent.doctor.verdict import CheckOutcome, Verdict
 
-__all__ = ["Outcome", "Verdict"]
+__all__ = ["CheckOutcome", "Verdict"]

@@ -7,18 +7,18 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from any_agent.doctor.engine_probe import Asker
-from any_agent.doctor.verdict import Law, Verdict
+from any_agent.doctor.engine_probe import EngineProbe
+from any_agent.doctor.verdict import Check, Verdict
 
-LAW = Law("aborts")
+LAW = Check("aborts")
 DO = (
     "update the engine: one that goes on sampling after /abort_request wastes its slots, and "
     "weight updates wait for it"
 )
-_WITHIN = 15.0
+_TIMEOUT = 15.0
 
 
-async def aborts(asker: Asker, prompt: list[int]) -> AsyncIterator[Verdict]:
+async def aborts(asker: EngineProbe, prompt: list[int]) -> AsyncIterator[Verdict]:
     """Aborted after its first tokens, and told so."""
     context = await asker.engine.context_length()
     limit = max(1, min(context - len(prompt) - 8, 4096))
@@ -27,7 +27,7 @@ async def aborts(asker: Asker, prompt: list[int]) -> AsyncIterator[Verdict]:
     count = 0
     told = False
     try:
-        async with asyncio.timeout(_WITHIN):
+        async with asyncio.timeout(_TIMEOUT):
             chunks = asker.stream(prompt, rid, max_new_tokens=limit, ignore_eos=True)
             async with aclosing(chunks):
                 async for chunk in chunks:
@@ -39,7 +39,7 @@ async def aborts(asker: Asker, prompt: list[int]) -> AsyncIterator[Verdict]:
                         await asker.abort(rid)
                         told = True
     except TimeoutError:
-        yield LAW.failed("request", f"still sampled {_WITHIN:g} s after it was aborted", DO)
+        yield LAW.failed("request", f"still sampled {_TIMEOUT:g} s after it was aborted", DO)
         return
     if reason == "abort":
         yield LAW.passed("request", f"ended after {count} of {limit} tokens")

@@ -10,16 +10,16 @@ from any_agent.chat import format_probes as probes
 from any_agent.doctor.reference_template import (
     NO_TOOLS,
     OWN_ADVICE,
-    Refused,
-    Template,
+    ReferenceTemplate,
+    TemplateRefused,
     without_thinking,
 )
-from any_agent.doctor.scripted_conversation import Rehearsal
-from any_agent.doctor.verdict import Law, Verdict
+from any_agent.doctor.scripted_conversation import ScriptedConversation
+from any_agent.doctor.verdict import Check, Verdict
 from any_agent.errors import AnyAgentError
 from any_agent.types import Continuation, Message, Tool
 
-LAW = Law("continuation")
+LAW = Check("continuation")
 _DO = (
     "this template cannot be continued exactly by this renderer: set model.renderer to default, "
     "or to this model's family"
@@ -50,7 +50,7 @@ _CASES = (
 )
 
 
-async def continuation(chat: ChatFormat, template: Template) -> AsyncIterator[Verdict]:
+async def continuation(chat: ChatFormat, template: ReferenceTemplate) -> AsyncIterator[Verdict]:
     """After each kind of answer: claimed, and then exact, or declined with the reason."""
     do = _do(template)
     for case in _CASES:
@@ -59,27 +59,27 @@ async def continuation(chat: ChatFormat, template: Template) -> AsyncIterator[Ve
             continue
         try:
             yield await _continue(case, chat, template)
-        except Refused as error:
+        except TemplateRefused as error:
             yield LAW.unchecked(case.name, str(error))
         except AnyAgentError as error:
             yield LAW.failed(case.name, error.message, do)
 
 
-def _do(template: Template) -> str:
+def _do(template: ReferenceTemplate) -> str:
     return OWN_ADVICE if template.is_own else _DO
 
 
-async def _continue(case: _Case, chat: ChatFormat, template: Template) -> Verdict:
+async def _continue(case: _Case, chat: ChatFormat, template: ReferenceTemplate) -> Verdict:
     first = [probes.SYSTEM, probes.USER]
     try:
         template.text(first, case.tools)
-    except Refused:
+    except TemplateRefused:
         first = [probes.USER]
     # What the template refuses no agent can send, whoever writes it.
     template.text([*first, case.answer, *case.new], case.tools)
     turn = template.turn(first, case.tools, case.answer, case.new[0])
     output = turn.output_ids[: len(turn.output_ids) // 2] if case.cut else turn.output_ids
-    rehearsal = Rehearsal(chat, case.tools)
+    rehearsal = ScriptedConversation(chat, case.tools)
     one, _ = await rehearsal.call(first, output)
     said = one.interaction.output_message
     two, _ = await rehearsal.call([*first, said, *case.new], turn.output_ids)
@@ -98,7 +98,7 @@ async def _continue(case: _Case, chat: ChatFormat, template: Template) -> Verdic
 def _as_the_template(
     case: _Case,
     chat: ChatFormat,
-    template: Template,
+    template: ReferenceTemplate,
     first: list[Message],
     output: list[int],
     suffix: list[int],

@@ -16,12 +16,12 @@ from any_agent.doctor import (
 from any_agent.doctor import (
     input_ids as input,
 )
-from any_agent.doctor.engine_probe import asking, guarded
-from any_agent.doctor.verdict import Law, Verdict
+from any_agent.doctor.engine_probe import guarded, probe_engine
+from any_agent.doctor.verdict import Check, Verdict
 from any_agent.errors import AnyAgentError
 from any_agent.rundir.layout import RunDir
 
-LAW = Law("engine")
+LAW = Check("engine")
 _NO_CHAT = "needs the model's tokenizer: give its folder"
 _REACH = (
     "is it running, and is its URL right? A service, its router or a rank, is examined with --url"
@@ -40,7 +40,7 @@ async def engine_laws(
     """``chat`` None: without the tokenizer. ``published``: the newest version of ``run``."""
     decode = chat.decode if chat is not None else lambda _: ""
     prompt = chat.render([probes.USER], None) if chat is not None else _PLAIN
-    async with asking(url, decode) as asker:
+    async with probe_engine(url, decode) as asker:
         try:
             info = await asker.model_info()
         except AnyAgentError as error:

@@ -12,19 +12,19 @@ from typing import Any
 import aiohttp
 import orjson
 
-from any_agent.doctor.verdict import Law, Verdict
+from any_agent.doctor.verdict import Check, Verdict
 from any_agent.engine import SGLangEngine
 from any_agent.engine.sglang.requests import failure, generate_body, version_number
 from any_agent.engine.sglang.responses import ChunkReader, events
 from any_agent.errors import AnyAgentError, EngineUnavailable
 from any_agent.types import GenerationChunk, GenerationHyperparameters, ModelRequest
 
-_WITHIN = 60.0
+_TIMEOUT = 60.0
 """Seconds that one answer may take."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EngineReply:
     """What came back, as it was told."""
 
     ids: list[int]
@@ -36,8 +36,8 @@ class Answer:
     matched: str | int | None
 
 
-class Asker:
-    """Made by :func:`asking`. Every question raises AnyAgentError, and ends in bounded time."""
+class EngineProbe:
+    """Made by :func:`probe_engine`. A question raises AnyAgentError, and ends in bounded time."""
 
     def __init__(self, engine: SGLangEngine, http: aiohttp.ClientSession) -> None:
         self.engine = engine
@@ -56,7 +56,7 @@ class Asker:
             return await self.engine.server_info()
         return {}
 
-    async def ask(self, ids: Sequence[int], *, strict: bool = True, **sampling: Any) -> Answer:
+    async def ask(self, ids: Sequence[int], *, strict: bool = True, **sampling: Any) -> EngineReply:
         """A completion; ``sampling`` are fields of GenerationHyperparameters.
 
         ``strict``: refuse what the service would refuse (EngineMismatch).
@@ -68,7 +68,7 @@ class Asker:
             meta = event["meta_info"]
             entries = meta["output_token_logprobs"]
             finish = meta["finish_reason"]
-            return Answer(
+            return EngineReply(
                 [int(entry[1]) for entry in entries],
                 [float(entry[0]) for entry in entries],
                 versions,
@@ -116,18 +116,22 @@ _JSON = {"Content-Type": "application/json"}
 
 
 @asynccontextmanager
-async def asking(url: str, decode: Callable[[Sequence[int]], str]) -> AsyncIterator[Asker]:
+async def probe_engine(
+    url: str, decode: Callable[[Sequence[int]], str]
+) -> AsyncIterator[EngineProbe]:
     """Nothing is asked yet."""
     engine = SGLangEngine(url, decode=decode)
-    timeout = aiohttp.ClientTimeout(total=_WITHIN, sock_connect=5)
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT, sock_connect=5)
     try:
         async with aiohttp.ClientSession(timeout=timeout) as http:
-            yield Asker(engine, http)
+            yield EngineProbe(engine, http)
     finally:
         await engine.close()
 
 
-async def guarded(law: Law, case: str, do: str, verdicts: AsyncIterator[Verdict]) -> list[Verdict]:
+async def guarded(
+    law: Check, case: str, do: str, verdicts: AsyncIterator[Verdict]
+) -> list[Verdict]:
     """All verdicts of a law; an engine that answers otherwise than it must is one more."""
     out = []
     try:
@@ -153,7 +157,7 @@ def _bounded() -> Any:
         yield
     except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
         raise EngineUnavailable(
-            f"no answer that can be read within {_WITHIN:g} s ({type(error).__name__})"
+            f"no answer that can be read within {_TIMEOUT:g} s ({type(error).__name__})"
         ) from error
 
 

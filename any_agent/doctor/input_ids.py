@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from any_agent.doctor.engine_probe import Asker
-from any_agent.doctor.verdict import Law, Verdict
+from any_agent.doctor.engine_probe import EngineProbe
+from any_agent.doctor.verdict import Check, Verdict
 from any_agent.errors import ConfigError, InvalidRequest
 
-LAW = Law("input")
+LAW = Check("input")
 DO = (
     "start the engine so that it refuses what it cannot read whole (SGLang: without "
     "--allow-auto-truncate), or set engine.context_length to what it reads"
@@ -18,7 +18,7 @@ _LONGEST = 1 << 18
 
 
 async def input_ids(
-    asker: Asker, prompt: list[int], configured: int | None
+    asker: EngineProbe, prompt: list[int], configured: int | None
 ) -> AsyncIterator[Verdict]:
     """A short prompt, a long one, and one too long for the context."""
     for case, ids in (("short prompt", prompt), ("long prompt", [])):
@@ -45,7 +45,7 @@ async def input_ids(
     yield await _too_long(asker, prompt, context)
 
 
-async def _too_long(asker: Asker, prompt: list[int], context: int) -> Verdict:
+async def _too_long(asker: EngineProbe, prompt: list[int], context: int) -> Verdict:
     case, count = "too long a prompt", context + 16
     if count > _LONGEST:
         return LAW.unchecked(case, f"a context of {context} tokens is too much to ask for")

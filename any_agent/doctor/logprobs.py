@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 
-from any_agent.doctor.engine_probe import Asker, reported_version
-from any_agent.doctor.verdict import Law, Verdict
+from any_agent.doctor.engine_probe import EngineProbe, reported_version
+from any_agent.doctor.verdict import Check, Verdict
 from any_agent.doctor.weights import Forward, find_weights
 from any_agent.rundir.layout import RunDir
 
 log = logging.getLogger(__name__)
 
-LAW = Law("logprobs")
+LAW = Check("logprobs")
 UNSCALED = (
     "start the engine so that it tells log-probabilities of the temperature-scaled distribution "
     "(SGLang: without SGLANG_RETURN_ORIGINAL_LOGPROB); until then train with sampling.temperature=1"
@@ -32,7 +32,7 @@ _ROUGH = 0.1
 
 
 async def logprobs(
-    asker: Asker, model_path: str, run: RunDir | None, prompt: list[int]
+    asker: EngineProbe, model_path: str, run: RunDir | None, prompt: list[int]
 ) -> AsyncIterator[Verdict]:
     """Against a fresh forward pass where the weights are here, and between two temperatures."""
     yield await _between_temperatures(asker, prompt)
@@ -62,7 +62,7 @@ async def logprobs(
 
 
 async def against_forward_pass(
-    asker: Asker, forward: Forward, case: str, ids: list[int], temperature: float = 1.0
+    asker: EngineProbe, forward: Forward, case: str, ids: list[int], temperature: float = 1.0
 ) -> Verdict:
     """Whether what the engine says of tokens after ``ids`` is what these weights say."""
     close = _CLOSE.get(str((await asker.server_info()).get("dtype")), _ROUGH)
@@ -91,7 +91,7 @@ def _mean_difference(one: list[float], other: list[float]) -> float:
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / max(1, len(one))
 
 
-async def _between_temperatures(asker: Asker, prompt: list[int]) -> Verdict:
+async def _between_temperatures(asker: EngineProbe, prompt: list[int]) -> Verdict:
     """The same token at two temperatures has two log-probabilities.
 
     Of the two likeliest tokens, as two samples would seldom be the same one of a whole vocabulary.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
-from any_agent.doctor.engine_probe import Asker
-from any_agent.doctor.verdict import Law, Verdict
+from any_agent.doctor.engine_probe import EngineProbe
+from any_agent.doctor.verdict import Check, Verdict
 
-LAW = Law("parameters")
+LAW = Check("parameters")
 DO = "is this an engine that speaks SGLang's native contract?"
 _MEANING = {
     "top_logprobs": "top_logprobs",
@@ -21,7 +21,7 @@ _MEANING = {
 }
 
 
-async def parameters(asker: Asker) -> AsyncIterator[Verdict]:
+async def parameters(asker: EngineProbe) -> AsyncIterator[Verdict]:
     """One row for each group; what is declined is refused by name, not ignored."""
     for name, able in asdict(await asker.engine.capabilities()).items():
         said = _MEANING.get(name, name)

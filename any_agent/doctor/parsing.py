@@ -8,13 +8,18 @@ from typing import Any
 
 from any_agent.chat import ChatFormat
 from any_agent.chat import format_probes as probes
-from any_agent.doctor.reference_template import NO_TOOLS, Refused, Template, Turn
-from any_agent.doctor.scripted_conversation import Rehearsal, merged
-from any_agent.doctor.verdict import Law, Verdict
+from any_agent.doctor.reference_template import (
+    NO_TOOLS,
+    ReferenceTemplate,
+    TemplateRefused,
+    TemplateTurn,
+)
+from any_agent.doctor.scripted_conversation import ScriptedConversation, merged
+from any_agent.doctor.verdict import Check, Verdict
 from any_agent.errors import AnyAgentError
 from any_agent.types import Message
 
-LAW = Law("parsing")
+LAW = Check("parsing")
 _DO = (
     "set model.renderer to this model's family; with this one agents would not get what the "
     "model said"
@@ -31,7 +36,7 @@ _STEPS = (1, 3, None)
 """Tokens a chunk; None: all at once."""
 
 
-async def parsing(chat: ChatFormat, template: Template) -> AsyncIterator[Verdict]:
+async def parsing(chat: ChatFormat, template: ReferenceTemplate) -> AsyncIterator[Verdict]:
     """Of each kind of answer, and of those whose end is missing."""
     for name, answer in _CASES:
         yield await _checked(name, answer, chat, template, cut=False)
@@ -40,7 +45,7 @@ async def parsing(chat: ChatFormat, template: Template) -> AsyncIterator[Verdict
 
 
 async def _checked(
-    name: str, answer: Message, chat: ChatFormat, template: Template, *, cut: bool
+    name: str, answer: Message, chat: ChatFormat, template: ReferenceTemplate, *, cut: bool
 ) -> Verdict:
     tools = probes.TOOLS if answer.get("tool_calls") else None
     if tools and not template.takes_tools:
@@ -51,20 +56,20 @@ async def _checked(
         calls = answer.get("tool_calls", [])
         if turn.output.count("add") < len(calls):
             few = "no calls" if "add" not in turn.output else "one call at a time"
-            raise Refused(f"the template writes {few}")
+            raise TemplateRefused(f"the template writes {few}")
         for field in ("reasoning_content", "content"):
             if answer.get(field, "") not in turn.output:
-                raise Refused(f"the template leaves {field} out of such an answer")
+                raise TemplateRefused(f"the template leaves {field} out of such an answer")
         if cut:
             return await _cut(name, turn, chat)
         return await _whole(name, turn, chat)
-    except Refused as error:
+    except TemplateRefused as error:
         return LAW.unchecked(name, str(error))
     except AnyAgentError as error:
         return LAW.failed(name, error.message, _DO)
 
 
-async def _whole(name: str, turn: Turn, chat: ChatFormat) -> Verdict:
+async def _whole(name: str, turn: TemplateTurn, chat: ChatFormat) -> Verdict:
     heard = await _heard(turn, turn.output_ids, chat)
     if isinstance(heard, str):
         return LAW.failed(name, heard, _DO)
@@ -79,7 +84,7 @@ async def _whole(name: str, turn: Turn, chat: ChatFormat) -> Verdict:
     return LAW.failed(name, seen, _DO)
 
 
-async def _cut(name: str, turn: Turn, chat: ChatFormat) -> Verdict:
+async def _cut(name: str, turn: TemplateTurn, chat: ChatFormat) -> Verdict:
     """Nothing may be lost, and nothing made up, wherever the tokens ran out."""
     ids = turn.output_ids
     for length in range(1, len(ids), max(1, len(ids) // 12)):
@@ -93,11 +98,11 @@ async def _cut(name: str, turn: Turn, chat: ChatFormat) -> Verdict:
     return LAW.passed(name, f"read at {len(range(1, len(ids), max(1, len(ids) // 12)))} cuts")
 
 
-async def _heard(turn: Turn, ids: list[int], chat: ChatFormat) -> Message | str:
+async def _heard(turn: TemplateTurn, ids: list[int], chat: ChatFormat) -> Message | str:
     """The message that whole and streamed answers give; what is wrong if they differ."""
     message: Message | None = None
     for step in _STEPS:
-        rehearsal = Rehearsal(chat, turn.tools)
+        rehearsal = ScriptedConversation(chat, turn.tools)
         completion, deltas = await rehearsal.call(turn.messages, ids, step=step)
         message = completion.interaction.output_message
         streamed = merged(deltas)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from any_agent.chat import ChatFormat
-from any_agent.chat.prompt_renderer import TemplateWriter
-from any_agent.chat.tool_visibility import showing_of
+from any_agent.chat.prompt_renderer import TemplateRenderer
+from any_agent.chat.tool_visibility import tool_visibility
 from any_agent.types import Message, Tool
 
 NO_TOOLS = "the template shows no tools: a call with tools gets 400 unsupported_parameter"
@@ -22,12 +22,12 @@ _THINKING = re.compile(
 )
 
 
-class Refused(Exception):
+class TemplateRefused(Exception):
     """The template does not take such a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TemplateTurn:
     """A conversation up to an assistant's answer, and that answer as the template writes it."""
 
     messages: list[Message]
@@ -39,15 +39,15 @@ class Turn:
     ended: bool
 
 
-class Template:
+class ReferenceTemplate:
     """``kwargs`` are what the run gives the template, such as ``enable_thinking``."""
 
     def __init__(self, chat: ChatFormat, kwargs: Mapping[str, Any]) -> None:
         self._tokenizer = chat.tokenizer
         self._kwargs = dict(kwargs)
-        self.is_own = isinstance(chat.writer, TemplateWriter)
+        self.is_own = isinstance(chat.writer, TemplateRenderer)
         """Whether the service writes with this template, not with a renderer."""
-        showing = showing_of(chat)
+        showing = tool_visibility(chat)
         self.shows_tools = showing.tools
         self.takes_tools = showing.tools or showing.calls
         self._ends = {i: chat.decode([i]) for i in chat.stop_token_ids}
@@ -68,7 +68,7 @@ class Template:
 
     def turn(
         self, messages: list[Message], tools: list[Tool] | None, answer: Message, then: Message
-    ) -> Turn:
+    ) -> TemplateTurn:
         """The answer as the model would have sampled it. Raises Refused.
 
         Some templates end a turn with what begins the next one, so it may take ``then`` to see it.
@@ -91,8 +91,10 @@ class Template:
             if ends:
                 at, end = min(ends)
                 output = said[: at + len(end)]
-                return Turn(messages, tools, answer, output, self.encode(output), ended=True)
-        raise Refused("the template writes no such turn after its own generation prompt")
+                return TemplateTurn(
+                    messages, tools, answer, output, self.encode(output), ended=True
+                )
+        raise TemplateRefused("the template writes no such turn after its own generation prompt")
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -113,7 +115,7 @@ class Template:
             # A template is foreign code, and says no in any way it likes.
             code = "; such a call gets 400 template_error" if self.is_own else ""
             said = f"the template refuses it: {type(error).__name__}: {error}{code}"
-            raise Refused(said) from error
+            raise TemplateRefused(said) from error
 
 
 def without_thinking(text: str) -> str:

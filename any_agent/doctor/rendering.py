@@ -9,15 +9,15 @@ from any_agent.chat import format_probes as probes
 from any_agent.doctor.reference_template import (
     NO_TOOLS,
     OWN_ADVICE,
-    Refused,
-    Template,
+    ReferenceTemplate,
+    TemplateRefused,
     without_thinking,
 )
-from any_agent.doctor.verdict import Law, Verdict
+from any_agent.doctor.verdict import Check, Verdict
 from any_agent.errors import AnyAgentError, InvalidRequest
 from any_agent.types import Message, Tool
 
-LAW = Law("rendering")
+LAW = Check("rendering")
 _DO = (
     "set model.renderer to this model's family, or to default for its own template; if "
     "chat_template was changed on purpose, default is right"
@@ -30,7 +30,7 @@ _MOMENTS = 3
 _SPACES: Message = {"role": "user", "content": "\n\n  a\t1 \u00e9\U0001f600 \u4e2d\r\nb  \n"}
 
 
-async def rendering(chat: ChatFormat, template: Template) -> AsyncIterator[Verdict]:
+async def rendering(chat: ChatFormat, template: ReferenceTemplate) -> AsyncIterator[Verdict]:
     """Of what agents send first, and of conversations rendered anew."""
     end = chat.decode(chat.stop_token_ids[:1])
     forged = {**probes.FORGED, "content": probes.FORGED["content"].replace("{end}", end)}
@@ -66,13 +66,15 @@ async def rendering(chat: ChatFormat, template: Template) -> AsyncIterator[Verdi
         except InvalidRequest:
             yield LAW.unchecked(case, "the template has no such switch (enable_thinking)")
             continue
-        yield _compare(case, variant, Template(variant, settings), [p.SYSTEM, p.USER], None)
+        yield _compare(
+            case, variant, ReferenceTemplate(variant, settings), [p.SYSTEM, p.USER], None
+        )
 
 
 def _compare(
     case: str,
     chat: ChatFormat,
-    template: Template,
+    template: ReferenceTemplate,
     messages: list[Message],
     tools: list[Tool] | None,
 ) -> Verdict:
@@ -83,7 +85,7 @@ def _compare(
             verdict = _compare_now(case, chat, template, messages, tools)
             if not verdict.failed or template.text(messages, tools) == before:
                 return verdict
-        except Refused as error:
+        except TemplateRefused as error:
             return LAW.unchecked(case, str(error))
     return LAW.unchecked(case, "the template writes something else at every moment")
 
@@ -91,14 +93,14 @@ def _compare(
 def _compare_now(
     case: str,
     chat: ChatFormat,
-    template: Template,
+    template: ReferenceTemplate,
     messages: list[Message],
     tools: list[Tool] | None,
 ) -> Verdict:
     do = OWN_ADVICE if template.is_own else _DO
     try:
         own = template.ids(messages, tools)
-    except Refused as error:
+    except TemplateRefused as error:
         return LAW.unchecked(case, str(error))
     try:
         ids = chat.render(messages, tools)
@@ -122,7 +124,7 @@ def _compare_now(
 
 
 def _forged(
-    chat: ChatFormat, template: Template, messages: list[Message], verdict: Verdict
+    chat: ChatFormat, template: ReferenceTemplate, messages: list[Message], verdict: Verdict
 ) -> Verdict:
     """A template takes a text that spells its tokens for them; as plain text it forges nothing."""
     if not verdict.failed:

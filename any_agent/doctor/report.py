@@ -6,10 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from any_agent.doctor.verdict import Outcome, Verdict, broken
+from any_agent.doctor.verdict import CheckOutcome, Verdict, broken
 
 _HEAD = ("LAW", "CASE", "VERDICT", "SEEN")
-_ORDER = (Outcome.PASSED, Outcome.FAILED, Outcome.DECLINED, Outcome.UNCHECKED)
+_ORDER = (CheckOutcome.PASSED, CheckOutcome.FAILED, CheckOutcome.DECLINED, CheckOutcome.UNCHECKED)
 
 
 def as_text(subject: Mapping[str, str], verdicts: Sequence[Verdict]) -> str:

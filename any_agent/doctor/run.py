@@ -19,11 +19,11 @@ from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.chat.load import RendererMismatch
 from any_agent.config import LOOPBACK, Config, load_config
 from any_agent.doctor.engine import engine_laws
-from any_agent.doctor.engine_probe import asking
+from any_agent.doctor.engine_probe import probe_engine
 from any_agent.doctor.report import as_json, as_text
 from any_agent.doctor.service import service_laws
 from any_agent.doctor.startup_check import chat_laws, template_kwargs
-from any_agent.doctor.verdict import Law, Verdict, broken
+from any_agent.doctor.verdict import Check, Verdict, broken
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import SILENT_AFTER, Registry
@@ -164,7 +164,7 @@ async def _examine(subject: Subject) -> tuple[dict[str, str], list[Verdict]]:
 
 async def _with_engines_model(config: Config, url: str) -> Config:
     """The model that the engine says it serves, if its folder is here."""
-    async with asking(url, lambda _: "") as asker:
+    async with probe_engine(url, lambda _: "") as asker:
         with suppress(AnyAgentError):
             path = (await asker.model_info()).get("model_path")
             if isinstance(path, str) and _is_folder(path):
@@ -215,7 +215,7 @@ def _load(config: Config) -> ChatFormat | Verdict:
             thinking_retention=model.thinking_retention,
         )
     except RendererMismatch as error:
-        return Law("rendering").failed(
+        return Check("rendering").failed(
             "template",
             error.message,
             "set model.renderer to this model's family, or to default for its own template",

@@ -22,7 +22,7 @@ from any_agent.types import (
 _CONTEXT = 1 << 20
 
 
-class Rehearsal:
+class ScriptedConversation:
     """One session's calls; each answer is recorded, so that the next call may continue it."""
 
     def __init__(self, chat: ChatFormat, tools: list[Tool] | None) -> None:

@@ -12,35 +12,35 @@ import httpx
 
 from any_agent.chat import format_probes as probes
 from any_agent.client.rl_client import RLClient
-from any_agent.doctor.verdict import Law, Verdict
+from any_agent.doctor.verdict import Check, Verdict
 from any_agent.errors import AnyAgentError, from_response
 from any_agent.protocol.rl import RunInfo, SessionStarted
 from any_agent.types import Message
 
-LAW = Law("service")
+LAW = Check("service")
 _DO = "this service breaks its own contract: are its router and its ranks of one version?"
 _REACH = (
     "is the service running, is --url right, and is the key an operator's or a tenant's? "
     "An engine is examined with --engine"
 )
-_WITHIN = 60.0
+_TIMEOUT = 60.0
 _TTL = 300.0
 """Seconds after which the session ends by itself, should this process be killed."""
 _TOKENS = 12
 _REASONS = {"stop", "length", "tool_calls"}
-_MOST_OVERFLOW = 1 << 18
+_MAX_OVERFLOW = 1 << 18
 
 
 async def service_laws(url: str, key: str | None) -> tuple[RunInfo | None, list[Verdict]]:
     """What the service says of its run, and the verdicts. The session is aborted at the end."""
     out: list[Verdict] = []
     run: RunInfo | None = None
-    async with RLClient(url, admin_key=key, timeout=_WITHIN, retry_for=2.0) as client:
+    async with RLClient(url, admin_key=key, timeout=_TIMEOUT, retry_for=2.0) as client:
         try:
             run = await client.run_info()
             out.append(LAW.passed("answers", f"{run.experiment}/{run.trial}, {run.state}"))
             async with _session(client) as session:
-                async for verdict in _Talk(client, session).verdicts():
+                async for verdict in _ServiceConversation(client, session).verdicts():
                     out.append(verdict)  # noqa: PERF401 - what came before an error counts
         except AnyAgentError as error:
             out.append(LAW.failed("session" if run else "answers", error.message, _REACH))
@@ -63,7 +63,7 @@ class _Broken(Exception):
     """What a call answered is not what was promised."""
 
 
-class _Talk:
+class _ServiceConversation:
     """Calls of one session."""
 
     def __init__(self, client: RLClient, session: SessionStarted) -> None:
@@ -77,7 +77,7 @@ class _Talk:
             base = f"{client.url}/v1"
         self._base = base
         self._http = httpx.AsyncClient(
-            timeout=_WITHIN, headers={"Authorization": f"Bearer {session.api_key}"}
+            timeout=_TIMEOUT, headers={"Authorization": f"Bearer {session.api_key}"}
         )
 
     async def verdicts(self) -> AsyncIterator[Verdict]:
@@ -125,7 +125,7 @@ class _Talk:
         try:
             return await self._http.post(f"{self._base}/chat/completions", json=body)
         except httpx.HTTPError as error:
-            raise _Broken(f"no answer within {_WITHIN:g} s ({type(error).__name__})") from error
+            raise _Broken(f"no answer within {_TIMEOUT:g} s ({type(error).__name__})") from error
 
     async def _whole(
         self, body: dict[str, Any], *, may_refuse: str | None = None
@@ -203,7 +203,7 @@ class _Talk:
             ({"messages": []}, None),
         ]
         context = await self._context()
-        if context is not None and context <= _MOST_OVERFLOW:
+        if context is not None and context <= _MAX_OVERFLOW:
             long = {"role": "user", "content": "1 " * context}
             cases.append(({"messages": [long]}, "context_length_exceeded"))
         for body, code in cases:

@@ -10,9 +10,9 @@ from any_agent.chat import ChatFormat
 from any_agent.config import Config
 from any_agent.doctor.continuation import continuation
 from any_agent.doctor.parsing import parsing
-from any_agent.doctor.reference_template import OWN_ADVICE, Template
+from any_agent.doctor.reference_template import OWN_ADVICE, ReferenceTemplate
 from any_agent.doctor.rendering import rendering
-from any_agent.doctor.verdict import Law, Verdict, broken
+from any_agent.doctor.verdict import Check, Verdict, broken
 from any_agent.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ async def chat_laws(
 
     ``named``: somebody chose the renderer, and answers for it where no template is there.
     """
-    template = Template(chat, template_kwargs)
+    template = ReferenceTemplate(chat, template_kwargs)
     if not template.exists:
         return _without_template(chat, named=named)
     out: list[Verdict] = []
@@ -41,17 +41,17 @@ async def chat_laws(
             log.debug("%s broke off", name, exc_info=True)
             seen = f"the check broke off: {type(error).__name__}: {error}"
             do = "see what any-agent doctor says of the model with model.renderer=default"
-            out.append(Law(name).failed("all", seen, OWN_ADVICE if template.is_own else do))
+            out.append(Check(name).failed("all", seen, OWN_ADVICE if template.is_own else do))
     return out
 
 
 def _without_template(chat: ChatFormat, *, named: bool) -> list[Verdict]:
     nothing = "the tokenizer has no chat template"
     if named:
-        laws = (Law("rendering"), Law("continuation"), Law("parsing"))
+        laws = (Check("rendering"), Check("continuation"), Check("parsing"))
         return [law.unchecked("all", f"{nothing} to compare with") for law in laws]
     return [
-        Law("rendering").failed(
+        Check("rendering").failed(
             "template",
             f"{nothing}: that renderer {chat.name} is this model's is a guess",
             "give it one (chat_template.jinja), or name the model's renderer "
@@ -66,7 +66,7 @@ def template_kwargs(config: Config) -> dict[str, Any]:
     return {} if thinking is None else {"enable_thinking": thinking}
 
 
-async def require_sound(chat: ChatFormat, config: Config, *, training: bool) -> None:
+async def require_passing(chat: ChatFormat, config: Config, *, training: bool) -> None:
     """ConfigError if a law is broken that training depends on; without training a warning."""
     named = config.model.renderer != "auto"
     failures = broken(await chat_laws(chat, template_kwargs(config), named=named))

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from any_agent.chat import ChatFormat
-from any_agent.doctor.engine_probe import Asker
-from any_agent.doctor.verdict import Law, Verdict
+from any_agent.doctor.engine_probe import EngineProbe
+from any_agent.doctor.verdict import Check, Verdict
 
-LAW = Law("stops")
+LAW = Check("stops")
 DO = "update the engine: this one ends outputs elsewhere than SGLang's contract says"
 _TOKENS = 24
 _PROMPTS = 4
 
 
-async def stops(asker: Asker, chat: ChatFormat, prompt: list[int]) -> AsyncIterator[Verdict]:
+async def stops(asker: EngineProbe, chat: ChatFormat, prompt: list[int]) -> AsyncIterator[Verdict]:
     """By length, by a stop string and by a stop token, each with its reason."""
     free = await asker.ask(prompt, max_new_tokens=_TOKENS, temperature=0, ignore_eos=True)
     if (len(free.ids), free.reason) == (_TOKENS, "length"):
@@ -27,7 +27,9 @@ async def stops(asker: Asker, chat: ChatFormat, prompt: list[int]) -> AsyncItera
     yield await _token(asker, prompt, said)
 
 
-async def _said(asker: Asker, chat: ChatFormat, prompt: list[int]) -> tuple[list[int], list[int]]:
+async def _said(
+    asker: EngineProbe, chat: ChatFormat, prompt: list[int]
+) -> tuple[list[int], list[int]]:
     """A prompt, and what the model says to it before it ends its answer: a few tokens at least.
 
     To less of a prompt a model that was trained says more than the one word of its answer.
@@ -46,7 +48,9 @@ async def _said(asker: Asker, chat: ChatFormat, prompt: list[int]) -> tuple[list
     return most
 
 
-async def _string(asker: Asker, chat: ChatFormat, prompt: list[int], said: list[int]) -> Verdict:
+async def _string(
+    asker: EngineProbe, chat: ChatFormat, prompt: list[int], said: list[int]
+) -> Verdict:
     stop = _stop_of(chat.decode(said))
     if stop is None:
         return LAW.unchecked("stop string", "the model's answers have no text that could end them")
@@ -80,7 +84,7 @@ def _stop_of(text: str) -> str | None:
     return None
 
 
-async def _token(asker: Asker, prompt: list[int], said: list[int]) -> Verdict:
+async def _token(asker: EngineProbe, prompt: list[int], said: list[int]) -> Verdict:
     if not said:
         return LAW.unchecked("stop token", "the model ends its answers at once")
     later = said[len(said) // 3 :]

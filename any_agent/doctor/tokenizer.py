@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from any_agent.chat import ChatFormat
-from any_agent.doctor.engine_probe import Answer, Asker
-from any_agent.doctor.verdict import Law, Verdict
+from any_agent.doctor.engine_probe import EngineProbe, EngineReply
+from any_agent.doctor.verdict import Check, Verdict
 
-LAW = Law("tokenizer")
+LAW = Check("tokenizer")
 DO = "start the engine with the tokenizer of model.path (SGLang: --tokenizer-path)"
 _TOKENS = 48
 
 
-async def tokenizer(asker: Asker, chat: ChatFormat, prompt: list[int]) -> AsyncIterator[Verdict]:
+async def tokenizer(
+    asker: EngineProbe, chat: ChatFormat, prompt: list[int]
+) -> AsyncIterator[Verdict]:
     """Its text of sampled ids is ours; it has an embedding for each of our ids."""
     answer = await asker.ask(prompt, max_new_tokens=_TOKENS, ignore_eos=True)
     yield _text(answer, chat)
@@ -28,7 +30,7 @@ async def tokenizer(asker: Asker, chat: ChatFormat, prompt: list[int]) -> AsyncI
         yield LAW.passed("vocabulary", f"{chat.vocab_size} ids here, the engine knows {told}")
 
 
-def _text(answer: Answer, chat: ChatFormat) -> Verdict:
+def _text(answer: EngineReply, chat: ChatFormat) -> Verdict:
     if not answer.text:
         return LAW.unchecked("text", "the engine tells no text")
     if any(i >= chat.vocab_size for i in answer.ids):

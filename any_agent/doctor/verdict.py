@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Outcome(StrEnum):
+class CheckOutcome(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     DECLINED = "declined"
@@ -21,7 +21,7 @@ class Verdict:
 
     law: str
     case: str
-    outcome: Outcome
+    outcome: CheckOutcome
     seen: str = ""
     """What was seen; of a failure what is wrong, of `not checked` why."""
     do: str = ""
@@ -29,26 +29,26 @@ class Verdict:
 
     @property
     def failed(self) -> bool:
-        return self.outcome is Outcome.FAILED
+        return self.outcome is CheckOutcome.FAILED
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class Check:
     """Makes verdicts on the cases of one law."""
 
     name: str
 
     def passed(self, case: str, seen: str = "") -> Verdict:
-        return Verdict(self.name, case, Outcome.PASSED, seen)
+        return Verdict(self.name, case, CheckOutcome.PASSED, seen)
 
     def failed(self, case: str, seen: str, do: str) -> Verdict:
-        return Verdict(self.name, case, Outcome.FAILED, seen, do)
+        return Verdict(self.name, case, CheckOutcome.FAILED, seen, do)
 
     def declined(self, case: str, seen: str) -> Verdict:
-        return Verdict(self.name, case, Outcome.DECLINED, seen)
+        return Verdict(self.name, case, CheckOutcome.DECLINED, seen)
 
     def unchecked(self, case: str, why: str) -> Verdict:
-        return Verdict(self.name, case, Outcome.UNCHECKED, why)
+        return Verdict(self.name, case, CheckOutcome.UNCHECKED, why)
 
 
 def broken(verdicts: Iterable[Verdict]) -> list[Verdict]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from any_agent.auth.access import run_dir_of
 from any_agent.config import Config, load_resolved
-from any_agent.doctor.engine_probe import asking, reported_version
+from any_agent.doctor.engine_probe import probe_engine, reported_version
 from any_agent.doctor.logprobs import LAW, OTHER_WEIGHTS, against_forward_pass
 from any_agent.doctor.verdict import Verdict
 from any_agent.doctor.weights import Forward, find_weights
@@ -37,13 +37,13 @@ def main() -> int:
     except AnyAgentError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2
-    for url, verdict in zip(args.urls, asyncio.run(held(config, args.urls)), strict=True):
+    for url, verdict in zip(args.urls, asyncio.run(verify_weights(config, args.urls)), strict=True):
         told = {"url": url, "outcome": verdict.outcome.value, "seen": verdict.seen}
         print(json.dumps(told), flush=True)
     return 0
 
 
-async def held(config: Config, urls: Sequence[str]) -> list[Verdict]:
+async def verify_weights(config: Config, urls: Sequence[str]) -> list[Verdict]:
     """Each engine's log-probabilities against a forward pass of its version's weights, which are
     the run's or, for version 0, the model's."""
     loaded: dict[Path, Forward] = {}
@@ -58,7 +58,7 @@ async def _guarded(config: Config, url: str, loaded: dict[Path, Forward]) -> Ver
 
 
 async def _held(config: Config, url: str, loaded: dict[Path, Forward]) -> Verdict:
-    async with asking(url, lambda _: "") as asker:
+    async with probe_engine(url, lambda _: "") as asker:
         version = reported_version(await asker.model_info())
         if version is None:
             return LAW.failed(CASE, "it does not say which weights it has", OTHER_WEIGHTS)

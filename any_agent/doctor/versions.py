@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from any_agent.doctor.engine_probe import Asker, reported_version
-from any_agent.doctor.verdict import Law, Verdict
+from any_agent.doctor.engine_probe import EngineProbe, reported_version
+from any_agent.doctor.verdict import Check, Verdict
 
-LAW = Law("versions")
+LAW = Check("versions")
 DO = "restart the engine with the run's newest weights and their version (--weight-version)"
 
 
 async def versions(
-    asker: Asker, prompt: list[int], published: int | None
+    asker: EngineProbe, prompt: list[int], published: int | None
 ) -> AsyncIterator[Verdict]:
     """What the engine says of itself, of its tokens, and what the run says."""
     info = await asker.model_info()

@@ -10,39 +10,43 @@ from typing import Any
 
 from any_agent.rundir.layout import RunDir, weights_folder
 
-_MOST_BYTES = 4 << 30
+_MAX_BYTES = 4 << 30
 """Of weights: a forward pass of more takes a CPU minutes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class WeightsLocation:
     """The folder of a version's weights, or why there is none to compute with."""
 
     folder: Path | None
     why: str = ""
 
 
-def find_weights(path: str, run: RunDir | None, version: int, engine_says: object) -> Found:
+def find_weights(
+    path: str, run: RunDir | None, version: int, engine_says: object
+) -> WeightsLocation:
     """Published by the run, else the model's own (version 0), else where the engine has its."""
     published = weights_folder(run.weights, version) if run is not None else None
     if published is not None and published.is_dir():
         return _usable(published)
     if version == 0 and path:
         if not Path(path).is_dir():
-            return Found(None, f"no weights: {path} is a name on the hub, give a folder")
+            return WeightsLocation(None, f"no weights: {path} is a name on the hub, give a folder")
         return _usable(Path(path))
     if isinstance(engine_says, str) and Path(engine_says).is_dir():
         return _usable(Path(engine_says))
-    return Found(None, f"no weights: those of version {version} are not here")
+    return WeightsLocation(None, f"no weights: those of version {version} are not here")
 
 
-def _usable(folder: Path) -> Found:
+def _usable(folder: Path) -> WeightsLocation:
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
     if not sizes:
-        return Found(None, f"no weights: {folder} holds no safetensors")
-    if sum(sizes) > _MOST_BYTES:
-        return Found(None, f"too large: {sum(sizes) / 2**30:.0f} GiB of weights in {folder}")
-    return Found(folder)
+        return WeightsLocation(None, f"no weights: {folder} holds no safetensors")
+    if sum(sizes) > _MAX_BYTES:
+        return WeightsLocation(
+            None, f"too large: {sum(sizes) / 2**30:.0f} GiB of weights in {folder}"
+        )
+    return WeightsLocation(folder)
 
 
 class Forward:

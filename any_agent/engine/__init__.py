@@ -4,7 +4,7 @@ from any_agent.engine.base import (
     Capabilities,
     InferenceEngine,
     RolloutEngine,
-    ScriptEngine,
+    ScriptInferenceEngine,
     agenerate,
 )
 from any_agent.engine.pool import EnginePool
@@ -16,6 +16,6 @@ __all__ = [
     "InferenceEngine",
     "RolloutEngine",
     "SGLangEngine",
-    "ScriptEngine",
+    "ScriptInferenceEngine",
     "agenerate",
 ]

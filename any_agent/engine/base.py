@@ -63,7 +63,7 @@ class InferenceEngine(Protocol):
         ...
 
 
-class ScriptEngine(Protocol):
+class ScriptInferenceEngine(Protocol):
     """An engine of a script, which runs on an event loop of its own."""
 
     @property

@@ -14,7 +14,7 @@ from any_agent.types import ModelRequest
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class ModelFingerprint:
     """Of a model's `config.json`; None where it does not say."""
 
     vocab_size: int | None = None
@@ -57,20 +57,20 @@ class ModelShape:
                     )
 
 
-def shape_of(path: str) -> ModelShape:
+def shape_of(path: str) -> ModelFingerprint:
     """A model's, by its folder or its name on the hub; nothing is known of one that is not here."""
     config = Path(path).expanduser() / "config.json"
     if not config.is_file():
         found = _cached(path)
         if found is None:
-            return ModelShape()
+            return ModelFingerprint()
         config = found
     try:
         told = json.loads(config.read_text(encoding="utf-8"))
         text = told.get("text_config") or told
         vocabulary = text.get("vocab_size", told.get("vocab_size"))
         architectures = told.get("architectures")
-        return ModelShape(
+        return ModelFingerprint(
             int(vocabulary) if vocabulary is not None else None,
             told.get("model_type"),
             tuple(architectures) if architectures else None,

@@ -13,7 +13,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 1.0
 """Seconds between two questions whether the engine is back."""
 
 
-class Gate:
+class PauseGate:
     """Open, or closed for ``what``; waiting is bounded in number and time."""
 
     def __init__(self, what: str, *, max_wait: float, max_waiting: int = 4096) -> None:
@@ -95,7 +95,7 @@ class Outage:
     """
 
     def __init__(self, answers: Callable[[], Awaitable[bool]], *, max_wait: float) -> None:
-        self.gate = Gate("a restart of the inference engine", max_wait=max_wait)
+        self.gate = PauseGate("a restart of the inference engine", max_wait=max_wait)
         self._answers = answers
         self._asking: asyncio.Task[bool] | None = None
         self._watch: asyncio.Task[None] | None = None

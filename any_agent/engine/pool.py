@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from any_agent.engine.base import Capabilities, InferenceEngine, agenerate
-from any_agent.engine.model_fingerprint import ModelShape
+from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.engine.sglang.client import SGLangEngine
 from any_agent.errors import ConfigError, EngineUnavailable
 from any_agent.types import GenerationChunk, ModelRequest, ModelResponse
@@ -52,7 +52,7 @@ class EnginePool:
         *,
         decode: Callable[[Sequence[int]], str] | None = None,
         write: Callable[[ModelRequest], ModelRequest] | None = None,
-        shape: ModelShape | None = None,
+        shape: ModelFingerprint | None = None,
         update_mode: Literal["resume", "in_place"] = "resume",
         update_wait: float = 120.0,
         request_timeout: float = 600.0,

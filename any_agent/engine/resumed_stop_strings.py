@@ -14,7 +14,7 @@ from any_agent.types import GenerationChunk
 _BROKEN = "\ufffd"
 
 
-class SeamMatcher:
+class ResumedStopMatcher:
     """Ends the new output at the first token that completes a stop string begun in the old one.
 
     ``before`` are the output ids of the old weights. Only their end is decoded, and nothing any

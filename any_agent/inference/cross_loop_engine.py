@@ -11,7 +11,7 @@ from any_agent.types import GenerationChunk, ModelRequest
 T = TypeVar("T")
 
 
-class _ScriptEngine(Protocol):
+class _WrappedEngine(Protocol):
     context_length: int
 
     @property
@@ -22,10 +22,10 @@ class _ScriptEngine(Protocol):
     async def ask(self, ask: Callable[[EnginePool], Coroutine[object, object, T]]) -> T: ...
 
 
-class AnyLoopEngine:
+class CrossLoopEngine:
     """Token ids in, chunks of token ids out, as recording clients take them."""
 
-    def __init__(self, engine: _ScriptEngine) -> None:
+    def __init__(self, engine: _WrappedEngine) -> None:
         self._engine = engine
 
     @property

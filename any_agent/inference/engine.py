@@ -18,10 +18,10 @@ from any_agent.config.script import sampling_of
 from any_agent.engine import EnginePool, InferenceEngine
 from any_agent.engine.model_fingerprint import shape_of
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable
-from any_agent.inference.cross_loop_engine import AnyLoopEngine
+from any_agent.inference.cross_loop_engine import CrossLoopEngine
 from any_agent.inference.engine_process import chosen, own_engine
-from any_agent.inference.text_codec import TextChunk, Words, asked_for, words_of
-from any_agent.inference.weights_source import Kept, named, require_weights
+from any_agent.inference.text_codec import TextChunk, TextCodec, asked_for, words_of
+from any_agent.inference.weights_source import WeightsSource, named, require_weights
 from any_agent.rollout import WorkflowExecutor
 from any_agent.runtime.private_address import require_private_url
 from any_agent.types import (
@@ -66,7 +66,7 @@ class RemoteSGLangEngine:
         """Held to begin a call, and to end all: what begins before the end is told of it."""
         self._executor: WorkflowExecutor | None = None
         self._pool: EnginePool | None = None
-        self._words = Words()
+        self._words = TextCodec()
         self.path: Path | None = None
         """The weights' folder; None if a joined engine does not name it."""
         self.context_length = 0
@@ -161,7 +161,7 @@ class RemoteSGLangEngine:
     def _open(
         self,
         engines: Sequence[str | InferenceEngine],
-        kept: Kept | None,
+        kept: WeightsSource | None,
         tokenizer: Any,
         stack: ExitStack,
     ) -> None:
@@ -230,9 +230,9 @@ class RemoteSGLangEngine:
         return self._words.tokenizer
 
     @property
-    def inference_engine(self) -> AnyLoopEngine:
+    def inference_engine(self) -> CrossLoopEngine:
         """The same engine for recording clients, such as `EngineOpenAI`, on any event loop."""
-        return AnyLoopEngine(self)
+        return CrossLoopEngine(self)
 
     # -- answers -------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from any_agent.config import LOOPBACK, Config
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError, StartupError
-from any_agent.inference.weights_source import Kept
+from any_agent.inference.weights_source import WeightsSource
 from any_agent.launcher.engines import (
     engine_command,
     engine_ready,
@@ -20,8 +20,8 @@ from any_agent.launcher.engines import (
     start_timeout,
 )
 from any_agent.launcher.gpu_assignment import sees_gpu
-from any_agent.launcher.process import Process
-from any_agent.launcher.trial import Weights
+from any_agent.launcher.process import SupervisedProcess
+from any_agent.launcher.trial import TrialWeights
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.runtime.ports import reserve, url_of
 
@@ -34,7 +34,9 @@ _LOOKS = 0.2
 """Seconds between two looks at whether it is ready."""
 
 
-def chosen(kept: Kept, kind: str | None, python: str | None, device: str | None) -> Kept:
+def chosen(
+    kept: WeightsSource, kind: str | None, python: str | None, device: str | None
+) -> WeightsSource:
     """The same with what the caller says of the engine over the trial's settings."""
     if kind not in (None, "embedded", "sglang"):
         raise ValueError(f"kind is {kind!r}: use embedded or sglang")
@@ -46,10 +48,10 @@ def chosen(kept: Kept, kind: str | None, python: str | None, device: str | None)
         # Other engines' addresses are no matter of what is started here.
         | {"urls": ()}
     )
-    return Kept(kept.config.model_copy(update={"engine": engine}), kept.weights)
+    return WeightsSource(kept.config.model_copy(update={"engine": engine}), kept.weights)
 
 
-def own_engine(kept: Kept, asked: str | None, stack: ExitStack) -> str | InferenceEngine:
+def own_engine(kept: WeightsSource, asked: str | None, stack: ExitStack) -> str | InferenceEngine:
     """The URL of an SGLang that was started, or the embedded engine."""
     if _can_start(kept.config, asked=asked is not None):
         return stack.enter_context(_started(kept.config, kept.weights))
@@ -86,7 +88,7 @@ def _can_start(config: Config, *, asked: bool) -> bool:
 
 
 @contextmanager
-def _started(config: Config, weights: Weights) -> Iterator[str]:
+def _started(config: Config, weights: TrialWeights) -> Iterator[str]:
     """Its URL, once it has loaded these weights; StartupError with the end of its log."""
     host = LOOPBACK[0]
     # Children end with the thread that started them: this one lives as long as it is needed.
@@ -97,7 +99,7 @@ def _started(config: Config, weights: Weights) -> Iterator[str]:
     ):
         port = int(held.getsockname()[1])
         command = engine_command(config, str(weights.path), weights.version, host, port, _NAME)
-        process = Process(
+        process = SupervisedProcess(
             _NAME,
             command.arguments,
             Path(folder) / "engine.log",
@@ -116,11 +118,11 @@ def _started(config: Config, weights: Weights) -> Iterator[str]:
             keeper.stop()
 
 
-async def _start(process: Process) -> None:
+async def _start(process: SupervisedProcess) -> None:
     process.start()
 
 
-def _until_ready(process: Process, config: Config, url: str) -> None:
+def _until_ready(process: SupervisedProcess, config: Config, url: str) -> None:
     ready, patience = engine_ready(config, url), start_timeout(config)
     deadline = time.monotonic() + patience
     while not ready():

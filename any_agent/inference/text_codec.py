@@ -20,7 +20,7 @@ class TextChunk(GenerationChunk):
     text: str = ""
 
 
-class Words:
+class TextCodec:
     """A tokenizer, and the chat format on it; ``missing`` is why one of them is not there."""
 
     def __init__(
@@ -86,7 +86,7 @@ def _told(chunk: GenerationChunk) -> list[int]:
     return ids[:-1] if isinstance(stop, int) and ids[-1:] == [stop] else ids
 
 
-def words_of(tokenizer: Any, path: Path | None, model: ModelConfig) -> Words:
+def words_of(tokenizer: Any, path: Path | None, model: ModelConfig) -> TextCodec:
     """Return the words of a tokenizer, else of the model in ``path``; ConfigError without both."""
     given = tokenizer if tokenizer is not None else path and str(path)
     if given is None:
@@ -98,7 +98,7 @@ def words_of(tokenizer: Any, path: Path | None, model: ModelConfig) -> Words:
             enable_thinking=model.enable_thinking,
             thinking_retention=model.thinking_retention,
         )
-        return Words(chat.tokenizer, chat)
+        return TextCodec(chat.tokenizer, chat)
     except ConfigError as error:
         # Without a chat template token ids can be asked all the same.
         if isinstance(given, str | Path):
@@ -106,7 +106,7 @@ def words_of(tokenizer: Any, path: Path | None, model: ModelConfig) -> Words:
                 given = load_hf_tokenizer(str(given))
             except ConfigError:
                 raise ConfigError(f"{error.message}; give tokenizer=") from None
-        return Words(given, None, error)
+        return TextCodec(given, None, error)
 
 
 def asked_for(

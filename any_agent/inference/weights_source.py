@@ -10,7 +10,7 @@ from any_agent.config import LOOPBACK, Config, load_config
 from any_agent.engine import EnginePool, SGLangEngine
 from any_agent.errors import ConfigError, NotFound
 from any_agent.launcher.served_model import check_model
-from any_agent.launcher.trial import Weights, kept_weights, latest_weights, trial_dir
+from any_agent.launcher.trial import TrialWeights, kept_weights, latest_weights, trial_dir
 from any_agent.rundir.layout import checkpoint_problem, read_json
 
 _PLACE = ("ANY_AGENT_ROOT", "ANY_AGENT_USER")
@@ -19,11 +19,11 @@ _SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class WeightsSource:
     """Weights, and the settings that they were trained under."""
 
     config: Config
-    weights: Weights
+    weights: TrialWeights
 
 
 def named(
@@ -36,7 +36,7 @@ def named(
     version: int | None,
     model: str | Path | None,
     settings: Config,
-) -> Kept | None:
+) -> WeightsSource | None:
     """A trial's weights, or a model's, under ``settings``; None where neither is named.
 
     Raises as :func:`kept_model`; ValueError for names that contradict each other.
@@ -53,7 +53,7 @@ def named(
         return None
     path = Path(model).expanduser() if str(model).startswith("~") else Path(model)
     check_model(str(model))
-    return Kept(settings, Weights(path, 0))
+    return WeightsSource(settings, TrialWeights(path, 0))
 
 
 def kept_model(
@@ -64,7 +64,7 @@ def kept_model(
     root: str | Path | None = None,
     step: int | None = None,
     version: int | None = None,
-) -> Kept:
+) -> WeightsSource:
     """A trial's latest checkpoint, that of a step, or the weights of a version (0: what the trial
     began with).
 
@@ -90,10 +90,10 @@ def kept_model(
     # environment is about another run.
     own = [f"root={place.root}", f"user={place.user}", f"server.host={LOOPBACK[0]}"]
     config = load_config(saved, [*names, *own], environ={})
-    return Kept(config, _weights(config, step, version))
+    return WeightsSource(config, _weights(config, step, version))
 
 
-async def require_weights(pool: EnginePool, kept: Kept | None) -> Path | None:
+async def require_weights(pool: EnginePool, kept: WeightsSource | None) -> Path | None:
     """Return the folder that the engines name as that of their weights.
 
     ConfigError for one that says that it has others than the wanted ones. One that was started on
@@ -122,7 +122,7 @@ def _is_same(one: Path | None, other: Path) -> bool:
     return one is not None and one.resolve() == other.resolve()
 
 
-def _weights(config: Config, step: int | None, version: int | None) -> Weights:
+def _weights(config: Config, step: int | None, version: int | None) -> TrialWeights:
     name = f"{config.experiment}/{config.trial}"
     folder = trial_dir(config).checkpoints
     if version is not None:
@@ -143,14 +143,14 @@ def _weights(config: Config, step: int | None, version: int | None) -> Weights:
     return latest
 
 
-def _steps(config: Config) -> dict[int, Weights]:
+def _steps(config: Config) -> dict[int, TrialWeights]:
     """Whole checkpoints by their steps."""
     found = {}
     for path in sorted(trial_dir(config).checkpoints.glob("step-*")):
         number = path.name.removeprefix("step-")
         if number.isdecimal() and checkpoint_problem(path) is None:
             state = read_json(path / "trainer" / "state.json")["state"]
-            found[int(number)] = Weights(path, int(state["version"]))
+            found[int(number)] = TrialWeights(path, int(state["version"]))
     return found
 
 

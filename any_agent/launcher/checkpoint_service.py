@@ -20,7 +20,7 @@ from any_agent.config import LOOPBACK, Config, load_config
 from any_agent.errors import ConfigError
 from any_agent.launcher.node import Node, NodeOptions
 from any_agent.launcher.served_model import check_model
-from any_agent.launcher.trial import Weights, kept_weights, latest_weights, trial_dir
+from any_agent.launcher.trial import TrialWeights, kept_weights, latest_weights, trial_dir
 
 _RUN = re.compile(r"([^/@\s]+)/([^/@\s]+?)(?:@(\d{1,9}))?")
 _NEEDED = ("torch", "transformers", "litellm")
@@ -28,16 +28,16 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredCheckpoint:
     """What is to be served, and with which settings."""
 
     config: Config
-    weights: Weights
+    weights: TrialWeights
     name: str
     """`experiment/trial@version`, or the model's path."""
 
 
-def find_kept(model: str, overrides: Sequence[str] = ()) -> Kept:
+def find_kept(model: str, overrides: Sequence[str] = ()) -> StoredCheckpoint:
     """The model that ``experiment/trial``, ``experiment/trial@version`` or a folder names.
 
     Without a version it is the latest checkpoint; 0 is the model that the trial began with.
@@ -56,11 +56,13 @@ def find_kept(model: str, overrides: Sequence[str] = ()) -> Kept:
     config = _saved_config(experiment, trial, overrides)
     name = f"{experiment}/{trial}"
     weights = _weights(config, name, None if version is None else int(version))
-    return Kept(config, weights, f"{name}@{weights.version}")
+    return StoredCheckpoint(config, weights, f"{name}@{weights.version}")
 
 
 @contextmanager
-def served(kept: Kept, folder: Path, say: Callable[[str], None]) -> Iterator[tuple[Node, str]]:
+def served(
+    kept: StoredCheckpoint, folder: Path, say: Callable[[str], None]
+) -> Iterator[tuple[Node, str]]:
     """The service while it is needed, and the key of whoever started it, which opens it alone.
 
     ``folder`` is where it keeps what it records. Call the node's ``check`` now and then, in this
@@ -111,7 +113,7 @@ def _others(missing: Path) -> str:
     return f"; there are {', '.join(found[:8])}{more}" if found else ""
 
 
-def _weights(config: Config, name: str, version: int | None) -> Weights:
+def _weights(config: Config, name: str, version: int | None) -> TrialWeights:
     there = kept_weights(config)
     if version is None:
         latest = latest_weights(config)
@@ -125,15 +127,15 @@ def _weights(config: Config, name: str, version: int | None) -> Weights:
     return there[version]
 
 
-def _named(there: Mapping[int, Weights], name: str) -> str:
+def _named(there: Mapping[int, TrialWeights], name: str) -> str:
     versions = ", ".join(f"{name}@{version}" for version in sorted(there))
     return f"there are {versions} (0 is the model that it began with)"
 
 
-def _model_folder(path: str, overrides: Sequence[str]) -> Kept:
+def _model_folder(path: str, overrides: Sequence[str]) -> StoredCheckpoint:
     config = load_config(None, [*overrides, f"model.path={path}"])
     # What is recorded of another model must not be taken for this one's.
     digest = hashlib.blake2b(str(Path(path).resolve()).encode(), digest_size=4).hexdigest()
     label = _NOT_IN_NAMES.sub("-", Path(path).resolve().name).strip("._-")[:40]
     named = config.model_copy(update={"experiment": "models", "trial": f"{label or 'm'}-{digest}"})
-    return Kept(named, Weights(Path(path), 0), path)
+    return StoredCheckpoint(named, TrialWeights(Path(path), 0), path)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from any_agent.errors import ConfigError, StartupError
-from any_agent.launcher.process import Process
+from any_agent.launcher.process import SupervisedProcess
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ MAX_DEATHS = 40
 system kills for its memory, step by step, is ended by somebody, too."""
 LONG_WINDOW = 600.0
 _FIRST_DELAY = 0.2
-_LONGEST_DELAY = 5.0
+_MAX_DELAY = 5.0
 _BY_SOMEBODY = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 """Exit codes of what others end; a crash, such as a segmentation fault, is a failure of its own.
 
@@ -36,7 +36,7 @@ Code 0 is that of proxies and routers that were told to stop.
 _IMPOSSIBLE = (OSError, subprocess.SubprocessError)
 
 
-class Part:
+class Component:
     """Keeps one process running. :meth:`check`, called several times a second, never waits.
 
     ``make`` gives the process of each start, so that its arguments are those of that moment.
@@ -49,10 +49,10 @@ class Part:
     def __init__(
         self,
         name: str,
-        make: Callable[[], Process],
+        make: Callable[[], SupervisedProcess],
         *,
         say: Callable[[str], None],
-        ready: Callable[[Process], bool],
+        ready: Callable[[SupervisedProcess], bool],
         progress: Callable[[], object] = lambda: None,
         finishes: bool = False,
         where: str = "",
@@ -77,7 +77,7 @@ class Part:
         self._where = where
         self._timeout = timeout
         self._clock = clock
-        self._process: Process | None = None
+        self._process: SupervisedProcess | None = None
         self._probe: _Probe | None = None
         self._deaths: list[tuple[float, bool]] = []
         """Of the last while: when, and whether nobody else ended it."""
@@ -161,7 +161,7 @@ class Part:
             self._process.ask_to_stop()
 
     def stop(self, *, grace: float) -> None:
-        """As :meth:`Process.stop`, and never started again."""
+        """As :meth:`SupervisedProcess.stop`, and never started again."""
         self.state = "ended"
         self._end_probe()
         if self._process is not None:
@@ -235,7 +235,7 @@ class Part:
         self._say(f"{self.label:<9} {how}; starting it again{hint}")
         self.state = "restarting"
         self.restarts += 1
-        self._due = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** (lately - 1))
+        self._due = now + min(_MAX_DELAY, _FIRST_DELAY * 2.0 ** (lately - 1))
 
     def _end_probe(self) -> None:
         if self._probe is not None:
@@ -250,7 +250,9 @@ class Part:
 class _Probe:
     """Asks in a thread whether a process is ready: a question by HTTP may take its time."""
 
-    def __init__(self, ready: Callable[[Process], bool], process: Process) -> None:
+    def __init__(
+        self, ready: Callable[[SupervisedProcess], bool], process: SupervisedProcess
+    ) -> None:
         self._ready = ready
         self._process = process
         self._over = threading.Event()

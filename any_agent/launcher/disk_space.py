@@ -9,7 +9,7 @@ from pathlib import Path
 from any_agent.rundir.registry import HEARTBEAT, Registry
 
 
-class Room:
+class DiskSpaceMonitor:
     """Says once when a rank's journal has no room left, and once when it has some again."""
 
     def __init__(

@@ -19,7 +19,7 @@ from any_agent.launcher.reachability import answers
 from any_agent.runtime.parent_death import die_with_parent
 from any_agent.runtime.private_address import require_private_url
 
-_LOOK_FOR_SGLANG = "import importlib.util as u; raise SystemExit(u.find_spec('sglang') is None)"
+_FIND_SGLANG = "import importlib.util as u; raise SystemExit(u.find_spec('sglang') is None)"
 _EMBEDDED_TIMEOUT = 300.0
 _COMPARE_TIMEOUT = 600.0
 _HEALTH_TIMEOUT = 25.0
@@ -75,7 +75,7 @@ def require_engines(config: Config) -> None:
     _require_divisible(config)
     python = config.engine.python or sys.executable
     try:
-        found = subprocess.run([python, "-c", _LOOK_FOR_SGLANG], capture_output=True, timeout=60)
+        found = subprocess.run([python, "-c", _FIND_SGLANG], capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"engine.python={python} cannot be run: {error}") from None
     if found.returncode:

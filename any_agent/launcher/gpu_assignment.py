@@ -33,7 +33,7 @@ def require_devices(config: Config, *, trains: bool) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class GpuAssignment:
     """Who uses which GPUs, as `CUDA_VISIBLE_DEVICES` names them. None: all that are visible."""
 
     engines: tuple[tuple[str, ...] | None, ...]
@@ -49,7 +49,9 @@ class Deal:
         return "none" if not any(use) else "all" if all(use) else "some"
 
 
-def deal(config: Config, visible: Sequence[str], *, engines: int, trains: bool) -> Deal:
+def assign_gpus(
+    config: Config, visible: Sequence[str], *, engines: int, trains: bool
+) -> GpuAssignment:
     """Give each of this machine's engines its GPUs, and the trainer those that are left.
 
     The engines' are the last ones: a script that trains in its own process takes the first. Where
@@ -57,7 +59,7 @@ def deal(config: Config, visible: Sequence[str], *, engines: int, trains: bool) 
     SGLang fills the memory of its own: ConfigError where there are too few.
     """
     if not visible or config.engine.device == "cpu" or config.engine.urls:
-        return Deal((None,) * engines, None)
+        return GpuAssignment((None,) * engines, None)
     sglang = config.engine.kind == "sglang"
     each = config.engine.gpus if sglang else 1
     needed = each * engines
@@ -69,10 +71,10 @@ def deal(config: Config, visible: Sequence[str], *, engines: int, trains: bool) 
             )
         hands: tuple[tuple[str, ...], ...]
         hands = tuple((visible[k % len(visible)],) for k in range(engines))
-        return Deal(hands, None, visible[0])
+        return GpuAssignment(hands, None, visible[0])
     left, theirs = tuple(visible[: len(visible) - needed]), visible[len(visible) - needed :]
     hands = tuple(tuple(theirs[k * each : (k + 1) * each]) for k in range(engines))
-    return Deal(hands, left if trains and left else None, visible[0])
+    return GpuAssignment(hands, left if trains and left else None, visible[0])
 
 
 def visible_gpus(dev: Path = Path("/dev")) -> tuple[str, ...]:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from any_agent.launcher.component import Part
+from any_agent.launcher.component import Component
 from any_agent.rundir.registry import HEARTBEAT, SILENT_AFTER, Stamp, read_stamp
 
-PATIENCE = 30.0
+TIMEOUT = 30.0
 """Seconds of silence after which a part is killed."""
 
 
@@ -22,13 +22,13 @@ class _Heard:
     """Seconds since it changed."""
 
 
-class Silence:
+class HangDetector:
     """Kills a ready part that has stopped to write its registry entry; engines write none."""
 
     def __init__(
         self,
         registry: Path,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, Component],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -50,11 +50,11 @@ class Silence:
             self._listen(part, min(passed, 2 * HEARTBEAT))
         # When none is heard, it is the disk that takes nothing, or nothing new.
         if any(heard.silence < SILENT_AFTER for heard in self._heard.values()):
-            for name in [n for n, heard in self._heard.items() if heard.silence >= PATIENCE]:
+            for name in [n for n, heard in self._heard.items() if heard.silence >= TIMEOUT]:
                 del self._heard[name]
-                self._parts[name].kill(f"has not been heard of for {PATIENCE:g} s")
+                self._parts[name].kill(f"has not been heard of for {TIMEOUT:g} s")
 
-    def _listen(self, part: Part, passed: float) -> None:
+    def _listen(self, part: Component, passed: float) -> None:
         beat = self._beat(part) if part.state == "ready" else None
         if beat is None:
             self._heard.pop(part.name, None)
@@ -65,6 +65,6 @@ class Silence:
         else:
             heard.silence += passed
 
-    def _beat(self, part: Part) -> tuple[int, Stamp] | None:
+    def _beat(self, part: Component) -> tuple[int, Stamp] | None:
         stamp = read_stamp(self._registry, part.name)
         return None if stamp is None else (part.pid, stamp)

@@ -68,7 +68,9 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
-def bring(run: RunDir, ranks: Iterable[int], machine: str, say: Callable[[str], None]) -> None:
+def fetch_journals(
+    run: RunDir, ranks: Iterable[int], machine: str, say: Callable[[str], None]
+) -> None:
     """Have the journals of these ranks on this machine, as the last service left them.
 
     What a machine kept that is gone now is lost, and told: its ranks begin empty.
@@ -102,7 +104,9 @@ def bring(run: RunDir, ranks: Iterable[int], machine: str, say: Callable[[str], 
         copy.unlink(missing_ok=True)
 
 
-def leave(run: RunDir, ranks: Iterable[int], machine: str, say: Callable[[str], None]) -> None:
+def store_journals(
+    run: RunDir, ranks: Iterable[int], machine: str, say: Callable[[str], None]
+) -> None:
     """Copy these ranks' journals to where every machine finds them; nothing uses them any more.
 
     One that cannot be copied is told, and is no reason to keep none of the others.

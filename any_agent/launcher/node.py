@@ -7,7 +7,7 @@
     router                  the public URL
     trainer
 
-Of a service on several machines, each runs its :class:`Place`'s parts; those of one machine find
+Of a service on several machines, each runs its :class:`NodeRole`'s parts; those of one machine find
 the others by the registry in the run's folder, which they share.
 """
 
@@ -27,22 +27,22 @@ from any_agent.auth.access import require_key
 from any_agent.config import Config
 from any_agent.errors import StartupError
 from any_agent.launcher import journal_storage as journals
-from any_agent.launcher.component import Part
-from any_agent.launcher.disk_space import Room
+from any_agent.launcher.component import Component
+from any_agent.launcher.disk_space import DiskSpaceMonitor
 from any_agent.launcher.engines import require_engines, require_weights
 from any_agent.launcher.gpu_assignment import require_devices
-from any_agent.launcher.hang_detector import Silence
-from any_agent.launcher.node_role import WHOLE, Place
+from any_agent.launcher.hang_detector import HangDetector
+from any_agent.launcher.node_role import WHOLE, NodeRole
 from any_agent.launcher.reachability import from_here, reachable
-from any_agent.launcher.served_model import Model
+from any_agent.launcher.served_model import ServedModel
 from any_agent.launcher.shutdown import Terminated, drain, stop, uninterrupted
 from any_agent.launcher.starter import Starter, port_of
-from any_agent.launcher.training_progress import Progress
-from any_agent.launcher.trial import Weights, latest_weights, trial_dir
+from any_agent.launcher.training_progress import TrainingProgress
+from any_agent.launcher.trial import TrialWeights, latest_weights, trial_dir
 from any_agent.runtime.atomic_files import write_atomic
 from any_agent.runtime.ports import reserve, url_of
 
-_LOOK_EVERY = 0.1
+_POLL_INTERVAL = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class NodeOptions:
     train: bool = True
     trainer_outside: bool = False
     """With ``train``: whoever entered the node trains itself; no trainer process is started."""
-    weights: Weights | None = None
+    weights: TrialWeights | None = None
     """What engines serve, for good. None: the trial's newest at each start of an engine."""
-    place: Place = WHOLE
+    place: NodeRole = WHOLE
     """This machine's share."""
     configured: Config | None = None
     """What the trial is known to be started with, where some of its settings are this start's."""
@@ -80,16 +80,16 @@ class Node:
         """The router's, as this machine reaches it."""
         self.engine_urls: Sequence[str] = ()
         """Of the engines of this machine's ranks."""
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, Component] = {}
         """By name, in the order of starting; each tells its state and process id."""
-        self._silence = Silence(self.dir.registry, self.parts)
-        self._room = Room(self.dir.registry, self.options.say)
+        self._silence = HangDetector(self.dir.registry, self.parts)
+        self._room = DiskSpaceMonitor(self.dir.registry, self.options.say)
         self._stack = ExitStack()
         self._lock: int | None = None
         self._brought = False
         """This machine's journals are here, and may change."""
         self._public: socket.socket
-        self._model = Model(config, self.options.weights)
+        self._model = ServedModel(config, self.options.weights)
 
     def __enter__(self) -> Self:
         try:
@@ -149,7 +149,7 @@ class Node:
             if self._brought:
                 self._brought = False
                 place, say = self.options.place, self.options.say
-                journals.leave(self.dir, place.ranks_of(self.config), place.machine, say)
+                journals.store_journals(self.dir, place.ranks_of(self.config), place.machine, say)
             self._stack.close()
 
     def _refuse_connections(self) -> None:
@@ -162,7 +162,7 @@ class Node:
 
         Raises what :meth:`check` raises.
         """
-        progress = Progress(self.dir.metrics, self.config.train.steps, self.dir.waiting)
+        progress = TrainingProgress(self.dir.metrics, self.config.train.steps, self.dir.waiting)
         told = False
         while True:
             trained = self.check()
@@ -173,7 +173,7 @@ class Node:
                 self.options.say(f"trainer   done; checkpoints in {self.dir.checkpoints}")
             if trained and until_trained:
                 return
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_INTERVAL)
 
     def check(self) -> bool:
         """Look at every part once, start dead ones again; whether training has ended.
@@ -207,7 +207,7 @@ class Node:
             self._tell_if_trained()
         self.starter = self._make_starter()
         self._begin_elsewhere()
-        journals.bring(self.dir, place.ranks_of(config), place.machine, options.say)
+        journals.fetch_journals(self.dir, place.ranks_of(config), place.machine, options.say)
         self._brought = True
         self.engine_urls = self.starter.engines()
         if config.engine.urls and place.router and not options.train:

@@ -22,7 +22,7 @@ class TrainingNodes:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodeRole:
     """One machine's share of a service; by default all of it."""
 
     host: str = LOCAL
@@ -45,4 +45,4 @@ class Place:
         return tuple(range(config.server.ranks)) if self.ranks is None else self.ranks
 
 
-WHOLE = Place()
+WHOLE = NodeRole()

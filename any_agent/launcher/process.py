@@ -33,7 +33,7 @@ class Command:
     """The signal that it gets when the launcher is killed; None: the one that ends it at once."""
 
 
-class Process:
+class SupervisedProcess:
     """A named child. ``python -m module`` arguments; output goes to ``log``.
 
     ``python`` is another environment's interpreter: what ours is told about where modules lie is

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from any_agent.config import Config
 from any_agent.errors import ConfigError
-from any_agent.launcher.trial import Weights, latest_weights, newest_weights
+from any_agent.launcher.trial import TrialWeights, latest_weights, newest_weights
 
 
-class Model:
+class ServedModel:
     """The model as it is now; ``fixed``: these weights for good, whatever is published."""
 
-    def __init__(self, config: Config, fixed: Weights | None) -> None:
+    def __init__(self, config: Config, fixed: TrialWeights | None) -> None:
         self._config = config
         self._fixed = fixed
 

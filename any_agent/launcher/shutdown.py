@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
-from any_agent.launcher.component import Part
+from any_agent.launcher.component import Component
 
 STOP_GRACE = 4.0
 """Seconds for the trainer to finish its step, and again for all the others."""
-_LOOK_EVERY = 0.05
+_POLL_INTERVAL = 0.05
 
 
 class Terminated(SystemExit):
@@ -32,7 +32,7 @@ def terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def stop(parts: Mapping[str, Part], close: Callable[[], None]) -> None:
+def stop(parts: Mapping[str, Component], close: Callable[[], None]) -> None:
     """End every process within seconds, for certain; the trainer first, while it has a service.
 
     It finishes the step under way and keeps a checkpoint, if its time is enough for that. Then the
@@ -48,7 +48,7 @@ def stop(parts: Mapping[str, Part], close: Callable[[], None]) -> None:
 
 
 def drain(
-    parts: Mapping[str, Part],
+    parts: Mapping[str, Component],
     close: Callable[[], None],
     within: float,
     *,
@@ -78,27 +78,27 @@ def drain(
         return not hurry.is_set() and time.monotonic() < now + within
 
 
-def _trainer(parts: Mapping[str, Part]) -> list[Part]:
+def _trainer(parts: Mapping[str, Component]) -> list[Component]:
     return [part for part in parts.values() if part.kind == "trainer"]
 
 
-def _router(parts: Mapping[str, Part]) -> list[Part]:
+def _router(parts: Mapping[str, Component]) -> list[Component]:
     return [part for part in parts.values() if part.kind == "router"]
 
 
-def _proxies(parts: Mapping[str, Part]) -> list[Part]:
+def _proxies(parts: Mapping[str, Component]) -> list[Component]:
     return [part for part in parts.values() if part.kind == "rank"]
 
 
-def _wait(parts: Iterable[Part], deadline: float, hurry: threading.Event) -> None:
+def _wait(parts: Iterable[Component], deadline: float, hurry: threading.Event) -> None:
     """Until all of these have ended."""
     waited_for = list(parts)
     while any(part.running for part in waited_for) and time.monotonic() < deadline:
-        if hurry.wait(_LOOK_EVERY):
+        if hurry.wait(_POLL_INTERVAL):
             return
 
 
-def _stop(parts: Iterable[Part], grace: float) -> None:
+def _stop(parts: Iterable[Component], grace: float) -> None:
     """End these, all at once; SIGKILL for what is left after ``grace`` seconds."""
     asked = list(parts)
     for part in asked:

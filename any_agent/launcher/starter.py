@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from any_agent.config import SECRET_VARIABLES, Config
-from any_agent.launcher.component import Part
+from any_agent.launcher.component import Component
 from any_agent.launcher.engines import engine_command, engine_ready, start_timeout
-from any_agent.launcher.gpu_assignment import SHARED_GPUS, deal, visible_gpus
-from any_agent.launcher.node_role import Place
-from any_agent.launcher.process import Command, Process
+from any_agent.launcher.gpu_assignment import SHARED_GPUS, assign_gpus, visible_gpus
+from any_agent.launcher.node_role import NodeRole
+from any_agent.launcher.process import Command, SupervisedProcess
 from any_agent.launcher.reachability import answers, from_here
-from any_agent.launcher.served_model import Model
+from any_agent.launcher.served_model import ServedModel
 from any_agent.launcher.training import trainer_arguments
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import Registry, rank_name
@@ -38,9 +38,9 @@ class Starter:
         self,
         config: Config,
         run_dir: RunDir,
-        place: Place,
-        model: Model,
-        parts: dict[str, Part],
+        place: NodeRole,
+        model: ServedModel,
+        parts: dict[str, Component],
         *,
         say: Callable[[str], None],
         check: Callable[[], object],
@@ -59,7 +59,7 @@ class Starter:
         self._training = training
         self._lock = lock
         self._ranks = place.ranks_of(config)
-        self._deal = deal(
+        self._deal = assign_gpus(
             config,
             visible_gpus(),
             engines=len(self._ranks),
@@ -180,10 +180,10 @@ class Starter:
         secrets = {SECRET_VARIABLES[0]: key.get_secret_value()} if key else {}
         log = self._dir.logs / f"{name}.log"
 
-        def make() -> Process:
+        def make() -> SupervisedProcess:
             made = command()
             now = made if isinstance(made, Command) else Command(made)
-            return Process(
+            return SupervisedProcess(
                 name,
                 now.arguments,
                 log,
@@ -196,7 +196,7 @@ class Starter:
                 quick=quick,
             )
 
-        part = Part(name, make, say=self._say, **options)
+        part = Component(name, make, say=self._say, **options)
         self._parts[name] = part
         part.start()
 
@@ -206,13 +206,13 @@ class Starter:
             self._check()
             time.sleep(0.02)
 
-    def registered(self, name: str, url: str | None = None) -> Callable[[Process], bool]:
+    def registered(self, name: str, url: str | None = None) -> Callable[[SupervisedProcess], bool]:
         """Whether the process itself has told that it is ready, and answers.
 
         By the address alone it could be its predecessor, or another program.
         """
 
-        def ready(process: Process) -> bool:
+        def ready(process: SupervisedProcess) -> bool:
             registry = Registry(self._dir.registry)
             registry.refresh()
             entry = registry.get(name)

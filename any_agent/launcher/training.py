@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from any_agent.config import Config
-from any_agent.launcher.node_role import Place
+from any_agent.launcher.node_role import NodeRole
 
 
-def trainer_arguments(config: Config, settings: Path, place: Place) -> list[str]:
+def trainer_arguments(config: Config, settings: Path, place: NodeRole) -> list[str]:
     """What follows `python -m`: a trainer of the run with these resolved settings.
 
     Where several processes train it is one that starts this machine's share of them, ends with

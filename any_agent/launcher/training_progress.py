@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Progress:
+class TrainingProgress:
     """Reads `metrics.jsonl` as it grows; what was there before is not shown.
 
     With ``waiting`` also what the trainer waits for, whenever it says so there: one in another

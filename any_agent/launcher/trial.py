@@ -17,7 +17,7 @@ _VERSION = re.compile(r"v(\d{8,})")
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class TrialWeights:
     """A folder that an engine loads, and the version under which it serves it."""
 
     path: Path
@@ -25,7 +25,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedWeights(Weights):
+class SavedWeights(TrialWeights):
     """A checkpoint's."""
 
     step: int
@@ -85,7 +85,7 @@ def _require_same(config: Config, before: Config) -> None:
         )
 
 
-def newest_weights(config: Config) -> Weights | None:
+def newest_weights(config: Config) -> TrialWeights | None:
     """What an engine that starts now should serve: what was published last, else the checkpoint.
 
     A published folder was renamed into place when it was whole.
@@ -96,7 +96,7 @@ def newest_weights(config: Config) -> Weights | None:
     saved = latest_weights(config)
     if not versions or (saved is not None and saved.version > max(versions)):
         return saved
-    return Weights(weights_folder(weights, max(versions)), max(versions))
+    return TrialWeights(weights_folder(weights, max(versions)), max(versions))
 
 
 def latest_weights(config: Config) -> SavedWeights | None:
@@ -118,16 +118,16 @@ def latest_weights(config: Config) -> SavedWeights | None:
     return SavedWeights(path, int(saved["state"]["version"]), int(match[1]))
 
 
-def kept_weights(config: Config) -> dict[int, Weights]:
+def kept_weights(config: Config) -> dict[int, TrialWeights]:
     """All models that the trial still has, by version: the one that it began with, as 0, what was
     published last, and whole checkpoints."""
     run = trial_dir(config)
-    there = {0: Weights(Path(config.model.path), 0)} if config.model.path else {}
+    there = {0: TrialWeights(Path(config.model.path), 0)} if config.model.path else {}
     for path in run.weights.glob("v*"):
         if match := _VERSION.fullmatch(path.name):
-            there[int(match[1])] = Weights(path, int(match[1]))
+            there[int(match[1])] = TrialWeights(path, int(match[1]))
     for path in run.checkpoints.glob("step-*"):
         if _STEP.fullmatch(path.name) and checkpoint_problem(path) is None:
             version = int(read_json(path / "trainer" / "state.json")["state"]["version"])
-            there[version] = Weights(path, version)
+            there[version] = TrialWeights(path, version)
     return there

@@ -9,7 +9,7 @@ from any_agent.record.codec import (
     unpack_trajectories,
 )
 from any_agent.record.completion import CompletionWithTokenLogpReward, chat_completion_of
-from any_agent.record.content_removal import has_reasoning, lacks_texts, without_texts
+from any_agent.record.content_removal import has_reasoning, lacks_texts, strip_content
 from any_agent.record.export import (
     concat_rows,
     export_rows,
@@ -21,7 +21,7 @@ from any_agent.record.export import (
 from any_agent.record.exported_interaction import InteractionWithTokenLogpReward
 from any_agent.record.frozen_calls import FROZEN_MODEL, frozen_id, is_frozen
 from any_agent.record.interaction_tree import InteractionTree
-from any_agent.record.request_prefix_cache import Beginning
+from any_agent.record.request_prefix_cache import RequestPrefix
 from any_agent.record.reward_propagation import (
     discarded,
     propagate_rewards,
@@ -32,10 +32,10 @@ from any_agent.types import Row
 
 __all__ = [
     "FROZEN_MODEL",
-    "Beginning",
     "CompletionWithTokenLogpReward",
     "InteractionTree",
     "InteractionWithTokenLogpReward",
+    "RequestPrefix",
     "Row",
     "chat_completion_of",
     "concat_rows",
@@ -51,10 +51,10 @@ __all__ = [
     "pack_trajectories",
     "propagate_rewards",
     "session_score",
+    "strip_content",
     "to_json",
     "to_tensors",
     "unpack_interaction",
     "unpack_trajectories",
     "was_received",
-    "without_texts",
 ]

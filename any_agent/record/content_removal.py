@@ -16,7 +16,7 @@ _WORDLESS = {"mixed_cache", "text", "top_logprobs", "forced", "matched_stop", "o
 """What a request's record keeps: numbers and digests."""
 
 
-def without_texts(interaction: Interaction) -> Interaction:
+def strip_content(interaction: Interaction) -> Interaction:
     """A copy without messages, tools, stop strings, a grammar, and what was only recorded."""
     said = interaction.output_message
     kept: Message = {"role": said.get("role", "assistant")}

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from any_agent.record.request_prefix_cache import ENTRY_BYTES, SeenRequests
+from any_agent.record.request_prefix_cache import ENTRY_BYTES, RequestPrefixCache
 from any_agent.record.reward_propagation import was_received
-from any_agent.record.token_path_cache import HotPaths
+from any_agent.record.token_path_cache import TokenPathCache
 from any_agent.types import Continuation, IdArray, Interaction, Message
 
 _MESSAGES = 16
@@ -28,8 +28,8 @@ class InteractionTree:
         self._by_key: dict[bytes, list[Interaction]] = {}
         self._keys: dict[str, bytes | None] = {}
         self._heads: set[bytes] = set()
-        self._hot = HotPaths()
-        self.seen = SeenRequests()
+        self._hot = TokenPathCache()
+        self.seen = RequestPrefixCache()
 
     @classmethod
     def from_interactions(

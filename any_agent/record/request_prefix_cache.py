@@ -26,7 +26,7 @@ ENTRY_BYTES = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class RequestPrefix:
     """What was found out about a request."""
 
     messages: int
@@ -43,11 +43,11 @@ class Beginning:
     """Interactions that it does not continue, because they reasoned otherwise."""
 
 
-class SeenRequests:
+class RequestPrefixCache:
     """A few beginnings of one session's requests; may be used from any thread."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, Beginning] = OrderedDict()
+        self._known: OrderedDict[bytes, RequestPrefix] = OrderedDict()
         self._forgotten = 0
         """How often; in the digests, so that what is noted late is never found again."""
         self._lock = Lock()
@@ -55,14 +55,14 @@ class SeenRequests:
     def __len__(self) -> int:
         return len(self._known)
 
-    def look(self, messages: Sequence[Any], head: Any) -> tuple[Beginning | None, bytes | None]:
+    def look(self, messages: Sequence[Any], head: Any) -> tuple[RequestPrefix | None, bytes | None]:
         """The longest known beginning, and the digest to :meth:`note` this request under.
 
         ``head``: what the messages belong to (tools, template). None for what JSON cannot write.
         """
         with self._lock:
             counts = {b.messages for b in self._known.values() if b.messages <= len(messages)}
-        found: Beginning | None = None
+        found: RequestPrefix | None = None
         try:
             digest = hashlib.sha256(orjson.dumps([self._forgotten, head], option=_PLAIN))
             at = 0
@@ -79,7 +79,7 @@ class SeenRequests:
             return None, None
         return found, digest.digest()
 
-    def note(self, digest: bytes, beginning: Beginning) -> None:
+    def note(self, digest: bytes, beginning: RequestPrefix) -> None:
         """Remember a request that was found to be valid."""
         with self._lock:
             self._known[digest] = beginning

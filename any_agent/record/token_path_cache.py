@@ -11,7 +11,7 @@ _MOST = 4
 """Paths: agents of one session may take turns."""
 
 
-class HotPaths:
+class TokenPathCache:
     """Prompt + output of a few interactions, by id; may be used from any thread."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 Outcome: TypeAlias = tuple[bool, Any]
 """Whether it worked, and the reward or what went wrong."""
 
-_MAX_SAID = 160
+_MAX_MESSAGE = 160
 """Characters of what a grader failed with that are kept."""
 
 
@@ -65,7 +65,7 @@ def _said(error: BaseException) -> str:
 def short(text: str) -> str:
     """One line, cut off where it is long."""
     text = " ".join(text.split())
-    return text if len(text) <= _MAX_SAID else text[: _MAX_SAID - 3] + "..."
+    return text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 3] + "..."
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,14 +1,14 @@
 """Running workflows: admission by staleness, long polls, batches."""
 
 from any_agent.rollout.admission import free_slots
-from any_agent.rollout.lease_executor import Consumed, RolloutExecutor
-from any_agent.rollout.rank_clients import Ranks, engine_urls
+from any_agent.rollout.lease_executor import Consumed, LeaseExecutor
+from any_agent.rollout.rank_clients import RankClients, engine_urls
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 
 __all__ = [
     "Consumed",
-    "Ranks",
-    "RolloutExecutor",
+    "LeaseExecutor",
+    "RankClients",
     "WorkflowExecutor",
     "engine_urls",
     "free_slots",

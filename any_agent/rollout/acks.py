@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, Conflict, NotFound
 from any_agent.protocol.rl import Rejection
-from any_agent.rollout.rank_clients import Ranks
+from any_agent.rollout.rank_clients import RankClients
 
 log = logging.getLogger(__name__)
 
-_AGAIN_AFTER = (0.25, 5.0)
+_RETRY_DELAY = (0.25, 5.0)
 """Seconds until the next try; doubled up to the second."""
 
 
 @dataclass(slots=True, eq=False)
-class _Ack:
+class _PendingAck:
     """What one rank is to be told of one batch."""
 
     trained: list[str]
@@ -29,19 +29,21 @@ class _Ack:
     done: asyncio.Future[None]
 
 
-class Acks:
+class AckSender:
     """Tells each rank what became of its sessions, and goes on until it knows.
 
     A rank that is away for long holds up neither the others nor the caller; what it was not told
     yet stays its buffered sessions, so there is never more of it than that.
     """
 
-    def __init__(self, ranks: Ranks, *, owner: str, settled: Callable[[list[str]], None]) -> None:
+    def __init__(
+        self, ranks: RankClients, *, owner: str, settled: Callable[[list[str]], None]
+    ) -> None:
         """``settled`` hears of the sessions that a rank has let go of."""
         self._ranks = ranks
         self._owner = owner
         self._settled = settled
-        self._todo: list[deque[_Ack]] = [deque() for _ in range(len(ranks))]
+        self._todo: list[deque[_PendingAck]] = [deque() for _ in range(len(ranks))]
         self._more = [asyncio.Event() for _ in range(len(ranks))]
 
     async def send(
@@ -62,7 +64,7 @@ class Acks:
             mine = [id for id in trained if home(id) == rank]
             refused = [r for r in rejected if home(r.session_id) == rank]
             if mine or refused:
-                ack = _Ack(mine, refused, step, asyncio.get_running_loop().create_future())
+                ack = _PendingAck(mine, refused, step, asyncio.get_running_loop().create_future())
                 self._todo[rank].append(ack)
                 self._more[rank].set()
                 sent.append(ack.done)
@@ -95,7 +97,7 @@ class Acks:
                 ack.done.set_result(None)
             await self._more[rank].wait()
 
-    async def _send(self, client: RLClient, ack: _Ack) -> None:
+    async def _send(self, client: RLClient, ack: _PendingAck) -> None:
         trained, rejected = ack.trained, ack.rejected
         try:
             await self._repeat(client, trained, rejected, ack.step)
@@ -112,7 +114,7 @@ class Acks:
         self, client: RLClient, trained: list[str], rejected: list[Rejection], step: int | None
     ) -> None:
         """All or none. Repeating an ack changes nothing, so a full store, say, ends no run."""
-        pause, longest = _AGAIN_AFTER
+        pause, longest = _RETRY_DELAY
         while True:
             try:
                 await client.ack(owner=self._owner, trained=trained, rejected=rejected, step=step)

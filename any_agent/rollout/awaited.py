@@ -8,7 +8,7 @@ _NAMED = 3
 """Groups that are told of one by one."""
 
 
-def what_is_there(now: Capacity) -> str:
+def describe_waiting(now: Capacity) -> str:
     """Sessions that are open or asked for, and groups that wait for members."""
     if not (now.running or now.waiting or now.unfilled):
         return "no agent has a session open, or waits for one"

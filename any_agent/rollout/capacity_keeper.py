@@ -16,21 +16,21 @@ from itertools import count
 from any_agent.config import RolloutConfig
 from any_agent.errors import AnyAgentError
 from any_agent.protocol.rl import Capacity
-from any_agent.rollout.rank_clients import Ranks
+from any_agent.rollout.rank_clients import RankClients
 from any_agent.rollout.slot_allocation import RankView, divide, total
 
 log = logging.getLogger(__name__)
 
 _TTL = 15.0
 """Seconds after which a rank admits nothing more if it hears nothing more."""
-_EVERY = 1.0
-_ANSWER_WITHIN = 1.0
+_INTERVAL = 1.0
+_ANSWER_TIMEOUT = 1.0
 """Seconds that the others wait for one rank's answer."""
 _RETRY_FOR = 5.0
 """Seconds that one message is repeated; then a new one says what is held by now."""
 
 
-class _Talk:
+class _RankConnection:
     """What was said to one rank, and what it said. One message at a time is under way."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class CapacityKeeper:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: RankClients,
         config: RolloutConfig,
         *,
         owner: str,
@@ -68,7 +68,7 @@ class CapacityKeeper:
         self._config = config
         self._owner = owner
         self._held = held
-        self._talks = [_Talk() for _ in range(len(ranks))]
+        self._talks = [_RankConnection() for _ in range(len(ranks))]
         self._numbers = count(1)
         self._turn = 0
         self.open = False
@@ -87,7 +87,7 @@ class CapacityKeeper:
                 self.changed.clear()
                 await self.round()
                 try:
-                    async with asyncio.timeout(_EVERY):
+                    async with asyncio.timeout(_INTERVAL):
                         await self.changed.wait()
                 except TimeoutError:
                     pass
@@ -147,13 +147,13 @@ class CapacityKeeper:
             if talk.task is None or talk.task.done():
                 talk.task = asyncio.create_task(self._say(rank, talk, limit))
                 said.append(talk.task)
-        late = (await asyncio.wait(said, timeout=_ANSWER_WITHIN))[1] if said else ()
+        late = (await asyncio.wait(said, timeout=_ANSWER_TIMEOUT))[1] if said else ()
         for talk in self._talks:
             talk.late = talk.late or talk.task in late
             if talk.task is not None and talk.task.done():
                 talk.task.result()
 
-    async def _say(self, rank: int, talk: _Talk, limit: int) -> None:
+    async def _say(self, rank: int, talk: _RankConnection, limit: int) -> None:
         talk.limit = max(talk.limit, limit)
         talk.late = False
         try:

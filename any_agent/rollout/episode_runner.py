@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from any_agent.errors import InvalidTrajectory
-from any_agent.rollout.jobs import Job
+from any_agent.rollout.jobs import EpisodeJob
 from any_agent.types import GenerationHyperparameters, SampledSession
 from any_agent.workflow import context
 from any_agent.workflow.grouped import own_copy
@@ -16,7 +16,7 @@ from any_agent.workflow.tensors import rows_of, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class EpisodeOutcome:
     """A result to train on, or why there is none."""
 
     result: Any = None
@@ -26,7 +26,7 @@ class Outcome:
     """What it failed with; None where the workflow itself rejected it."""
 
 
-class Episodes:
+class EpisodeRunner:
     """Runs episodes; never raises but CancelledError, when it was cancelled from outside."""
 
     def __init__(
@@ -50,29 +50,29 @@ class Episodes:
         self._discount = discount
         self.stopping = False
 
-    async def run(self, job: Job, k: int) -> Outcome:
+    async def run(self, job: EpisodeJob, k: int) -> EpisodeOutcome:
         """The job's run number ``k``."""
         try:
             async with asyncio.timeout(self._timeout) as limit:
                 result = await self._run(job)
             return self._read(result, job, k)
         except InvalidTrajectory as error:
-            return Outcome(reason="invalid", error=error)
+            return EpisodeOutcome(reason="invalid", error=error)
         except TimeoutError as error:
             if not limit.expired():
-                return Outcome(reason="failed", error=error)
+                return EpisodeOutcome(reason="failed", error=error)
             late = TimeoutError(f"it took more than {self._timeout:g} s")
-            return Outcome(reason="timeout", error=late.with_traceback(error.__traceback__))
+            return EpisodeOutcome(reason="timeout", error=late.with_traceback(error.__traceback__))
         except asyncio.CancelledError as error:
             if self.stopping or job.dropped:
                 raise
             # The workflow cancelled itself; that must not end more than this run.
-            return Outcome(reason="failed", error=error)
+            return EpisodeOutcome(reason="failed", error=error)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             # An agent's exit() would end the whole event loop.
-            return Outcome(reason="failed", error=error)
+            return EpisodeOutcome(reason="failed", error=error)
 
-    async def _run(self, job: Job) -> Any:
+    async def _run(self, job: EpisodeJob) -> Any:
         sampling = self._sampling[job.is_eval]
         here = context.WorkflowContext(
             task_id=job.task_id,
@@ -84,11 +84,11 @@ class Episodes:
         with context.use(here):
             return await job.workflow.arun_episode(self._engine, own_copy(job.data))
 
-    def _read(self, result: Any, job: Job, k: int) -> Outcome:
+    def _read(self, result: Any, job: EpisodeJob, k: int) -> EpisodeOutcome:
         if result is None:
-            return Outcome(reason="returned_none")
+            return EpisodeOutcome(reason="returned_none")
         if job.stream is None or not job.stream.sessions:
-            return Outcome(tensors_of(result, discount=self._discount))
+            return EpisodeOutcome(tensors_of(result, discount=self._discount))
         rows = rows_of(
             result,
             discount=self._discount,
@@ -96,7 +96,7 @@ class Episodes:
             vocab_size=self._vocab_size,
         )
         task = job.data.get("task_id")
-        return Outcome(
+        return EpisodeOutcome(
             SampledSession(
                 session_id=f"{job.group_id}-{k}",
                 group_id=job.group_id,

@@ -12,53 +12,53 @@ from typing import Any
 from any_agent import stats_tracker
 from any_agent.config import RolloutConfig
 from any_agent.errors import RolloutError, TrainingError
-from any_agent.rollout.episode_runner import Episodes, Outcome
-from any_agent.rollout.failure_budget import Failures, said
-from any_agent.rollout.jobs import Job, Stream
-from any_agent.rollout.result_queue import Board
-from any_agent.rollout.session_counts import Ledger
+from any_agent.rollout.episode_runner import EpisodeOutcome, EpisodeRunner
+from any_agent.rollout.failure_budget import FailureBudget, said
+from any_agent.rollout.jobs import EpisodeJob, JobStream
+from any_agent.rollout.result_queue import ResultQueue
+from any_agent.rollout.session_counts import RolloutCounts
 from any_agent.types import Row, SampledSession
 from any_agent.workflow.dump import TrajectoryDump, rows_in
 from any_agent.workflow.tensors import concat_padded_tensors, padded
 
 log = logging.getLogger(__name__)
 
-_STOPS_WITHIN = 10.0
+_STOPS_TIMEOUT = 10.0
 """Seconds that episodes have for ending when they are cancelled."""
 
 
-class Crew:
+class EpisodeScheduler:
     """Runs jobs: those that were submitted, and those of one stream. Of one event loop alone."""
 
     def __init__(
         self,
-        episodes: Episodes,
+        episodes: EpisodeRunner,
         config: RolloutConfig,
-        board: Board,
+        board: ResultQueue,
         dump: TrajectoryDump | None = None,
     ) -> None:
         self._episodes = episodes
         self._config = config
         self._board = board
         self._dump = dump
-        self._failures = Failures(config.max_failures)
-        self._unusable = Failures(config.max_failures)
+        self._failures = FailureBudget(config.max_failures)
+        self._unusable = FailureBudget(config.max_failures)
         """Of the functions that judge what episodes return."""
         # A group may be larger than what may run at once.
         self._places = {kind: asyncio.Semaphore(config.max_concurrent) for kind in (False, True)}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._runs: dict[asyncio.Task[None], Job] = {}
+        self._runs: dict[asyncio.Task[None], EpisodeJob] = {}
         """Tasks whose session counts as one that runs."""
         self._retry: asyncio.TimerHandle | None = None
-        self._pending: deque[Job] = deque()
-        self._evals: deque[Job] = deque()
-        self._stream: Stream | None = None
+        self._pending: deque[EpisodeJob] = deque()
+        self._evals: deque[EpisodeJob] = deque()
+        self._stream: JobStream | None = None
         self._wanted = 0
         """Submitted sessions that somebody waits for."""
         self._lent = 0
         """Submitted sessions that were handed out last, and count as buffered until more is asked
         for."""
-        self.ledger = Ledger(config)
+        self.ledger = RolloutCounts(config)
         self.rejected: Counter[str] = Counter()
 
     async def stop(self) -> None:
@@ -69,17 +69,17 @@ class Crew:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=_STOPS_WITHIN)
+            _, late = await asyncio.wait(self._tasks, timeout=_STOPS_TIMEOUT)
             if late:
                 log.warning("%d episodes do not end although they are cancelled", len(late))
 
     # -- what callers bring --------------------------------------------------------------------
 
-    def take(self, job: Job) -> None:
+    def take(self, job: EpisodeJob) -> None:
         (self._evals if job.is_eval else self._pending).append(job)
         self.admit()
 
-    async def drop(self, jobs: Sequence[Job]) -> None:
+    async def drop(self, jobs: Sequence[EpisodeJob]) -> None:
         """Nobody wants what was submitted any more: cancel what runs of it, and wait for that."""
         for job in jobs:
             job.dropped = True
@@ -90,18 +90,18 @@ class Crew:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=_STOPS_WITHIN)
+            await asyncio.wait(tasks, timeout=_STOPS_TIMEOUT)
         for job in jobs:
             if job.left and not job.is_eval:
                 # Its other runs had ended, and were waiting for these.
                 self.ledger.settle(len(job.results))
         self.admit()
 
-    def open(self, stream: Stream) -> None:
+    def open(self, stream: JobStream) -> None:
         self._stream = stream
         self.admit()
 
-    async def close(self, stream: Stream) -> None:
+    async def close(self, stream: JobStream) -> None:
         """Nobody wants more of a stream: what is ready is thrown away, what runs is cancelled."""
         stream.closed = True
         if self._stream is stream:
@@ -168,20 +168,20 @@ class Crew:
             self._retry = asyncio.get_running_loop().call_later(pause, again)
         return True
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: EpisodeJob) -> None:
         job.left = job.size
         self.ledger.begin(job.size, is_eval=job.is_eval)
         for k in range(job.size):
             self._runs[self._start(self._run(job, k))] = job
 
-    def _pull(self, stream: Stream) -> None:
+    def _pull(self, stream: JobStream) -> None:
         """Take as many items as there is room for, in a thread; they begin then."""
         if not stream.pulling and not stream.exhausted:
             stream.pulling = True
             free = self._config.max_concurrent - self.ledger.running
             self._start(self._take_items(stream, max(1, free // stream.group_size)))
 
-    async def _take_items(self, stream: Stream, count: int) -> None:
+    async def _take_items(self, stream: JobStream, count: int) -> None:
         try:
             items = await asyncio.to_thread(lambda: list(itertools.islice(stream.items, count)))
         except Exception as error:
@@ -194,7 +194,7 @@ class Crew:
             self._board.news.notify_all()
         self.admit()
 
-    def _end(self, stream: Stream, error: Exception) -> None:
+    def _end(self, stream: JobStream, error: Exception) -> None:
         """A stream cannot go on; with the trainer's, which is all that it does, all ends."""
         if stream.sessions:
             self._board.fail(error)
@@ -222,7 +222,7 @@ class Crew:
 
     # -- ending --------------------------------------------------------------------------------
 
-    async def _run(self, job: Job, k: int) -> None:
+    async def _run(self, job: EpisodeJob, k: int) -> None:
         async with self._places[job.is_eval]:
             number = self._failures.begin()
             outcome = await self._episodes.run(job, k)
@@ -243,7 +243,7 @@ class Crew:
             self._close(job)
         self.admit()
 
-    def _count(self, outcome: Outcome, job: Job, what: str, number: int) -> None:
+    def _count(self, outcome: EpisodeOutcome, job: EpisodeJob, what: str, number: int) -> None:
         kept = outcome.reason is None
         self.ledger.end(is_eval=job.is_eval, kept=kept)
         stats = stats_tracker.get("eval-rollout" if job.is_eval else "rollout")
@@ -259,7 +259,7 @@ class Crew:
         else:
             self._fail_if(self._failures.failed(number, outcome.error, what))
 
-    def _close(self, job: Job) -> None:
+    def _close(self, job: EpisodeJob) -> None:
         """All runs of a job have ended: it is done, or comes to nothing."""
         stream = job.stream
         if job.dropped or (stream is not None and stream.closed):
@@ -288,7 +288,7 @@ class Crew:
                     stream.ready.append(job)
             self._board.news.notify_all()
 
-    def _count_fruitless(self, stream: Stream, job: Job) -> None:
+    def _count_fruitless(self, stream: JobStream, job: EpisodeJob) -> None:
         """Whoever waits for a batch of tensors would wait for ever where none is accepted."""
         stream.fruitless = 0 if job.results else stream.fruitless + 1
         most = self._config.max_dull_groups
@@ -296,7 +296,7 @@ class Crew:
             last = f"the last {most} items came to nothing; of the last one"
             self._end(stream, nothing_left([job], last))
 
-    def _judged(self, job: Job) -> str | None:
+    def _judged(self, job: EpisodeJob) -> str | None:
         """Why the results that there are must not be trained on; makes one batch of them."""
         number = self._unusable.begin()
         try:
@@ -312,7 +312,7 @@ class Crew:
         self._unusable.succeeded()
         return reason
 
-    def _judge(self, job: Job) -> str | None:
+    def _judge(self, job: EpisodeJob) -> str | None:
         members, stream = job.members(), job.stream
         if stream is None or not stream.sessions:
             job.tensors = concat_padded_tensors(members)
@@ -327,7 +327,7 @@ class Crew:
             self._board.fail(end)
 
 
-def nothing_left(jobs: Sequence[Job], what: str) -> RolloutError:
+def nothing_left(jobs: Sequence[EpisodeJob], what: str) -> RolloutError:
     """The error of a batch without a result: why, and what the first failure said."""
     lost: Counter[str] = sum((job.lost for job in jobs), Counter())
     why = ", ".join(f"{count} {reason}" for reason, count in lost.most_common())

@@ -17,10 +17,10 @@ _KINDS: Final = 256
 """Kinds of failures that are told of by themselves."""
 _SHORTEST, _LONGEST = 0.1, 5.0
 """Seconds between two tries while the service, and not the episode, seems to be what fails."""
-_COME_AGAIN: Final = (429, 502, 503, 504)
+_RETRY_AFTER: Final = (429, 502, 503, 504)
 
 
-class Failures:
+class FailureBudget:
     """Counts failures in a row; what was under way when the first of them came does not count.
 
     So one event that hits every running episode, such as a proxy that dies, ends nothing, while
@@ -110,4 +110,4 @@ def is_passing(error: BaseException) -> bool:
         return True
     # The SDKs of OpenAI and Anthropic, without importing them.
     names = {kind.__name__ for kind in type(error).__mro__}
-    return "APIConnectionError" in names or getattr(error, "status_code", None) in _COME_AGAIN
+    return "APIConnectionError" in names or getattr(error, "status_code", None) in _RETRY_AFTER

@@ -21,7 +21,7 @@ Item: TypeAlias = tuple[int, dict[str, Any]]
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class JobStream:
     """Items that come one after the other, as room is there for them."""
 
     items: Iterator[Item]
@@ -42,7 +42,7 @@ class Stream:
     exhausted: bool = False
     under_way: int = 0
     """Jobs."""
-    ready: list[Job] = field(default_factory=list)
+    ready: list[EpisodeJob] = field(default_factory=list)
     fruitless: int = 0
     """Items in a row that came to nothing."""
     error: BaseException | None = None
@@ -56,12 +56,12 @@ class Stream:
             return len(self.ready) >= self.batch_items
         return sum(len(job.results) for job in self.ready) >= self.batch_sessions
 
-    def next_job(self) -> Job:
+    def next_job(self) -> EpisodeJob:
         """Of the item that waits longest."""
         # First: who looks meanwhile must not find that nothing more will come.
         self.under_way += 1
         position, data = self.waiting.popleft()
-        return Job(
+        return EpisodeJob(
             position,
             position,
             data,
@@ -82,10 +82,10 @@ class Stream:
         sessions = sum(len(job.results) for job in self.ready)
         return f"{sessions} of {self.batch_sessions} sessions came"
 
-    def take(self) -> list[Job]:
+    def take(self) -> list[EpisodeJob]:
         """The oldest jobs that make a batch, in their order; all if there are fewer."""
         self.ready.sort(key=lambda job: job.position)
-        taken: list[Job] = []
+        taken: list[EpisodeJob] = []
         sessions = 0
         for job in self.ready:
             if self.batch_items is not None:
@@ -100,7 +100,7 @@ class Stream:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class EpisodeJob:
     """One item, on which the workflow runs ``size`` times."""
 
     position: int
@@ -110,7 +110,7 @@ class Job:
     size: int
     is_eval: bool = False
     accept: Accept | None = None
-    stream: Stream | None = None
+    stream: JobStream | None = None
     left: int = 0
     """Runs that have not ended."""
     results: dict[int, Any] = field(default_factory=dict)

@@ -15,10 +15,10 @@ from any_agent.config import RolloutConfig
 from any_agent.errors import AnyAgentError
 from any_agent.protocol.rl import Capacity, Rejection
 from any_agent.record import unpack_trajectories
-from any_agent.rollout.acks import Acks
-from any_agent.rollout.awaited import what_is_there
+from any_agent.rollout.acks import AckSender
+from any_agent.rollout.awaited import describe_waiting
 from any_agent.rollout.capacity_keeper import CapacityKeeper
-from any_agent.rollout.rank_clients import Ranks
+from any_agent.rollout.rank_clients import RankClients
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode, RolloutWorkflow, trajectories_of
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 _POLLS = 2
 """Long polls per rank."""
-_ACK_PATIENCE = 5.0
+_ACK_TIMEOUT = 5.0
 """Seconds that a step waits for a rank to hear what became of its sessions; it is told later."""
 _MAX_FAILED_POLLS = 5
 """Internal errors in a row that a rank may answer a poll with."""
-_POLL_AGAIN_AFTER = 1.0
+_POLL_RETRY_DELAY = 1.0
 _REPLAYED_AT_ONCE = 64
-_MISTAKABLE = (TimeoutError, InterruptedError, asyncio.CancelledError)
+_AMBIGUOUS_ERRORS = (TimeoutError, InterruptedError, asyncio.CancelledError)
 
 
 class Consumed(NamedTuple):
@@ -46,7 +46,7 @@ class Consumed(NamedTuple):
     """Why there was nothing in it to train on."""
 
 
-class RolloutExecutor:
+class LeaseExecutor:
     """Runs a workflow per rank on an event loop of its own thread; the trainer calls it from
     another one.
 
@@ -59,7 +59,7 @@ class RolloutExecutor:
 
     def __init__(
         self,
-        make_ranks: Callable[[], Ranks],
+        make_ranks: Callable[[], RankClients],
         make_workflow: Callable[[RLClient, str], RolloutWorkflow],
         config: RolloutConfig,
         *,
@@ -82,9 +82,9 @@ class RolloutExecutor:
         self._stopping = False
         self._thread = LoopThread("rollout")
         self._tasks: list[asyncio.Task[None]] = []
-        self._ranks: Ranks
+        self._ranks: RankClients
         self._keeper: CapacityKeeper
-        self._acks: Acks
+        self._acks: AckSender
         self.rejected: Counter[str] = Counter()
         """Sessions rejected before training, by reason."""
 
@@ -106,7 +106,7 @@ class RolloutExecutor:
         return self._thread.call(coroutine, timeout)
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> RankClients:
         """For use in coroutines given to :meth:`call`."""
         return self._ranks
 
@@ -130,7 +130,7 @@ class RolloutExecutor:
             while True:
                 if self._interrupted:
                     raise InterruptedError
-                if isinstance(self._failure, _MISTAKABLE):
+                if isinstance(self._failure, _AMBIGUOUS_ERRORS):
                     # Raised as it is, it would be taken for the end of this wait.
                     raise RuntimeError(f"a poll failed: {self._failure!r}") from self._failure
                 if self._failure is not None:
@@ -156,11 +156,11 @@ class RolloutExecutor:
 
         A rank that is away is told when it is back; until then they are held.
         """
-        self.call(self._acks.send(trained, rejected, step=step, patience=_ACK_PATIENCE))
+        self.call(self._acks.send(trained, rejected, step=step, patience=_ACK_TIMEOUT))
 
     def flush(self) -> None:
         """Wait a moment for the ranks that were not told yet."""
-        self.call(self._acks.flush(patience=2 * _ACK_PATIENCE))
+        self.call(self._acks.flush(patience=2 * _ACK_TIMEOUT))
 
     def replay(self, session_ids: list[str], timeout: float) -> dict[str, Trajectory]:
         """Lease just these sessions again, also those that were trained on; by their ids.
@@ -176,7 +176,7 @@ class RolloutExecutor:
         if self.rejected:
             rejected = ", ".join(f"{n} {reason}" for reason, n in self.rejected.items())
             said += f"; rejected so far: {rejected}"
-        return said + (f"; {what_is_there(self.capacity)}" if self.capacity is not None else "")
+        return said + (f"; {describe_waiting(self.capacity)}" if self.capacity is not None else "")
 
     def _take(self) -> list[Episode]:
         batch: list[Episode] = []
@@ -199,7 +199,7 @@ class RolloutExecutor:
             owner=self._owner,
             held=lambda rank: sorted(id for id in self._held if self._ranks.home(id) == rank),
         )
-        self._acks = Acks(self._ranks, owner=self._owner, settled=self._settled)
+        self._acks = AckSender(self._ranks, owner=self._owner, settled=self._settled)
         self._run(self._keeper.run())
         for rank in range(len(self._ranks)):
             self._run(self._acks.run(rank))
@@ -244,7 +244,7 @@ class RolloutExecutor:
                 if not error.retryable and (error.status < 500 or failed > _MAX_FAILED_POLLS):
                     raise
                 log.warning("no episode: %s; trying again", error.message)
-                await asyncio.sleep(_POLL_AGAIN_AFTER)
+                await asyncio.sleep(_POLL_RETRY_DELAY)
                 continue
             failed = 0
             # What is held already was handed out twice: its lease had run out, or seemed to.
@@ -268,7 +268,7 @@ class RolloutExecutor:
                     if taken.rejected is not None
                 ],
                 step=step,
-                patience=_ACK_PATIENCE,
+                patience=_ACK_TIMEOUT,
             )
 
     async def _receive(self, episode: Episode) -> None:
@@ -286,7 +286,7 @@ class RolloutExecutor:
         else:
             self.rejected[reason] += len(ids)
             rejected = [Rejection(session_id=id, reason=reason) for id in ids]
-            await self._acks.send([], rejected, patience=_ACK_PATIENCE)
+            await self._acks.send([], rejected, patience=_ACK_TIMEOUT)
         self._keeper.changed.set()
 
     async def _replay(self, session_ids: list[str]) -> dict[str, Trajectory]:

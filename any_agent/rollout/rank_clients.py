@@ -12,17 +12,17 @@ from typing import TypeVar
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import NotFound, ServiceUnavailable
 from any_agent.keys import rank_of_session
-from any_agent.rundir.registry import Entry, Registry, rank_name
+from any_agent.rundir.registry import Registry, RegistryEntry, rank_name
 
 T = TypeVar("T")
 
-_LOOK_AGAIN_AFTER = 0.1
+_RETRY_DELAY = 0.1
 
-_LOOK_EVERY = 0.2
+_POLL_INTERVAL = 0.2
 """Seconds between two looks into the registry's folder, however many calls ask."""
 
 
-class Ranks:
+class RankClients:
     """One client per rank; each looks its rank's URL up at each attempt.
 
     A rank that is away is waited for: up to ``retry_for`` seconds per call. Use it on one event
@@ -39,7 +39,7 @@ class Ranks:
         retry_for: float = 30.0,
     ) -> None:
         self._registry = Registry(folder)
-        self._looked = -_LOOK_EVERY
+        self._looked = -_POLL_INTERVAL
         self.clients: tuple[RLClient, ...] = tuple(
             RLClient(
                 partial(self._url, rank),
@@ -54,10 +54,10 @@ class Ranks:
     def __len__(self) -> int:
         return len(self.clients)
 
-    def entry(self, rank: int) -> Entry | None:
+    def entry(self, rank: int) -> RegistryEntry | None:
         """How a rank last described itself; None while it has not."""
         now = time.monotonic()
-        if now - self._looked >= _LOOK_EVERY:
+        if now - self._looked >= _POLL_INTERVAL:
             self._looked = now
             self._registry.refresh()
         return self._registry.get(rank_name(rank))
@@ -107,4 +107,4 @@ def engine_urls(folder: Path, count: int, *, within: float = 60.0) -> list[str]:
                 f"{count - len(urls)} of {count} ranks have not said within {within:g} s where "
                 f"their engine is; do they run? Their entries are in {folder}"
             )
-        time.sleep(_LOOK_AGAIN_AFTER)
+        time.sleep(_RETRY_DELAY)

@@ -9,15 +9,15 @@ from typing import TypeVar
 
 from any_agent.errors import TrainingError
 from any_agent.rollout.failure_budget import said
-from any_agent.rollout.jobs import Job
+from any_agent.rollout.jobs import EpisodeJob
 from any_agent.workflow.base import TensorDict
 
 T = TypeVar("T")
 
-_MISTAKABLE = (TimeoutError, InterruptedError)
+_AMBIGUOUS_ERRORS = (TimeoutError, InterruptedError)
 
 
-class Board:
+class ResultQueue:
     """Submitted jobs and their results; ends all waits when the executor fails or is interrupted.
 
     Change what it holds inside ``with board.news`` and notify there.
@@ -25,7 +25,7 @@ class Board:
 
     def __init__(self) -> None:
         self.news = threading.Condition()
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, EpisodeJob] = {}
         """Submitted and not handed out, by number, in the order of their submission."""
         self.done: dict[int, TensorDict | None] = {}
         """Results of those that have ended; None for rejected ones."""
@@ -102,7 +102,7 @@ class Board:
 def unmistakable(error: BaseException, what: str) -> BaseException:
     """Return what a wait raises for an error: one that would be taken for the end of the wait is
     the cause of a TrainingError, which says that ``what`` failed."""
-    if not isinstance(error, _MISTAKABLE):
+    if not isinstance(error, _AMBIGUOUS_ERRORS):
         return error
     told = TrainingError(f"{what} failed: {error!r}")
     told.__cause__ = error

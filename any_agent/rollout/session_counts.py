@@ -7,7 +7,7 @@ from any_agent.protocol.rl import Capacity
 from any_agent.rollout.admission import room
 
 
-class Ledger:
+class RolloutCounts:
     """Counts sessions of an executor; used on its event loop alone."""
 
     def __init__(self, config: RolloutConfig) -> None:

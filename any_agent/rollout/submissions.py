@@ -9,22 +9,28 @@ from typing import Any
 
 from any_agent.data import items_of
 from any_agent.errors import TooManyRequests
-from any_agent.rollout.episode_scheduler import Crew, nothing_left
-from any_agent.rollout.jobs import Accept, Job
-from any_agent.rollout.result_queue import Board
-from any_agent.rollout.workflow_cache import Workshop
+from any_agent.rollout.episode_scheduler import EpisodeScheduler, nothing_left
+from any_agent.rollout.jobs import Accept, EpisodeJob
+from any_agent.rollout.result_queue import ResultQueue
+from any_agent.rollout.workflow_cache import WorkflowCache
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.workflow.base import TensorDict
 from any_agent.workflow.resolve import WorkflowLike
 
-_MOST_SUBMITTED = 100_000
+_MAX_SUBMITTED = 100_000
 """Items that were submitted and not waited for."""
 
 
 class Submissions:
     """The part of :class:`~any_agent.rollout.WorkflowExecutor` that is asked for single items."""
 
-    def __init__(self, thread: LoopThread, board: Board, crew: Crew, workshop: Workshop) -> None:
+    def __init__(
+        self,
+        thread: LoopThread,
+        board: ResultQueue,
+        crew: EpisodeScheduler,
+        workshop: WorkflowCache,
+    ) -> None:
         self._thread = thread
         self._board = board
         self._crew = crew
@@ -57,7 +63,7 @@ class Submissions:
         jobs = self._board.jobs
         with self._board.news:
             self._check()
-            if len(jobs) >= _MOST_SUBMITTED:
+            if len(jobs) >= _MAX_SUBMITTED:
                 raise TooManyRequests(
                     f"{len(jobs)} items were submitted and not waited for: call wait"
                 )
@@ -66,7 +72,9 @@ class Submissions:
                 number = next(self._numbers)
             if number in jobs:
                 raise ValueError(f"task_id {number} is in use")
-            job = jobs[number] = Job(number, number, data, made, size, is_eval, should_accept_fn)
+            job = jobs[number] = EpisodeJob(
+                number, number, data, made, size, is_eval, should_accept_fn
+            )
         self._thread.soon(self._crew.take, job)
         return number
 
@@ -196,7 +204,7 @@ class Submissions:
 
     def _await(
         self, ready: Callable[[], list[int] | None], timeout: float | None, count: int
-    ) -> list[tuple[Job, TensorDict | None]] | None:
+    ) -> list[tuple[EpisodeJob, TensorDict | None]] | None:
         """The submitted jobs whose numbers are ``ready``, once they are; None after a while.
 
         ``count`` is how many jobs, of those that were submitted first, they are among: as many may
@@ -207,7 +215,7 @@ class Submissions:
             wanted = sum(job.size for job in islice(self._board.jobs.values(), count))
         board = self._board
 
-        def taken() -> list[tuple[Job, TensorDict | None]] | None:
+        def taken() -> list[tuple[EpisodeJob, TensorDict | None]] | None:
             # At once: another thread may wait for the same. It looks again then, and is told.
             numbers = ready()
             if numbers is None:

@@ -15,7 +15,7 @@ from any_agent.workflow.resolve import WorkflowLike, resolve_workflow
 _REMEMBERED = 16
 
 
-class Workshop:
+class WorkflowCache:
     """Makes workflows; the same name or class with the same arguments gives the same object.
 
     It may own processes, so that one for each item of a dataset would be too many.

@@ -12,12 +12,12 @@ from any_agent.config import RolloutConfig
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError
 from any_agent.protocol.rl import Capacity
-from any_agent.rollout.episode_runner import Episodes
-from any_agent.rollout.episode_scheduler import Crew
-from any_agent.rollout.jobs import Accept, Item, Job, Reject, Stream, epochs
-from any_agent.rollout.result_queue import Board, unmistakable
+from any_agent.rollout.episode_runner import EpisodeRunner
+from any_agent.rollout.episode_scheduler import EpisodeScheduler
+from any_agent.rollout.jobs import Accept, EpisodeJob, Item, JobStream, Reject, epochs
+from any_agent.rollout.result_queue import ResultQueue, unmistakable
 from any_agent.rollout.submissions import Submissions, load_torch
-from any_agent.rollout.workflow_cache import Workshop, is_same
+from any_agent.rollout.workflow_cache import WorkflowCache, is_same
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import GenerationHyperparameters, SampledSession
 from any_agent.workflow import context
@@ -63,7 +63,7 @@ class WorkflowExecutor(Submissions):
         self._newest = 0
         """The highest version that it was told of."""
         self._stack = AsyncExitStack()
-        episodes = Episodes(
+        episodes = EpisodeRunner(
             engine,
             lambda: self.version,
             # One engine may be back with old weights, while others have these.
@@ -74,10 +74,10 @@ class WorkflowExecutor(Submissions):
             timeout=timeout,
             discount=discount,
         )
-        board = Board()
-        crew = Crew(episodes, config, board, dump)
-        super().__init__(LoopThread("workflows"), board, crew, Workshop(agents))
-        self._stream: Stream | None = None
+        board = ResultQueue()
+        crew = EpisodeScheduler(episodes, config, board, dump)
+        super().__init__(LoopThread("workflows"), board, crew, WorkflowCache(agents))
+        self._stream: JobStream | None = None
         self._source: tuple[Any, Any, int] | None = None
         self._handed: dict[str, int] = {}
         """Sessions of each group that a batch took and that is not settled."""
@@ -235,7 +235,7 @@ class WorkflowExecutor(Submissions):
             made, size = self._workshop.get(workflow, workflow_kwargs, group_size)
             self._require_room(size)
             self._begin(
-                Stream(
+                JobStream(
                     items,
                     made,
                     size,
@@ -256,11 +256,11 @@ class WorkflowExecutor(Submissions):
 
     # -- waiting -------------------------------------------------------------------------------
 
-    def _batch(self, timeout: float | None) -> list[Job]:
+    def _batch(self, timeout: float | None) -> list[EpisodeJob]:
         stream = self._stream
         assert stream is not None
 
-        def ready() -> list[Job] | None:
+        def ready() -> list[EpisodeJob] | None:
             if stream.whole() or stream.over():
                 return stream.take()
             if stream.error is not None:
@@ -288,13 +288,13 @@ class WorkflowExecutor(Submissions):
         load_torch()
         count = getattr(loader, "batch_size", None)
         if isinstance(count, int) and count > 0:
-            stream = Stream(epochs(loader), made, size, count * size, count, accept=accept)
+            stream = JobStream(epochs(loader), made, size, count * size, count, accept=accept)
         else:
             self._require_room(size)
-            stream = Stream(epochs(loader), made, size, self._config.batch_size, accept=accept)
+            stream = JobStream(epochs(loader), made, size, self._config.batch_size, accept=accept)
         self._begin(stream)
 
-    def _begin(self, stream: Stream) -> None:
+    def _begin(self, stream: JobStream) -> None:
         with self._board.news:
             self._check()
         self._stream = stream

@@ -12,18 +12,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from any_agent.rundir.registry import HEARTBEAT, Entry, publish
+from any_agent.rundir.registry import HEARTBEAT, RegistryEntry, publish
 
 log = logging.getLogger(__name__)
 
 
-class Presence:
+class Heartbeat:
     """Writes the part's entry now, at each heartbeat, and once more when the part stops.
 
     Whatever fails meanwhile is told once and tried again: who falls silent is taken for dead.
     """
 
-    def __init__(self, folder: Path, describe: Callable[[], Entry]) -> None:
+    def __init__(self, folder: Path, describe: Callable[[], RegistryEntry]) -> None:
         self._folder = folder
         self._describe = describe
         self._over = False

@@ -30,7 +30,7 @@ SILENT_AFTER = 10.0
 """Seconds without a write after which a part is taken for gone."""
 
 
-class Load(BaseModel):
+class PartLoad(BaseModel):
     """What a rank is busy with."""
 
     model_config = ConfigDict(frozen=True)
@@ -43,7 +43,7 @@ class Load(BaseModel):
     """Model calls under way."""
 
 
-class Entry(BaseModel):
+class RegistryEntry(BaseModel):
     """One part of a run, as it describes itself."""
 
     model_config = ConfigDict(frozen=True)
@@ -60,7 +60,7 @@ class Entry(BaseModel):
     """The rank's engine."""
     version: int = 0
     """The weight version that the rank serves."""
-    load: Load = Load()
+    load: PartLoad = PartLoad()
     store_full: bool = False
     """The rank's journal has no room: it can be read, and takes nothing."""
 
@@ -69,7 +69,7 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank}"
 
 
-def publish(folder: Path, entry: Entry) -> None:
+def publish(folder: Path, entry: RegistryEntry) -> None:
     """Replace an entry; readers see the old or the new one, never half of it.
 
     Not fsynced: after a crash of the machine nobody in it is alive.
@@ -96,13 +96,13 @@ def read_stamp(folder: Path, name: str) -> Stamp | None:
 
 
 @dataclass(slots=True)
-class Seen:
+class RegistrySnapshot:
     """A reader's knowledge of a part."""
 
     stamp: Stamp
     at: float
     """Monotonic."""
-    entry: Entry | None
+    entry: RegistryEntry | None
 
 
 class Registry:
@@ -110,7 +110,7 @@ class Registry:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, RegistrySnapshot] = {}
 
     def refresh(self) -> None:
         """Read what changed: some small files, and nothing of the network but these."""
@@ -125,14 +125,14 @@ class Registry:
             if stamp is None or (before is not None and before.stamp == stamp):
                 continue
             entry = _parse(name, stamp[2]) or (before.entry if before else None)
-            self._seen[name] = Seen(stamp, time.monotonic(), entry)
+            self._seen[name] = RegistrySnapshot(stamp, time.monotonic(), entry)
 
-    def get(self, name: str) -> Entry | None:
+    def get(self, name: str) -> RegistryEntry | None:
         """The last good copy, whether or not its writer still lives."""
         seen = self._seen.get(name)
         return seen.entry if seen is not None else None
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[RegistryEntry]:
         """All of them, as :meth:`get` gives each."""
         return [seen.entry for seen in self._seen.values() if seen.entry is not None]
 
@@ -152,9 +152,9 @@ class Registry:
         )
 
 
-def _parse(name: str, content: bytes) -> Entry | None:
+def _parse(name: str, content: bytes) -> RegistryEntry | None:
     try:
-        entry = Entry.model_validate_json(content)
+        entry = RegistryEntry.model_validate_json(content)
     except ValidationError:
         return None
     return entry if entry.name == name else None

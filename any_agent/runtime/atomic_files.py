@@ -15,7 +15,7 @@ _PREFIX = ".partial-"
 
 
 @contextmanager
-def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
+def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield an empty folder next to ``target`` that becomes ``target`` on leaving.
 
     On leaving, every file and folder is fsynced, then renamed, then the parent is fsynced. After

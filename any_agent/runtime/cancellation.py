@@ -8,7 +8,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-_LAST_WORDS = 5.0
+_CANCEL_TIMEOUT = 5.0
 """Seconds for a cancelled run to end in."""
 
 
@@ -17,7 +17,7 @@ async def cancel_and_wait(run: asyncio.Future[Any], name: str) -> None:
     if run.done():
         return
     run.cancel()
-    await asyncio.wait([run], timeout=_LAST_WORDS)
+    await asyncio.wait([run], timeout=_CANCEL_TIMEOUT)
     if run.done():
         # What it says now concerns nobody.
         _ = run.cancelled() or run.exception()

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_ENDS_WITHIN = 5.0
-_JOINS_WITHIN = 2 * _ENDS_WITHIN
+_ENDS_TIMEOUT = 5.0
+_JOINS_TIMEOUT = 2 * _ENDS_TIMEOUT
 """Seconds."""
 
 
@@ -62,7 +62,7 @@ class LoopThread:
         """
         self._stopping = True
         self.soon(self.loop.stop)
-        self._thread.join(_JOINS_WITHIN)
+        self._thread.join(_JOINS_TIMEOUT)
         if not self._thread.is_alive():
             self.loop.close()
 
@@ -87,7 +87,7 @@ class LoopThread:
         for task in left:
             task.cancel()
         if left:
-            _, late = await asyncio.wait(left, timeout=_ENDS_WITHIN)
+            _, late = await asyncio.wait(left, timeout=_ENDS_TIMEOUT)
             if late:
                 log.warning("%d tasks do not end although they are cancelled: %r", len(late), late)
         await self.loop.shutdown_asyncgens()

@@ -95,7 +95,7 @@ class _Own(Collector):
             yield metric.family(values, self._common)
 
 
-class _Process(Collector):
+class _ProcessMetrics(Collector):
     """CPU, memory and open files of this process, told apart from other parts' by ``part``."""
 
     def __init__(self, part: str) -> None:
@@ -118,7 +118,7 @@ class Exposition:
         # Nothing of prometheus-client's own global registry: two parts may share a process.
         self._registry = CollectorRegistry()
         self._registry.register(_Own(read, common))
-        self._registry.register(_Process(part))
+        self._registry.register(_ProcessMetrics(part))
 
     def render(self) -> bytes:
         """Every metric as it is now, as text of `CONTENT_TYPE`."""

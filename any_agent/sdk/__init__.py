@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from any_agent.sdk.find_service import Service, find_service
-from any_agent.sdk.progress import Progress
+from any_agent.sdk.find_service import ServiceAddress, find_service
+from any_agent.sdk.progress import RunProgress
 from any_agent.sdk.results import RunResult, RunResults
 from any_agent.sdk.runner import AgentRunner
 from any_agent.sdk.session import AgentSession, AsyncSession, Session
@@ -12,10 +12,10 @@ __all__ = [
     "AgentRunner",
     "AgentSession",
     "AsyncSession",
-    "Progress",
+    "RunProgress",
     "RunResult",
     "RunResults",
-    "Service",
+    "ServiceAddress",
     "Session",
     "find_service",
 ]

@@ -30,7 +30,7 @@ _CONNECTION = ("base_url", "api_key", "http_client")
 """What an agent is given in training, too."""
 
 
-class Agent:
+class AgentCallable:
     """An agent that can be called. ConfigError for what is none, or takes arguments that nobody
     gives it."""
 

@@ -14,11 +14,11 @@ from any_agent.errors import AgentFailed, AnyAgentError, NotFound, SessionClosed
 from any_agent.protocol.rl import SessionInfo
 from any_agent.rewards.returned import no_reward
 from any_agent.runtime.cancellation import cancel_and_wait
-from any_agent.sdk.agent_callable import Agent
-from any_agent.sdk.find_service import Service
+from any_agent.sdk.agent_callable import AgentCallable
+from any_agent.sdk.find_service import ServiceAddress
 from any_agent.sdk.results import RunResult, RunState
-from any_agent.sdk.results_log import RunLog
-from any_agent.sdk.run_plan import Place, Plan
+from any_agent.sdk.results_log import ResultsLog
+from any_agent.sdk.run_plan import RunId, RunPlan
 from any_agent.sdk.session import AgentSession, AsyncSession
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ MissingReward: TypeAlias = float | Literal["fail", "await"]
 """What becomes of a run that gave no reward: it gets this one, fails, or awaits its reward, which
 somebody else gives then."""
 
-_ABORTS_WITHIN = 5.0
+_ABORTS_TIMEOUT = 5.0
 _OVER: dict[str, RunState] = {
     "finalized": "finalized",
     "leased": "finalized",
@@ -43,10 +43,10 @@ _FINAL = {"invalid_reward", "no_model_call", "no_reward"}
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class AttemptLimits:
     """How each attempt is made."""
 
-    service: Service
+    service: ServiceAddress
     mode: Literal["train", "eval"]
     timeout: float
     missing_reward: MissingReward
@@ -57,7 +57,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AttemptOutcome:
     """``result`` is failed where the agent did; ``lost`` where the session ended by itself (it
     expired, somebody aborted it): then nothing is known of the agent."""
 
@@ -67,15 +67,15 @@ class Outcome:
     lost: bool = False
 
 
-class Attempts:
+class AttemptRunner:
     """Makes attempts. What the service refuses for all runs alike is raised."""
 
     def __init__(
         self,
-        agent: Agent,
-        terms: Terms,
-        plan: Plan,
-        run_log: RunLog,
+        agent: AgentCallable,
+        terms: AttemptLimits,
+        plan: RunPlan,
+        run_log: ResultsLog,
         client: RLClient,
         http: SharedClient | None,
     ) -> None:
@@ -88,14 +88,14 @@ class Attempts:
 
     async def make(
         self,
-        place: Place,
+        place: RunId,
         item: Any,
         *,
         attempt: int,
         task: str | None,
         group: tuple[str, int],
         last: bool,
-    ) -> Outcome:
+    ) -> AttemptOutcome:
         """Open a session, run the agent in it, and end it.
 
         ``last``: if this fails, no other one takes its place in the group. Raises what
@@ -115,7 +115,7 @@ class Attempts:
             await self._log.opened(place, attempt, session.session_id)
             try:
                 info = await self._run(session, place, item, attempt)
-                return Outcome(self._finished(place, info, attempt, began))
+                return AttemptOutcome(self._finished(place, info, attempt, began))
             except SessionClosed:
                 return await self._closed(session, place, attempt, began)
             except _Failed as failed:
@@ -128,7 +128,7 @@ class Attempts:
             session.detach()
             await opening.__aexit__(type(cut_off) if cut_off else None, cut_off, None)
 
-    async def look(self, place: Place, session_id: str, attempt: int) -> RunResult | None:
+    async def look(self, place: RunId, session_id: str, attempt: int) -> RunResult | None:
         """What has become of an attempt that a runner before this one began.
 
         None: it is to be made again. If it was open it is aborted, and its place in the group kept.
@@ -148,7 +148,7 @@ class Attempts:
     # ------------------------------------------------------------------------------------------
 
     def _opening(
-        self, place: Place, attempt: int, task: str | None, group: tuple[str, int]
+        self, place: RunId, attempt: int, task: str | None, group: tuple[str, int]
     ) -> AgentSession:
         terms, train = self._terms, self._terms.mode == "train"
         name, size = group
@@ -177,7 +177,7 @@ class Attempts:
         return session
 
     async def _run(
-        self, session: AsyncSession, place: Place, item: Any, attempt: int
+        self, session: AsyncSession, place: RunId, item: Any, attempt: int
     ) -> SessionInfo:
         """The agent, its reward, its end. _Failed for what is the agent's own failure."""
         returned = await self._called(session, item)
@@ -235,7 +235,7 @@ class Attempts:
     # -- ends ----------------------------------------------------------------------------------
 
     def _finished(
-        self, place: Place, info: SessionInfo, attempt: int, began: float | None
+        self, place: RunId, info: SessionInfo, attempt: int, began: float | None
     ) -> RunResult:
         state = _OVER.get(info.state)
         return RunResult(
@@ -255,22 +255,22 @@ class Attempts:
         )
 
     async def _closed(
-        self, session: AsyncSession, place: Place, attempt: int, began: float
-    ) -> Outcome:
+        self, session: AsyncSession, place: RunId, attempt: int, began: float
+    ) -> AttemptOutcome:
         """It was over when something was asked of it: of its own, or since a runner before."""
         info = await session.info()
         result = self._finished(place, info, attempt, began)
-        return Outcome(result, again=not result.ok, lost=not result.ok)
+        return AttemptOutcome(result, again=not result.ok, lost=not result.ok)
 
     async def _failed(
         self,
         session: AsyncSession,
-        place: Place,
+        place: RunId,
         attempt: int,
         began: float,
         failed: _Failed,
         last: bool,
-    ) -> Outcome:
+    ) -> AttemptOutcome:
         last = last or failed.code in _FINAL
         message = failed.message.replace(session.api_key, "<the session's key>")[:500]
         # Names of files, and what models write, may hold half characters, which no JSON takes.
@@ -294,7 +294,7 @@ class Attempts:
             error=message,
             code=failed.code,
         )
-        return Outcome(result, again=not last)
+        return AttemptOutcome(result, again=not last)
 
 
 class _Failed(Exception):
@@ -309,7 +309,7 @@ class _Failed(Exception):
 async def _abort_for_now(session: AsyncSession, error: BaseException) -> None:
     """The runner stops, or dies of something: whoever goes on with the run needs the place."""
     try:
-        async with asyncio.timeout(_ABORTS_WITHIN):
+        async with asyncio.timeout(_ABORTS_TIMEOUT):
             await session.abort(f"its runner ended: {type(error).__name__}", keep_place=True)
     except (AnyAgentError, TimeoutError) as problem:
         log.info("session %s is left as it is: %s", session.session_id, problem)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from any_agent.sdk.evaluation import Evaluation
-from any_agent.sdk.find_service import Service, borrow_client, return_client
+from any_agent.sdk.find_service import ServiceAddress, borrow_client, return_client
 from any_agent.sdk.open_session import run_info
 from any_agent.sdk.runner import AgentRunner
 
-_LOOK_EVERY = 0.1
-_ANSWERS_WITHIN = 10.0
+_POLL_INTERVAL = 0.1
+_ANSWERS_TIMEOUT = 10.0
 """Seconds."""
 
 
@@ -40,7 +40,7 @@ class EvalOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class EvaluatedRun:
     """What came of it, and whose model it was."""
 
     model: str
@@ -49,8 +49,8 @@ class Evaluated:
 
 
 async def evaluate(
-    options: EvalOptions, service: Service, watch: Callable[[], object] | None = None
-) -> Evaluated:
+    options: EvalOptions, service: ServiceAddress, watch: Callable[[], object] | None = None
+) -> EvaluatedRun:
     """All runs of all items; ``watch`` is called ten times a second meanwhile, and ends it by what
     it raises.
 
@@ -76,12 +76,12 @@ async def evaluate(
 
 async def _watch(look: Callable[[], object]) -> None:
     while True:
-        await asyncio.sleep(_LOOK_EVERY)
+        await asyncio.sleep(_POLL_INTERVAL)
         look()
 
 
-async def _evaluate(options: EvalOptions, service: Service) -> Evaluated:
-    within = service.patience if service.file is not None else _ANSWERS_WITHIN
+async def _evaluate(options: EvalOptions, service: ServiceAddress) -> EvaluatedRun:
+    within = service.patience if service.file is not None else _ANSWERS_TIMEOUT
     client = borrow_client(service, retry_for=within)
     try:
         run = await run_info(client, service)
@@ -110,4 +110,4 @@ async def _evaluate(options: EvalOptions, service: Service) -> Evaluated:
         threshold=options.threshold,
         failed_score=options.failed_score,
     )
-    return Evaluated(f"{run.experiment}/{run.trial}", evaluation)
+    return EvaluatedRun(f"{run.experiment}/{run.trial}", evaluation)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
-from any_agent.client.aiohttp_transport import ManyRequests
+from any_agent.client.aiohttp_transport import AiohttpTransport
 from any_agent.client.connection_pool import proxied
 from any_agent.client.environment import PLACEHOLDER_KEY, is_placeholder
 from any_agent.client.rl_client import RLClient
@@ -28,14 +28,14 @@ _URLS = ("ANY_AGENT_URL", "OPENAI_BASE_URL")
 _TIMEOUT = 60.0
 """Seconds for an answer, beyond what a request asks to wait."""
 _PATIENCE = 60.0
-_PATIENCE_WHILE_MOVING = 900.0
+_MOVING_TIMEOUT = 900.0
 """Seconds: a scheduler that stops a run starts it again after some minutes."""
 _KEYS = ("ANY_AGENT_API_KEY", "OPENAI_API_KEY")
 _KEY = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServiceAddress:
     """Where a service is, and the key that opens sessions there (None: it needs none)."""
 
     named: str
@@ -56,7 +56,7 @@ class Service:
     @property
     def patience(self) -> float:
         """Seconds to try again while it is away, where nobody says so."""
-        return _PATIENCE if self.file is None else _PATIENCE_WHILE_MOVING
+        return _PATIENCE if self.file is None else _MOVING_TIMEOUT
 
     @property
     def file(self) -> UrlFile | None:
@@ -68,7 +68,7 @@ def find_service(
     url: str | None = None,
     api_key: str | None = None,
     environ: Mapping[str, str] | None = None,
-) -> Service:
+) -> ServiceAddress:
     """The arguments, else `ANY_AGENT_URL` and `ANY_AGENT_API_KEY`, else `OPENAI_BASE_URL` and
     `OPENAI_API_KEY`, each by itself; with or without `/v1`. ``file:///shared/run/url`` names a file
     that holds the URL, as long as the service is there: it may move, and come later.
@@ -102,10 +102,10 @@ def find_service(
         url_file(found, url_from).read()
     else:
         found = checked_url(found, url_from)
-    return Service(found, key, url_from, key_from if key else None)
+    return ServiceAddress(found, key, url_from, key_from if key else None)
 
 
-def service_of_options(url: str | None, key_file: str | None) -> Service:
+def service_of_options(url: str | None, key_file: str | None) -> ServiceAddress:
     """What ``--url`` and ``--api-key-file`` name, else the environment; ConfigError names them.
 
     A key is no option itself: everybody on a machine can read those."""
@@ -147,13 +147,13 @@ class _Shared:
     users: int = 0
 
 
-_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Service, float], _Shared]] = (
-    WeakKeyDictionary()
-)
+_clients: WeakKeyDictionary[
+    asyncio.AbstractEventLoop, dict[tuple[ServiceAddress, float], _Shared]
+] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def borrow_client(service: Service, *, retry_for: float) -> RLClient:
+def borrow_client(service: ServiceAddress, *, retry_for: float) -> RLClient:
     """The running event loop's client of a service: all its sessions share the connections.
 
     Give it back with :func:`return_client`; the last one closes it.
@@ -170,7 +170,7 @@ def borrow_client(service: Service, *, retry_for: float) -> RLClient:
             admin_key=service.api_key,
             retry_for=retry_for,
             tls=tls,
-            http=None if behind_proxy else ManyRequests(timeout=_TIMEOUT, tls=tls),
+            http=None if behind_proxy else AiohttpTransport(timeout=_TIMEOUT, tls=tls),
             timeout=_TIMEOUT,
         )
         shared = of_loop[service, retry_for] = _Shared(client)
@@ -178,7 +178,7 @@ def borrow_client(service: Service, *, retry_for: float) -> RLClient:
     return shared.client
 
 
-async def return_client(service: Service, *, retry_for: float) -> None:
+async def return_client(service: ServiceAddress, *, retry_for: float) -> None:
     """What was borrowed on this event loop with the same arguments."""
     of_loop = _clients[asyncio.get_running_loop()]
     shared = of_loop[service, retry_for]
@@ -189,7 +189,7 @@ async def return_client(service: Service, *, retry_for: float) -> None:
 
 
 @asynccontextmanager
-async def borrowed(service: Service, *, retry_for: float) -> AsyncIterator[RLClient]:
+async def borrowed(service: ServiceAddress, *, retry_for: float) -> AsyncIterator[RLClient]:
     """The same, for as long as the block takes."""
     client = borrow_client(service, retry_for=retry_for)
     try:

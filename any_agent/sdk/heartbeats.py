@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from any_agent.errors import AnyAgentError, NotFound, SessionClosed, Unauthenticated
 from any_agent.protocol.rl import SessionStarted
-from any_agent.sdk.find_service import Service, borrow_client, return_client
+from any_agent.sdk.find_service import ServiceAddress, borrow_client, return_client
 from any_agent.sdk.sdk_thread import sdk_thread
 
 log = logging.getLogger(__name__)
@@ -23,13 +23,13 @@ _SHORTEST = 0.2
 _AT_ONCE = 32
 """Beats under way together."""
 _RETRY_FOR = 10.0
-_ANSWERED_WITHIN = 20.0
+_ANSWERED_TIMEOUT = 20.0
 """Seconds: a service that hangs does not keep the beats of others waiting."""
 
 
 @dataclass(slots=True)
 class _Beating:
-    service: Service
+    service: ServiceAddress
     session: SessionStarted
     every: float
     due: float
@@ -49,7 +49,7 @@ class Heartbeats:
         self._task: asyncio.Task[None] | None = None
         self._wakes_at = float("inf")
 
-    def add(self, service: Service, session: SessionStarted) -> None:
+    def add(self, service: ServiceAddress, session: SessionStarted) -> None:
         """Beat from now on, a third of the way before it would expire."""
         every = max(_SHORTEST, (session.idle_in or _UNKNOWN) / _SHARE)
         due = time.monotonic() + every
@@ -94,7 +94,7 @@ class Heartbeats:
     async def _beat(self, one: _Beating) -> None:
         client = borrow_client(one.service, retry_for=_RETRY_FOR)
         try:
-            async with asyncio.timeout(_ANSWERED_WITHIN):
+            async with asyncio.timeout(_ANSWERED_TIMEOUT):
                 await client.heartbeat(one.session)
         except (SessionClosed, NotFound, Unauthenticated) as error:
             # What this means for its agent its next request says.

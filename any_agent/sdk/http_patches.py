@@ -168,7 +168,7 @@ def _put(headers: Any, key: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _PatchTarget:
     """Where a client sends one request."""
 
     owner: str
@@ -176,19 +176,19 @@ class _Place:
     wrap: Wrap
 
 
-_PLACES: dict[str, Sequence[_Place]] = {
+_PLACES: dict[str, Sequence[_PatchTarget]] = {
     **{
         f"{package}._client": (
-            _Place("Client", "_send_single_request", _httpx_sync),
-            _Place("AsyncClient", "_send_single_request", _httpx_async),
+            _PatchTarget("Client", "_send_single_request", _httpx_sync),
+            _PatchTarget("AsyncClient", "_send_single_request", _httpx_async),
         )
         for package in ("httpx", "httpx2")
     },
     "aiohttp.client_reqrep": (
-        _Place("ClientRequest", "send", _aiohttp),
-        _Place("ClientRequest", "__init__", _aiohttp_made),
+        _PatchTarget("ClientRequest", "send", _aiohttp),
+        _PatchTarget("ClientRequest", "__init__", _aiohttp_made),
     ),
-    "requests.adapters": (_Place("HTTPAdapter", "send", _requests),),
+    "requests.adapters": (_PatchTarget("HTTPAdapter", "send", _requests),),
 }
 """By the module that has them."""
 

@@ -14,25 +14,25 @@ from any_agent.client.backoff import jittered
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, TooManyRequests, Unauthenticated
 from any_agent.protocol.rl import RunInfo, SessionStarted
-from any_agent.sdk.find_service import Service
+from any_agent.sdk.find_service import ServiceAddress
 
 log = logging.getLogger(__name__)
 
 _WAITS_THERE = 25.0
 """Seconds that one request waits for a slot: less than what stands between cuts connections after.
 Always the same, as a request is known again by its body, too."""
-_UNDONE_WITHIN = 3.0
+_UNDONE_TIMEOUT = 3.0
 _SAY_AFTER = 60.0
 """Seconds. To wait for some is usual: training takes as many sessions as it wants."""
 
 
-class _Said:
+class _WaitNotice:
     """Of all sessions that wait, one says why, a minute apart: it is the same for all."""
 
     def __init__(self) -> None:
         self._next = -math.inf
 
-    def tell(self, waited: float, service: Service, error: TooManyRequests) -> None:
+    def tell(self, waited: float, service: ServiceAddress, error: TooManyRequests) -> None:
         now = time.monotonic()
         if waited >= _SAY_AFTER and now >= self._next:
             self._next = now + _SAY_AFTER
@@ -44,10 +44,10 @@ class _Said:
             )
 
 
-_said = _Said()
+_said = _WaitNotice()
 
 
-async def run_info(client: RLClient, service: Service) -> RunInfo:
+async def run_info(client: RLClient, service: ServiceAddress) -> RunInfo:
     """What a service runs; Unauthenticated says where the key came from that it does not take."""
     try:
         return await client.run_info()
@@ -57,7 +57,7 @@ async def run_info(client: RLClient, service: Service) -> RunInfo:
 
 async def opened(
     client: RLClient,
-    service: Service,
+    service: ServiceAddress,
     fields: dict[str, Any],
     *,
     wait: float,
@@ -92,12 +92,12 @@ async def _undo(client: RLClient, fields: dict[str, Any], key: str, *, keep_plac
     Whoever chose the key comes again, and takes the place in the group then.
     """
     with suppress(AnyAgentError, TimeoutError):
-        async with asyncio.timeout(_UNDONE_WITHIN):
+        async with asyncio.timeout(_UNDONE_TIMEOUT):
             started = await client.start_session(idempotency_key=key, **fields)
             await client.abort(started, "its opener was cancelled", keep_place=keep_place)
 
 
-def key_refused(error: Unauthenticated, service: Service) -> Unauthenticated:
+def key_refused(error: Unauthenticated, service: ServiceAddress) -> Unauthenticated:
     """The same, which says where the key came from."""
     if service.api_key is None:
         message = (

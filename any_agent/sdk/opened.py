@@ -6,13 +6,13 @@ from typing import Literal
 
 from any_agent.client.environment import environment
 from any_agent.protocol.rl import SessionStarted
-from any_agent.sdk.find_service import Service
+from any_agent.sdk.find_service import ServiceAddress
 
 
-class Opened:
+class SessionBase:
     """A session that was opened at a service."""
 
-    def __init__(self, service: Service, started: SessionStarted) -> None:
+    def __init__(self, service: ServiceAddress, started: SessionStarted) -> None:
         self._service = service
         self._started = started
 

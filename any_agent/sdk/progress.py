@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-_EVERY = 0.2
+_INTERVAL = 0.2
 """Seconds between two pictures."""
 _WIDTH = 24
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """Counts of runs: one is an item, in an epoch, by a member of its group."""
 
     total: int
@@ -32,7 +32,7 @@ class Progress:
         return self.rewards / self.rewarded if self.rewarded else None
 
 
-class Bar:
+class ProgressBar:
     """One line of a terminal, drawn over itself."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -41,10 +41,10 @@ class Bar:
         self._next = 0.0
         self._drawn = 0
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: RunProgress) -> None:
         now = time.monotonic()
         if now >= self._next or progress.done == progress.total:
-            self._next = now + _EVERY
+            self._next = now + _INTERVAL
             self._draw(self._line(progress, now))
 
     def end(self) -> None:
@@ -54,7 +54,7 @@ class Bar:
             self._stream.flush()
             self._drawn = 0
 
-    def _line(self, progress: Progress, now: float) -> str:
+    def _line(self, progress: RunProgress, now: float) -> str:
         share = progress.done / progress.total if progress.total else 1.0
         filled = int(share * _WIDTH)
         seconds = now - self._began
@@ -76,14 +76,16 @@ class Bar:
         self._drawn = len(line)
 
 
-def shown(progress: bool | Callable[[Progress], object] | None) -> Callable[[Progress], object]:
+def shown(
+    progress: bool | Callable[[RunProgress], object] | None,
+) -> Callable[[RunProgress], object]:
     """What is called with each change: the caller's own; a bar for True, and, where there is a
     terminal, for None; nothing for False."""
     if callable(progress):
         return progress
     if progress or (progress is None and sys.stderr.isatty()):
-        return Bar()
+        return ProgressBar()
     return _nobody
 
 
-def _nobody(_: Progress) -> None: ...
+def _nobody(_: RunProgress) -> None: ...

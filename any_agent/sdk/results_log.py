@@ -19,9 +19,9 @@ from typing import Any
 from any_agent.errors import ConfigError
 from any_agent.runtime.atomic_files import fsync
 from any_agent.sdk.results import RunResult
-from any_agent.sdk.run_plan import Header, Place
+from any_agent.sdk.run_plan import PlanHeader, RunId
 
-_WRITES_WITHIN = 10.0
+_WRITES_TIMEOUT = 10.0
 """Seconds; a file that is still being written to stays open until the process ends."""
 _OPENED, _VOID, _REGROUPED = "opened", "void", "regrouped"
 _HEADER = b'{"any_agent_run":'
@@ -29,7 +29,7 @@ _HEADER = b'{"any_agent_run":'
 
 
 @dataclass(slots=True)
-class Begun:
+class StartedRun:
     """The last attempt at a place that has no result yet."""
 
     attempt: int
@@ -38,16 +38,16 @@ class Begun:
 
 
 @dataclass(slots=True)
-class Known:
+class LoggedRuns:
     """What a file tells of a run."""
 
-    results: dict[Place, RunResult] = field(default_factory=dict)
-    begun: dict[Place, Begun] = field(default_factory=dict)
-    regrouped: dict[Place, tuple[int, int]] = field(default_factory=dict)
+    results: dict[RunId, RunResult] = field(default_factory=dict)
+    begun: dict[RunId, StartedRun] = field(default_factory=dict)
+    regrouped: dict[RunId, tuple[int, int]] = field(default_factory=dict)
     """Of those who are in a later group of their item than the first: which, and its size."""
 
 
-class RunLog:
+class ResultsLog:
     """One run's file; without a path nothing is written, and nothing can be resumed.
 
     Only one runner at a time has it.
@@ -55,8 +55,8 @@ class RunLog:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.header: Header | None = None
-        self.known = Known()
+        self.header: PlanHeader | None = None
+        self.known = LoggedRuns()
         self._file: int | None = None
         self._pending: list[str] = []
         self._written: asyncio.Future[None] | None = None
@@ -109,21 +109,23 @@ class RunLog:
         if first:
             if line.pop("any_agent_run", None) != 1:
                 raise ValueError("it does not begin with the header of a run")
-            self.header = Header(**line)
+            self.header = PlanHeader(**line)
         elif _OPENED in line:
-            self.known.begun[_place(line[_OPENED])] = Begun(line["attempt"], line["session_id"])
+            self.known.begun[_place(line[_OPENED])] = StartedRun(
+                line["attempt"], line["session_id"]
+            )
         elif _VOID in line:
-            self.known.begun[_place(line[_VOID])] = Begun(line["attempt"], None)
+            self.known.begun[_place(line[_VOID])] = StartedRun(line["attempt"], None)
         elif _REGROUPED in line:
             for place in (members := line[_REGROUPED]):
                 self.known.regrouped[_place(place)] = line["generation"], len(members)
         else:
             result = RunResult.of(line)
-            self.known.results[Place(*result.place)] = result
+            self.known.results[RunId(*result.place)] = result
 
     # -- writing -------------------------------------------------------------------------------
 
-    async def begin(self, header: Header) -> None:
+    async def begin(self, header: PlanHeader) -> None:
         """The first line of a new file."""
         self.header = header
         await self._append(header.as_dict())
@@ -131,14 +133,14 @@ class RunLog:
             # So that a power cut leaves not only what is in the file, but also its name.
             await asyncio.to_thread(fsync, self.path.absolute().parent)
 
-    async def opened(self, place: Place, attempt: int, session_id: str) -> None:
+    async def opened(self, place: RunId, attempt: int, session_id: str) -> None:
         await self._append({_OPENED: _spot(place), "attempt": attempt, "session_id": session_id})
 
-    async def void(self, place: Place, attempt: int) -> None:
+    async def void(self, place: RunId, attempt: int) -> None:
         """Whatever has become of this attempt: it is not asked for again."""
         await self._append({_VOID: _spot(place), "attempt": attempt})
 
-    async def regrouped(self, places: list[Place], generation: int) -> None:
+    async def regrouped(self, places: list[RunId], generation: int) -> None:
         await self._append({_REGROUPED: [*map(_spot, places)], "generation": generation})
 
     async def ended(self, result: RunResult) -> None:
@@ -147,7 +149,7 @@ class RunLog:
     async def end(self) -> None:
         """Write what is left to be written, and let others have the file."""
         if self._writer is not None:
-            await asyncio.wait([self._writer], timeout=_WRITES_WITHIN)
+            await asyncio.wait([self._writer], timeout=_WRITES_TIMEOUT)
         if self._writer is None:
             self._close()
 
@@ -219,16 +221,16 @@ def _locked(file: int) -> bool:
     return True
 
 
-def _spot(place: Place) -> list[int]:
+def _spot(place: RunId) -> list[int]:
     return [place.epoch, place.item, place.member]
 
 
-def _place(spot: Any) -> Place:
+def _place(spot: Any) -> RunId:
     epoch, item, member = map(int, spot)
-    return Place(epoch, item, member)
+    return RunId(epoch, item, member)
 
 
-_open_ones: weakref.WeakSet[RunLog] = weakref.WeakSet()
+_open_ones: weakref.WeakSet[ResultsLog] = weakref.WeakSet()
 
 
 def _in_child() -> None:

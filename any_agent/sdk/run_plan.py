@@ -25,7 +25,7 @@ _LONGEST = 64
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class RunId:
     """One run of the agent: what there is to be one trained session of."""
 
     epoch: int
@@ -34,7 +34,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class PlanHeader:
     """What makes a run another one: its file's first line."""
 
     run: str
@@ -52,7 +52,7 @@ class Header:
         return {"any_agent_run": 1, **asdict(self)}
 
 
-class Items:
+class ItemSource:
     """The items of a dataset, however it was given, and their fingerprint."""
 
     def __init__(self, dataset: Any) -> None:
@@ -99,28 +99,28 @@ class Items:
         return name if re.fullmatch(NAME_PATTERN, name) else None
 
 
-class Plan:
+class RunPlan:
     """All places of a run in their order, and the names of what happens there."""
 
-    def __init__(self, header: Header, epochs: int) -> None:
+    def __init__(self, header: PlanHeader, epochs: int) -> None:
         self.header = header
         self.epochs = epochs
 
     def __len__(self) -> int:
         return self.epochs * self.header.items * self.header.group_size
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[RunId]:
         for epoch in range(self.epochs):
             for item in range(self.header.items):
                 for member in range(self.header.group_size):
-                    yield Place(epoch, item, member)
+                    yield RunId(epoch, item, member)
 
-    def group(self, place: Place, generation: int = 0) -> str:
+    def group(self, place: RunId, generation: int = 0) -> str:
         """Later generations are of those whose group closed without them."""
         name = f"{self.header.run}-{place.epoch}-{place.item}"
         return f"{name}.{generation}" if generation else name
 
-    def key(self, place: Place, attempt: int, what: str) -> str:
+    def key(self, place: RunId, attempt: int, what: str) -> str:
         """The Idempotency-Key of what happens once in an attempt."""
         spot = f"{place.epoch}-{place.item}-{place.member}"
         return f"{self.header.run}-{spot}-{attempt}-{what}"

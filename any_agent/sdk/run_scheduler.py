@@ -11,47 +11,47 @@ from typing import Literal
 
 from any_agent.client.backoff import jittered
 from any_agent.errors import AgentFailed, AnyAgentError, Conflict, RunFinished
-from any_agent.sdk.agent_callable import Agent
-from any_agent.sdk.attempts import Attempts, Outcome
-from any_agent.sdk.progress import Progress
+from any_agent.sdk.agent_callable import AgentCallable
+from any_agent.sdk.attempts import AttemptOutcome, AttemptRunner
+from any_agent.sdk.progress import RunProgress
 from any_agent.sdk.results import RunResult
-from any_agent.sdk.results_log import RunLog
-from any_agent.sdk.run_plan import Items, Place, Plan
+from any_agent.sdk.results_log import ResultsLog
+from any_agent.sdk.run_plan import ItemSource, RunId, RunPlan
 
 log = logging.getLogger(__name__)
 
-_MOST_LOST = 3
+_MAX_LOST = 3
 """Sessions of one run that may end by themselves, one after the other."""
-_MOST_GROUPS = 5
+_MAX_GROUPS = 5
 """Groups that an item may need, each for those whom the one before left behind."""
-_LONGEST_PAUSE = 30.0
+_MAX_PAUSE = 30.0
 _NOT_OURS_ANY_MORE = {"idempotency_mismatch", "key_retired"}
 """A runner before this one opened the same with other settings, or under a secret that is gone: it
 never came to know of that session, which expires."""
-_ENDS_WITHIN = 20.0
+_ENDS_TIMEOUT = 20.0
 """Seconds for what runs when the runner stops: open sessions are aborted in it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class RetryPolicy:
     concurrency: int
     retries: int
     on_failure: Literal["skip", "stop"]
     max_failures: int
 
 
-class Running:
+class RunScheduler:
     """Runs a plan from wherever its log stands."""
 
     def __init__(
         self,
-        plan: Plan,
-        items: Items,
-        agent: Agent,
-        attempts: Attempts,
-        run_log: RunLog,
-        policy: Policy,
-        show: Callable[[Progress], object],
+        plan: RunPlan,
+        items: ItemSource,
+        agent: AgentCallable,
+        attempts: AttemptRunner,
+        run_log: ResultsLog,
+        policy: RetryPolicy,
+        show: Callable[[RunProgress], object],
     ) -> None:
         self._plan = plan
         self._items = items
@@ -67,18 +67,18 @@ class Running:
         }
         self.stopped: RunFinished | None = None
         """Why nothing more is begun."""
-        self._progress = Progress(len(plan))
+        self._progress = RunProgress(len(plan))
         for result in self.results.values():
             self._count(result)
         self._next = iter(plan)
-        self._again: deque[Place] = deque()
+        self._again: deque[RunId] = deque()
         self._busy = 0
         self._changed = asyncio.Condition()
         self._groups = dict(run_log.known.regrouped)
-        self._left_behind: defaultdict[tuple[int, int], list[Place]] = defaultdict(list)
+        self._left_behind: defaultdict[tuple[int, int], list[RunId]] = defaultdict(list)
         self._undecided: Counter[tuple[int, int]] = Counter()
         """Runs of an item that are neither done nor left behind."""
-        self._tried: Counter[Place] = Counter()
+        self._tried: Counter[RunId] = Counter()
         """Attempts that were opened at a place: each has a number of its own."""
         self._in_a_row = 0
 
@@ -102,7 +102,7 @@ class Running:
         finally:
             for worker in workers:
                 worker.cancel()
-            await asyncio.wait(workers, timeout=_ENDS_WITHIN)
+            await asyncio.wait(workers, timeout=_ENDS_TIMEOUT)
         for worker in ended:
             worker.result()
 
@@ -120,7 +120,7 @@ class Running:
                     async with self._changed:
                         self._changed.notify_all()
 
-    async def _take(self) -> Place | None:
+    async def _take(self) -> RunId | None:
         """The next place; None when there will be none any more."""
         while self.stopped is None:
             place = self._again.popleft() if self._again else self._fresh()
@@ -135,11 +135,11 @@ class Running:
                     await self._changed.wait()
         return None
 
-    def _fresh(self) -> Place | None:
+    def _fresh(self) -> RunId | None:
         for place in self._next:
             if place.member == 0:
                 # Before the first of them runs: which of its runs there is something to do for.
-                members = (Place(place.epoch, place.item, m) for m in range(self._size))
+                members = (RunId(place.epoch, place.item, m) for m in range(self._size))
                 todo = sum(member not in self.results for member in members)
                 self._undecided[place.epoch, place.item] = todo
             if place not in self.results:
@@ -152,7 +152,7 @@ class Running:
 
     # -- one run -------------------------------------------------------------------------------
 
-    async def _one(self, place: Place) -> None:
+    async def _one(self, place: RunId) -> None:
         try:
             result = await self._result(place)
         except RunFinished as error:
@@ -167,7 +167,7 @@ class Running:
             await self._done(result)
         await self._decided(place)
 
-    async def _result(self, place: Place) -> RunResult | None:
+    async def _result(self, place: RunId) -> RunResult | None:
         """Attempts until one is good, or the last one has failed; None: the run stops before."""
         begun = self._log.known.begun.pop(place, None)
         if begun is not None:
@@ -189,14 +189,14 @@ class Running:
                 return outcome.result
             if outcome.lost:
                 lost += 1
-                if lost > _MOST_LOST:
+                if lost > _MAX_LOST:
                     return outcome.result
                 continue
             failures += 1
             log.info("run %s failed, and is tried again: %s", place, outcome.result.error)
-            await asyncio.sleep(jittered(min(2.0 ** (failures - 1), _LONGEST_PAUSE)))
+            await asyncio.sleep(jittered(min(2.0 ** (failures - 1), _MAX_PAUSE)))
 
-    async def _attempt(self, place: Place, *, last: bool) -> Outcome:
+    async def _attempt(self, place: RunId, *, last: bool) -> AttemptOutcome:
         generation, size = self._groups.get(place, (0, self._size))
         outcome = await self._attempts.make(
             place,
@@ -211,7 +211,7 @@ class Running:
 
     async def _done(self, result: RunResult) -> None:
         # Whatever comes in between: it is done, and the service knows that, too.
-        self.results[Place(*result.place)] = result
+        self.results[RunId(*result.place)] = result
         await self._log.ended(result)
         self._count(result)
         self._show(self._progress)
@@ -249,11 +249,11 @@ class Running:
 
     # -- groups that went on without somebody --------------------------------------------------
 
-    async def _leave_behind(self, place: Place, why: str) -> None:
+    async def _leave_behind(self, place: RunId, why: str) -> None:
         """Its group has closed without it: with the others of its item that are left behind so, it
         makes another one, once it is known who they are."""
         generation, _ = self._groups.get(place, (0, 0))
-        if generation + 1 >= _MOST_GROUPS:
+        if generation + 1 >= _MAX_GROUPS:
             result = RunResult(
                 item=place.item,
                 epoch=place.epoch,
@@ -268,7 +268,7 @@ class Running:
             self._left_behind[place.epoch, place.item].append(place)
         await self._decided(place)
 
-    async def _decided(self, place: Place) -> None:
+    async def _decided(self, place: RunId) -> None:
         item = place.epoch, place.item
         self._undecided[item] -= 1
         if self._undecided[item] > 0:

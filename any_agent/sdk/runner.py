@@ -9,18 +9,18 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from any_agent.client.retry_transport import patient_client
+from any_agent.client.retry_transport import retrying_client
 from any_agent.errors import ConfigError
 from any_agent.protocol.rl import RunInfo
-from any_agent.sdk.agent_callable import Agent, AgentLike
-from any_agent.sdk.attempts import Attempts, MissingReward, Terms
+from any_agent.sdk.agent_callable import AgentCallable, AgentLike
+from any_agent.sdk.attempts import AttemptLimits, AttemptRunner, MissingReward
 from any_agent.sdk.find_service import borrow_client, find_service, return_client
 from any_agent.sdk.open_session import run_info
-from any_agent.sdk.progress import Bar, Progress, shown
+from any_agent.sdk.progress import ProgressBar, RunProgress, shown
 from any_agent.sdk.results import RunResults
-from any_agent.sdk.results_log import RunLog
-from any_agent.sdk.run_plan import Header, Items, Plan, new_run
-from any_agent.sdk.run_scheduler import Policy, Running
+from any_agent.sdk.results_log import ResultsLog
+from any_agent.sdk.run_plan import ItemSource, PlanHeader, RunPlan, new_run
+from any_agent.sdk.run_scheduler import RetryPolicy, RunScheduler
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,8 @@ class AgentRunner:
     ``missing_reward``: what becomes of a run that gave no reward: `"fail"`, `"await"` (somebody
     else gives it later), or a number that it is given. ``wait``: seconds to wait for a slot, of
     which training gives out no more than it wants. ``retry_for``: as that of
-    :class:`AgentSession`. ``progress``: called with a :class:`Progress` at each change; True shows
+    :class:`AgentSession`. ``progress``: called with a :class:`RunProgress` at each change; True
+    shows
     a bar, None does on a terminal, False never. ``ttl`` and ``version`` are those of the sessions.
     ``url`` and ``api_key`` are by default those of the environment (`find_service`).
     ``agent_name``: a file of results that was begun under another one is refused.
@@ -65,7 +66,7 @@ class AgentRunner:
         retry_for: float | None = None,
         url: str | None = None,
         api_key: str | None = None,
-        progress: bool | Callable[[Progress], object] | None = None,
+        progress: bool | Callable[[RunProgress], object] | None = None,
         agent_name: str = "",
     ) -> None:
         """ConfigError for a setting that is no good, naming it."""
@@ -85,8 +86,8 @@ class AgentRunner:
         self._group_size = group_size
         self._epochs = epochs
         self._path = Path(results) if results is not None else None
-        self._policy = Policy(concurrency, retries, on_failure, max_failures)
-        self._terms = Terms(
+        self._policy = RetryPolicy(concurrency, retries, on_failure, max_failures)
+        self._terms = AttemptLimits(
             service=self._service,
             mode=mode,
             timeout=timeout,
@@ -144,20 +145,20 @@ class AgentRunner:
         what the service refuses to all runs alike: it is away, does not take the key, or has no
         slot for too long.
         """
-        called = Agent(agent, agent_kwargs)
-        items = Items(dataset)
+        called = AgentCallable(agent, agent_kwargs)
+        items = ItemSource(dataset)
         size = self._group_size if group_size is None else group_size
         _require(size >= 1, f"group_size is {size}: it must be at least 1")
-        run_log = RunLog(self._path)
+        run_log = ResultsLog(self._path)
         run_log.open()
         client = borrow_client(self._service, retry_for=self._terms.retry_for)
         show = shown(self._progress)
-        http = patient_client() if called.wants_http_client and not called.blocks else None
+        http = retrying_client() if called.wants_http_client and not called.blocks else None
         try:
             info = await run_info(client, self._service)
             plan = await self._planned(items, size, info, run_log)
-            attempts = Attempts(called, self._terms, plan, run_log, client, http)
-            running = Running(plan, items, called, attempts, run_log, self._policy, show)
+            attempts = AttemptRunner(called, self._terms, plan, run_log, client, http)
+            running = RunScheduler(plan, items, called, attempts, run_log, self._policy, show)
             try:
                 await running.run()
                 if running.stopped is not None and not running.results:
@@ -180,9 +181,11 @@ class AgentRunner:
                 await http.end()
             await return_client(self._service, retry_for=self._terms.retry_for)
 
-    async def _planned(self, items: Items, size: int, info: RunInfo, run_log: RunLog) -> Plan:
+    async def _planned(
+        self, items: ItemSource, size: int, info: RunInfo, run_log: ResultsLog
+    ) -> RunPlan:
         """The plan that the file has, or a new one. ConfigError for another run's file."""
-        wanted = Header(
+        wanted = PlanHeader(
             run=run_log.header.run if run_log.header is not None else new_run(),
             data=items.fingerprint(),
             items=len(items),
@@ -199,7 +202,7 @@ class AgentRunner:
                 f"{run_log.path} has the results of another run: {other}. "
                 "Give this one a file of its own (results=), or remove that one"
             )
-        return Plan(wanted, self._epochs)
+        return RunPlan(wanted, self._epochs)
 
     @property
     def _pinned(self) -> str:
@@ -207,7 +210,7 @@ class AgentRunner:
         version = self._terms.version
         return f"@{version}" if isinstance(version, int) else ""
 
-    def _say_what_is_kept(self, running: Running, plan: Plan, error: BaseException) -> None:
+    def _say_what_is_kept(self, running: RunScheduler, plan: RunPlan, error: BaseException) -> None:
         kept = f"; {self._path} has them, and the same run goes on from it" if self._path else ""
         said = f"{len(running.results)} of {len(plan)} runs are done{kept}"
         if isinstance(error, asyncio.CancelledError):
@@ -216,12 +219,12 @@ class AgentRunner:
             error.add_note(said)
 
 
-def _end(show: Callable[[Progress], object]) -> None:
-    if isinstance(show, Bar):
+def _end(show: Callable[[RunProgress], object]) -> None:
+    if isinstance(show, ProgressBar):
         show.end()
 
 
-def _difference(there: Header, here: Header) -> str:
+def _difference(there: PlanHeader, here: PlanHeader) -> str:
     words = {
         "data": "another dataset",
         "items": "{} items, not {}",

@@ -16,7 +16,7 @@ from any_agent.runtime.event_loop import LoopThread
 
 T = TypeVar("T")
 
-_CLEANS_UP_WITHIN = 6.0
+_CLEANS_UP_TIMEOUT = 6.0
 """Seconds for a coroutine that was cancelled."""
 
 _lock = threading.Lock()
@@ -74,7 +74,7 @@ def wait_for(
         return future.result(within)
     except BaseException:
         if future.cancel():
-            ended.wait(_CLEANS_UP_WITHIN)
+            ended.wait(_CLEANS_UP_TIMEOUT)
         raise
 
 

@@ -25,11 +25,17 @@ from any_agent.protocol.rl import RewardSet, SessionInfo, SessionStarted, StartS
 from any_agent.rewards.returned import give_rewards, rewards_of
 from any_agent.sdk import clients
 from any_agent.sdk import session_context as ambient
-from any_agent.sdk.find_service import Service, borrow_client, borrowed, find_service, return_client
+from any_agent.sdk.find_service import (
+    ServiceAddress,
+    borrow_client,
+    borrowed,
+    find_service,
+    return_client,
+)
 from any_agent.sdk.heartbeats import heartbeats
 from any_agent.sdk.http_patches import patches
 from any_agent.sdk.open_session import opened
-from any_agent.sdk.opened import Opened
+from any_agent.sdk.opened import SessionBase
 from any_agent.sdk.sdk_thread import sdk_thread, wait_for
 
 if TYPE_CHECKING:
@@ -43,14 +49,16 @@ Reward: TypeAlias = float | dict[str, float]
 """A number, or several by name."""
 OnMissingReward: TypeAlias = Literal["raise", "abort", "await"]
 
-_ABORTS_WITHIN = 5.0
+_ABORTS_TIMEOUT = 5.0
 """Seconds. A session that could not be aborted expires."""
 
 
-class AsyncSession(Opened):
+class AsyncSession(SessionBase):
     """An open session. Methods raise the AnyAgentError that the service answered."""
 
-    def __init__(self, service: Service, started: SessionStarted, *, retry_for: float) -> None:
+    def __init__(
+        self, service: ServiceAddress, started: SessionStarted, *, retry_for: float
+    ) -> None:
         super().__init__(service, started)
         self._retry_for = retry_for
         self._loop = asyncio.get_running_loop()
@@ -186,7 +194,7 @@ class AsyncSession(Opened):
         )
 
 
-class Session(Opened):
+class Session(SessionBase):
     """An open session, for code that blocks. Methods are those of :class:`AsyncSession`."""
 
     def __init__(self, session: AsyncSession) -> None:
@@ -426,7 +434,7 @@ class AgentSession:
     async def _put_away(self, session: AsyncSession, reason: str) -> None:
         """Nobody may wait long for it: a session that nobody ends expires."""
         try:
-            async with asyncio.timeout(_ABORTS_WITHIN):
+            async with asyncio.timeout(_ABORTS_TIMEOUT):
                 await session.abort(reason)
         except (AnyAgentError, TimeoutError) as error:
             log.info("session %s is left as it is: %s", session.session_id, error)

@@ -29,7 +29,7 @@ _NAMING = "x-any-agent-session"
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ContextFrame:
     scheme: str
     host: str
     port: int
@@ -51,7 +51,7 @@ class Membership:
     """One of its requests was to end the session: that may have happened."""
 
     @property
-    def place(self) -> _Place | None:
+    def place(self) -> _ContextFrame | None:
         """Where the service is now; None while nobody knows."""
         url: str | None = self.service
         if names_file(self.service):
@@ -60,9 +60,9 @@ class Membership:
 
 
 @lru_cache(maxsize=64)
-def _place(url: str) -> _Place:
+def _place(url: str) -> _ContextFrame:
     parsed = httpx.URL(url)
-    return _Place(
+    return _ContextFrame(
         scheme=parsed.scheme,
         host=parsed.raw_host.decode("ascii"),
         port=parsed.port or _PORTS[parsed.scheme],

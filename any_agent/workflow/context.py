@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from any_agent.client.retry_transport import SharedClient, patient_client
+from any_agent.client.retry_transport import SharedClient, retrying_client
 from any_agent.workflow.episode_context import WorkflowContext, get, set, use
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ async def get_httpx_client() -> httpx.AsyncClient:
     """
     mine = _clients.setdefault(asyncio.get_running_loop(), _Clients())
     if mine.httpx is None or mine.httpx.is_closed:
-        mine.httpx = patient_client()
+        mine.httpx = retrying_client()
     return mine.httpx
 
 

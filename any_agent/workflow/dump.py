@@ -39,7 +39,7 @@ from any_agent.workflow.tensor_checks import PER_TOKEN
 
 log = logging.getLogger(__name__)
 
-_LONGEST_NAME = 200
+_MAX_NAME = 200
 
 
 class TrajectoryDump:
@@ -114,7 +114,7 @@ def file_name(task_id: int | str) -> str:
     name = quote(str(task_id), safe="")
     # A leading dot would hide the file, and "." and ".." are no files.
     name = f"%2E{name[1:]}" if name.startswith(".") else name
-    return f"{name[:_LONGEST_NAME]}.jsonl"
+    return f"{name[:_MAX_NAME]}.jsonl"
 
 
 def rows_in(tensors: Mapping[str, Any]) -> list[Row]:

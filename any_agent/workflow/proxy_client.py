@@ -30,7 +30,7 @@ _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _DTYPES = {"torch.int32": "<i4", "torch.float32": "<f4", "torch.bool": "?"}
 _SAID = ("messages", "output_message_list", "completion", "model_response", "parent_id")
 """What is exported of an interaction beside its tensors; older services tell nothing of it."""
-_AGAIN = (429, 502, 503, 504)
+_RETRY_DELAY = (429, 502, 503, 504)
 _NO_SLOT = "no_capacity"
 _ANSWER_TIMEOUT = 60.0
 """Seconds of one request; an export may have to wait for calls that are ending."""
@@ -221,7 +221,7 @@ class OpenAIProxyClient:
                 return error
             no_slot = isinstance(error, errors.TooManyRequests) and not waits_for_slot
             wait = max(delay, error.retry_after or 0.0)
-            if error.status not in _AGAIN or no_slot or time.monotonic() + wait > deadline:
+            if error.status not in _RETRY_DELAY or no_slot or time.monotonic() + wait > deadline:
                 raise error
             await asyncio.sleep(jittered(wait, 1.0, 1.2))
             delay = min(2 * delay, 5.0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from any_agent.chat import ChatFormat, chat_format_for
-from any_agent.completions.untrainable import bent
+from any_agent.completions.untrainable import has_modified_distribution
 from any_agent.engine import RolloutEngine
 from any_agent.errors import ConfigError, ContextLengthExceeded
 from any_agent.types import GenerationHyperparameters, ModelRequest, ModelResponse
@@ -52,7 +52,7 @@ class TurnSampler:
             if context.temperature is None:
                 return gconfig
             return gconfig.new(temperature=context.temperature)
-        if why := bent(gconfig):
+        if why := has_modified_distribution(gconfig):
             raise ConfigError(
                 f"what gconfig samples cannot be trained on ({why}): set a temperature above 0, "
                 "and leave the other fields that bend the distribution alone; evaluations may "

@@ -8,9 +8,9 @@ import time
 
 from any_agent.errors import AnyAgentError
 from any_agent.types import SessionState
-from proxy_ext.sessions.expiry import Expiry
+from proxy_ext.sessions.expiry import SessionExpirer
 from proxy_ext.sessions.groups import Group
-from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.sessions.state_machine import Event
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ TOO_SMALL = "group_too_small"
 """Why sessions were rejected whose group had too few of them."""
 
 
-async def close_groups(sessions: Sessions, expiry: Expiry) -> None:
+async def close_groups(sessions: SessionStore, expiry: SessionExpirer) -> None:
     """Close the groups whose time is over, and reject the sessions of those that are too small.
 
     What the store refuses is tried again the next time.
@@ -35,7 +35,7 @@ async def close_groups(sessions: Sessions, expiry: Expiry) -> None:
             log.warning("could not close group %s yet: %s", group.id, error.message)
 
 
-async def _end(sessions: Sessions, expiry: Expiry, group: Group) -> None:
+async def _end(sessions: SessionStore, expiry: SessionExpirer, group: Group) -> None:
     """Nobody joins any more; members that are open expire. One that awaits its reward has a
     deadline of its own, and the group waits for it."""
     if not group.over:
@@ -51,7 +51,7 @@ async def _end(sessions: Sessions, expiry: Expiry, group: Group) -> None:
     )
 
 
-async def _reject(sessions: Sessions, group: Group) -> None:
+async def _reject(sessions: SessionStore, group: Group) -> None:
     members = [sessions.live[id] for id in group.finalized]
     size = len(members)
     reasons = dict.fromkeys((session.id for session in members), TOO_SMALL)

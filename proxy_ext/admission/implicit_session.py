@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from any_agent.completions import ChatCall, Completer, Prepared
 from any_agent.completions.prepare import LONG_TEXT, prepare
-from any_agent.completions.refused import in_the_agents_words
+from any_agent.completions.refused import with_request_parameter
 from any_agent.config import SessionConfig
 from any_agent.errors import (
     InvalidRequest,
@@ -25,14 +25,19 @@ from any_agent.errors import (
 from any_agent.protocol.conversation_key import task_of
 from any_agent.protocol.rl import StartSession
 from any_agent.record import InteractionTree
-from proxy_ext.admission.open_session import Opening
+from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.auth import ANYONE, Caller, Scope
 from proxy_ext.calls.call import Listener
-from proxy_ext.calls.concurrency_limit import Place
-from proxy_ext.calls.retries import mark_of, session_of
-from proxy_ext.sessions.conversation_index import Answer, Match, Member, Where
-from proxy_ext.sessions.session import Session
-from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.calls.concurrency_limit import CallSlot
+from proxy_ext.calls.retries import retry_mark, session_of
+from proxy_ext.sessions.conversation_index import (
+    ConversationMatch,
+    ConversationMember,
+    RecordedAnswer,
+    Where,
+)
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.web.exchange import while_present
 
 How: TypeAlias = Literal["opened", "continued", "ambiguous", "retried", "reused"]
@@ -41,17 +46,17 @@ one in which nothing had been said."""
 
 
 @dataclass(slots=True, eq=False)
-class Joined:
+class JoinedSession:
     """A call's session, kept for it until it has begun."""
 
-    member: Member
-    answer: Answer | None = None
+    member: ConversationMember
+    answer: RecordedAnswer | None = None
     """What it goes on from: another call with the same conversation takes another one."""
     prepared: Prepared | None = None
     """The call, if its session is new."""
 
     @property
-    def session(self) -> Session:
+    def session(self) -> RecordedSession:
         return self.member.session
 
     def began(self, listener: Listener) -> None:
@@ -74,11 +79,15 @@ class Joined:
             self.answer.continued -= 1
 
 
-class Implicit:
+class ImplicitSessions:
     """Finds and opens the sessions of calls that name none, at one rank."""
 
     def __init__(
-        self, sessions: Sessions, opening: Opening, completer: Completer, config: SessionConfig
+        self,
+        sessions: SessionStore,
+        opening: SessionOpener,
+        completer: Completer,
+        config: SessionConfig,
     ) -> None:
         self._sessions = sessions
         self._opening = opening
@@ -92,8 +101,8 @@ class Implicit:
         return self._config.implicit and (caller.scope is Scope.TENANT or caller is ANYONE)
 
     async def join(
-        self, request: Request, body: Any, call: ChatCall, caller: Caller, place: Place
-    ) -> Joined:
+        self, request: Request, body: Any, call: ChatCall, caller: Caller, place: CallSlot
+    ) -> JoinedSession:
         """The session of a checked call.
 
         Another call's answer is taken by one call at a time. TooManyRequests if it is a new
@@ -125,7 +134,7 @@ class Implicit:
             return self._taken("reused", unused)
         return await self._open(request, start, call, caller, place)
 
-    async def session_of(self, caller: Caller, interaction_id: str) -> Session:
+    async def session_of(self, caller: Caller, interaction_id: str) -> RecordedSession:
         """The caller's session, over or not, that an answer is of; NotFound."""
         id = await self._sessions.journal.session_of_interaction(interaction_id)
         if id is not None:
@@ -138,7 +147,7 @@ class Implicit:
             param="response_id",
         )
 
-    async def named(self, caller: Caller, response_id: str) -> Joined | None:
+    async def named(self, caller: Caller, response_id: str) -> JoinedSession | None:
         """By an earlier response of it; None for one that none of the caller's open ones gave."""
         try:
             session = await self.session_of(caller, response_id)
@@ -153,14 +162,16 @@ class Implicit:
 
     # ------------------------------------------------------------------------------------------
 
-    def _taken(self, how: How, member: Member, answer: Answer | None = None) -> Joined:
+    def _taken(
+        self, how: How, member: ConversationMember, answer: RecordedAnswer | None = None
+    ) -> JoinedSession:
         self.calls[how] += 1
         member.taken += 1
         # So that it is not over before the call has begun.
         member.session.touch()
         if answer is not None:
             answer.continued += 1
-        return Joined(member, answer)
+        return JoinedSession(member, answer)
 
     async def _read(self, where: Where) -> None:
         """Know what an earlier process's sessions of the task recorded."""
@@ -176,19 +187,19 @@ class Implicit:
             if task is not None and member.session.id in task.members:
                 task.read(member)
 
-    async def _repeated(self, request: Request, where: Where) -> Member | None:
-        mark = mark_of(request, await request.body())
+    async def _repeated(self, request: Request, where: Where) -> ConversationMember | None:
+        mark = retry_mark(request, await request.body())
         if mark is None or mark.retry_count == 0:
             return None
 
-        def usable() -> list[Session]:
+        def usable() -> list[RecordedSession]:
             members = self._sessions.implicit.members(where)
             return [member.session for member in members if member.usable]
 
         session = await session_of(usable, mark)
         return self._sessions.implicit.member(session) if session is not None else None
 
-    async def _match(self, where: Where, call: ChatCall, *, long: bool) -> Match | None:
+    async def _match(self, where: Where, call: ChatCall, *, long: bool) -> ConversationMatch | None:
         task = self._sessions.implicit.task(where)
         if task is None:
             return None
@@ -214,14 +225,14 @@ class Implicit:
             raise InvalidRequest(said.removeprefix("Value error, "), param="metadata") from None
 
     async def _open(
-        self, request: Request, start: StartSession, call: ChatCall, caller: Caller, place: Place
-    ) -> Joined:
+        self, request: Request, start: StartSession, call: ChatCall, caller: Caller, place: CallSlot
+    ) -> JoinedSession:
         # What cannot be rendered, or is too long, must take no slot.
         try:
             prepared = await prepare(self._completer, call, InteractionTree())
         except InvalidRequest as error:
-            raise in_the_agents_words(error, call) from None
-        member: Member | None = None
+            raise with_request_parameter(error, call) from None
+        member: ConversationMember | None = None
         try:
             with place.lent():
                 opening = self._opening.open(start, caller, implicit=True)
@@ -239,4 +250,4 @@ class Implicit:
             )
         self.calls["opened"] += 1
         # It was taken for this call when it was opened.
-        return Joined(member, prepared=prepared)
+        return JoinedSession(member, prepared=prepared)

@@ -21,22 +21,22 @@ from any_agent.protocol.rl import SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.auth import Caller, Scope
 from proxy_ext.journal import IMPLICITLY, PutSession, SessionRow
-from proxy_ext.journal.kept_answer import Keep, keep_nothing
+from proxy_ext.journal.kept_answer import KeepAnswer, no_receipt
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.areal_ids import TaskNumbers
-from proxy_ext.sessions.endings import Endings
-from proxy_ext.sessions.grants import Grants
+from proxy_ext.sessions.endings import SessionEnder
+from proxy_ext.sessions.grants import GrantBook
 from proxy_ext.sessions.groups import Group, closed_error, group_key, public_id
 from proxy_ext.sessions.lease_owners import GRANT_OWNER
-from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_age import stamp
-from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.web.drain import draining
-from proxy_ext.web.quotas import Quotas
+from proxy_ext.web.quotas import TenantQuotas
 
 
 @dataclass(frozen=True, slots=True)
-class Numbered:
+class DeterministicPlace:
     """An open under the names of the AReaL documents: its id is `<task>-<rank>-<n>`, and it takes a
     granted slot, without a group, if there is one."""
 
@@ -46,7 +46,7 @@ class Numbered:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ReservedSlot:
     """Whose session is to be opened, and under which key."""
 
     caller: Caller
@@ -59,18 +59,18 @@ class _Place:
     """By a model call."""
 
 
-class Opening:
+class SessionOpener:
     """Opens sessions of one rank."""
 
     def __init__(
         self,
-        sessions: Sessions,
-        endings: Endings,
+        sessions: SessionStore,
+        endings: SessionEnder,
         signer: KeySigner,
         config: SessionConfig,
         *,
         run: RunState,
-        quotas: Quotas,
+        quotas: TenantQuotas,
         largest_group: int,
         public_url: str,
     ) -> None:
@@ -97,9 +97,9 @@ class Opening:
         self,
         body: StartSession,
         caller: Caller,
-        keep: Keep = keep_nothing,
+        keep: KeepAnswer = no_receipt,
         *,
-        numbered: Numbered | None = None,
+        numbered: DeterministicPlace | None = None,
         implicit: bool = False,
     ) -> SessionStarted:
         """Open a session: take a slot (train), write it, answer it with its key.
@@ -116,8 +116,8 @@ class Opening:
         self,
         body: StartSession,
         caller: Caller,
-        keep: Keep,
-        numbered: Numbered | None,
+        keep: KeepAnswer,
+        numbered: DeterministicPlace | None,
         *,
         implicit: bool,
     ) -> SessionStarted:
@@ -146,11 +146,13 @@ class Opening:
             self._opening.discard(place.lane.id)
             self._quotas.end_open(place.tenant)
 
-    async def _open(self, body: StartSession, place: _Place, keep: Keep) -> SessionStarted:
+    async def _open(
+        self, body: StartSession, place: _ReservedSlot, keep: KeepAnswer
+    ) -> SessionStarted:
         mode = SessionMode(body.mode)
         pinned = self._pinned(body)
         group: Group | None = None
-        granted: Grants | None = None
+        granted: GrantBook | None = None
         if place.numbers is not None and mode is SessionMode.TRAIN:
             grants = self._sessions.grants_of(place.caller)
             granted = grants if grants.take() else None
@@ -180,7 +182,7 @@ class Opening:
         except asyncio.CancelledError:
             await asyncio.wait([insert])
             # One that may ask again, and gets this answer then, wants the session.
-            if insert.exception() is None and keep is keep_nothing:
+            if insert.exception() is None and keep is no_receipt:
                 await self._endings.abort(session, "its opener left")
             raise
         return answer
@@ -188,11 +190,11 @@ class Opening:
     def _session(
         self,
         body: StartSession,
-        place: _Place,
+        place: _ReservedSlot,
         group: Group | None,
         pinned: int | None,
         owner: str | None,
-    ) -> Session:
+    ) -> RecordedSession:
         wall = time.time()
         ttl = min(body.ttl or self._config.ttl, self._config.ttl)
         row = SessionRow(
@@ -212,9 +214,9 @@ class Opening:
             pinned_version=pinned,
             clock=stamp(),
         )
-        return Session(row, self._sessions.idle_timeout(row))
+        return RecordedSession(row, self._sessions.idle_timeout(row))
 
-    def _name(self, place: _Place, group: Group | None) -> str:
+    def _name(self, place: _ReservedSlot, group: Group | None) -> str:
         if place.numbers is not None:
             return place.numbers.new()
         return self._sessions.groups.new_member(group) if group else self._sessions.names.single()
@@ -227,11 +229,11 @@ class Opening:
 
     async def _insert(
         self,
-        session: Session,
+        session: RecordedSession,
         group: Group | None,
-        granted: Grants | None,
+        granted: GrantBook | None,
         answer: SessionStarted,
-        keep: Keep,
+        keep: KeepAnswer,
     ) -> None:
         spent = (granted.row(),) if granted is not None else ()
         try:
@@ -261,10 +263,10 @@ class Opening:
 
     # -- lanes ---------------------------------------------------------------------------------
 
-    async def _place(self, api_key: str | None, caller: Caller) -> _Place:
+    async def _place(self, api_key: str | None, caller: Caller) -> _ReservedSlot:
         if api_key is None:
             lane, key = self._signer.mint(self._sessions.rank)
-            return _Place(caller, lane, key, caller.tenant)
+            return _ReservedSlot(caller, lane, key, caller.tenant)
         lane = self._lane(api_key)
         current = await self._sessions.by_lane(lane.id)
         tenant = current.row.tenant if current is not None else caller.tenant
@@ -278,7 +280,7 @@ class Opening:
             )
         if lane.id in self._opening:
             raise Conflict("another open with this key is under way", code="lane_busy")
-        return _Place(caller, lane, api_key, tenant)
+        return _ReservedSlot(caller, lane, api_key, tenant)
 
     def _lane(self, api_key: str) -> Lane:
         lane = self._signer.verify(api_key)

@@ -10,16 +10,16 @@ import logging
 from any_agent.auth.access import RUN
 from any_agent.errors import Conflict, SessionClosed
 from any_agent.types import SessionState
-from proxy_ext.sessions.endings import Endings
+from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.lease_owners import GRANT_OWNER
-from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.sessions.session_store import SessionStore
 
 log = logging.getLogger(__name__)
 
 _WHY = "its trainer ended before it had it"
 
 
-async def drop_leftovers(sessions: Sessions, endings: Endings) -> None:
+async def drop_leftovers(sessions: SessionStore, endings: SessionEnder) -> None:
     """Withdraw the grants that the run's trainer has not used, and end the sessions that it opened
     on others: those that run are aborted, and those that have ended rejected."""
     await sessions.run_grants.withdraw()

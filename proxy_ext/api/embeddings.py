@@ -5,18 +5,18 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.completions.parsed_request import Asked
+from any_agent.completions.parsed_request import ParsedRequest
 from any_agent.errors import InvalidRequest, NotFound
-from proxy_ext.api.model_call import Asking, serve
-from proxy_ext.service import Service
+from proxy_ext.api.model_call import ModelCallContext, serve
+from proxy_ext.service import RankService
 
 
-async def embeddings(service: Service, request: Request) -> Response:
+async def embeddings(service: RankService, request: Request) -> Response:
     """Texts as vectors, by a model of `frozen.model_list`."""
     return await serve(service, request, _of_the_policy)
 
 
-def _of_the_policy(asking: Asking) -> Asked:
+def _of_the_policy(asking: ModelCallContext) -> ParsedRequest:
     body = asking.body
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")

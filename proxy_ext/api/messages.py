@@ -8,31 +8,31 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.completions.messages import count_tokens, messages_asked, parse_count
-from any_agent.completions.parsed_request import Asked
+from any_agent.completions.messages import count_tokens, parse_count, parse_messages_request
+from any_agent.completions.parsed_request import ParsedRequest
 from any_agent.completions.prepare import parsed
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.protocol.error_bodies import REQUEST_ID, request_id
-from proxy_ext.api.model_call import Asking, serve
-from proxy_ext.service import Service
+from proxy_ext.api.model_call import ModelCallContext, serve
+from proxy_ext.service import RankService
 from proxy_ext.web.exchange import JSONResponse, read_json
 
 _IN_ITS_WORDS = {"parallel_tool_calls": ("tool_choice", "tool_choice.disable_parallel_tool_use")}
 """What chat calls a parameter, and what it and the part of it that is meant are called here."""
 
 
-async def messages(service: Service, request: Request) -> Response:
+async def messages(service: RankService, request: Request) -> Response:
     """One model call of a session, or, where nothing is trained, of nobody's."""
     try:
         response = await serve(service, request, _asked)
     except UnsupportedParameter as error:
-        raise _in_its_words(error) from None
+        raise _as_anthropic_error(error) from None
     interaction = response.headers.get("x-any-agent-interaction", "")
     response.headers[REQUEST_ID] = "req_" + interaction.removeprefix("msg_")
     return response
 
 
-async def count(service: Service, request: Request) -> Response:
+async def count(service: RankService, request: Request) -> Response:
     """The tokens that a call with this body would have now. Nothing is sampled or recorded."""
     place = service.calls.enter()
     try:
@@ -67,11 +67,11 @@ async def count(service: Service, request: Request) -> Response:
         place.leave()
 
 
-def _asked(asking: Asking) -> Asked:
-    return messages_asked(asking.body, asking.rules, asking.service.completer.chat)
+def _asked(asking: ModelCallContext) -> ParsedRequest:
+    return parse_messages_request(asking.body, asking.rules, asking.service.completer.chat)
 
 
-def _in_its_words(error: UnsupportedParameter) -> UnsupportedParameter:
+def _as_anthropic_error(error: UnsupportedParameter) -> UnsupportedParameter:
     """A refusal by what is behind the parser, under the name that the request has for it."""
     if error.param not in _IN_ITS_WORDS:
         return error

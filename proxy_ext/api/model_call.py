@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from any_agent.completions import ChatCall, Delta, Prepared
-from any_agent.completions.encoders import Answer
+from any_agent.completions.encoders import ResponseEncoder
 from any_agent.completions.parsed_request import (
-    Asked,
-    Rules,
-    chat_asked,
+    ParsedRequest,
+    ParseRules,
     headers_of,
-    text_asked,
+    parse_chat_request,
+    parse_text_request,
     version_of,
     whole,
 )
@@ -26,28 +26,28 @@ from any_agent.completions.prepare import checked, prepare
 from any_agent.errors import AnyAgentError, Unauthenticated
 from any_agent.types import Interaction, SessionMode
 from proxy_ext.calls.call import Item, Listener
-from proxy_ext.calls.concurrency_limit import Place
-from proxy_ext.calls.retries import mark_of, take_up
-from proxy_ext.service import Service
-from proxy_ext.sessions.session import Session
-from proxy_ext.web.exchange import Client, EventStream, read_json
+from proxy_ext.calls.concurrency_limit import CallSlot
+from proxy_ext.calls.retries import join_retried_call, retry_mark
+from proxy_ext.service import RankService
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.web.exchange import ClientConnection, EventStream, read_json
 
 _BATCH = 65_536
 """Bytes of events that are sent at once, if so many are there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class ModelCallContext:
     """A request that is to be checked."""
 
-    service: Service
-    session: Session | None
+    service: RankService
+    session: RecordedSession | None
     """Loaded, if there is one: what it recorded stays in memory until the call has begun."""
     mode: SessionMode
     body: Any
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> ParseRules:
         sampling = self.service.sampling
         if self.session is None:
             # Whoever only wants an answer gets what OpenAI's API gives.
@@ -55,31 +55,31 @@ class Asking:
         elif self.mode is SessionMode.EVAL:
             sampling = self.service.eval_sampling
         config = self.service.config
-        return Rules(self.mode, sampling, config.model.name, config.server.unknown_parameters)
+        return ParseRules(self.mode, sampling, config.model.name, config.server.unknown_parameters)
 
 
-Parse: TypeAlias = Callable[[Asking], Asked]
+Parse: TypeAlias = Callable[[ModelCallContext], ParsedRequest]
 
 
-async def chat_completions(service: Service, request: Request) -> Response:
+async def chat_completions(service: RankService, request: Request) -> Response:
     """One model call of a session, or, where nothing is trained, of nobody's."""
     return await serve(service, request, _chat)
 
 
-async def text_completions(service: Service, request: Request) -> Response:
+async def text_completions(service: RankService, request: Request) -> Response:
     """A legacy completion, recorded like a chat call."""
     return await serve(service, request, _text)
 
 
-def _chat(asking: Asking) -> Asked:
-    return chat_asked(asking.body, asking.rules, asking.service.completer.chat)
+def _chat(asking: ModelCallContext) -> ParsedRequest:
+    return parse_chat_request(asking.body, asking.rules, asking.service.completer.chat)
 
 
-def _text(asking: Asking) -> Asked:
-    return text_asked(asking.body, asking.rules, asking.service.completer.chat)
+def _text(asking: ModelCallContext) -> ParsedRequest:
+    return parse_text_request(asking.body, asking.rules, asking.service.completer.chat)
 
 
-async def serve(service: Service, request: Request, parse: Parse) -> Response:
+async def serve(service: RankService, request: Request, parse: Parse) -> Response:
     """A model call of any API: admitted, checked, begun or taken up again, answered.
 
     Raises AnyAgentError; what fails after the first event ends the stream in its API's shape.
@@ -87,7 +87,7 @@ async def serve(service: Service, request: Request, parse: Parse) -> Response:
     # First of all: what is refused for want of a place must cost next to nothing.
     place = service.calls.enter()
     try:
-        session, tenant = await _whose(service, request)
+        session, tenant = await _session_and_tenant(service, request)
         service.quotas.require_tokens(tenant)
         body = await read_json(request)
         if service.frozen.knows(body):
@@ -96,9 +96,9 @@ async def serve(service: Service, request: Request, parse: Parse) -> Response:
             return await service.frozen.answer(request, body, session, tenant)
         service.frozen.policy.take(body)
         if session is None and service.run.state == "training":
-            asked, listener = await _implicitly(service, request, parse, body, place)
+            asked, listener = await _with_implicit_session(service, request, parse, body, place)
         else:
-            asked, listener = await _begun(
+            asked, listener = await _parse_and_start(
                 service, request, parse, body, session, place=place, tenant=tenant
             )
     except BaseException:
@@ -110,9 +110,9 @@ async def serve(service: Service, request: Request, parse: Parse) -> Response:
     return await _whole(service, request, asked, listener)
 
 
-async def _implicitly(
-    service: Service, request: Request, parse: Parse, body: Any, place: Place
-) -> tuple[Asked, Listener]:
+async def _with_implicit_session(
+    service: RankService, request: Request, parse: Parse, body: Any, place: CallSlot
+) -> tuple[ParsedRequest, Listener]:
     """A call of an agent that opens no sessions: of the one that its conversation goes on in, or of
     a new one."""
     caller, found = service.auth.caller(request), service.implicit
@@ -121,10 +121,12 @@ async def _implicitly(
     asked = None
     if joined is None:
         # Before a session is looked for, or even opened.
-        asked = await _checked(parse, Asking(service, None, SessionMode.TRAIN, body), request)
+        asked = await _checked(
+            parse, ModelCallContext(service, None, SessionMode.TRAIN, body), request
+        )
         joined = await found.join(request, body, asked.call, caller, place)
     try:
-        asked, listener = await _begun(
+        asked, listener = await _parse_and_start(
             service,
             request,
             parse,
@@ -142,18 +144,18 @@ async def _implicitly(
     return asked, listener
 
 
-async def _begun(
-    service: Service,
+async def _parse_and_start(
+    service: RankService,
     request: Request,
     parse: Parse,
     body: Any,
-    session: Session | None,
+    session: RecordedSession | None,
     *,
-    place: Place,
+    place: CallSlot,
     tenant: str | None,
-    asked: Asked | None = None,
+    asked: ParsedRequest | None = None,
     prepared: Prepared | None = None,
-) -> tuple[Asked, Listener]:
+) -> tuple[ParsedRequest, Listener]:
     """The call, checked and begun, or taken up again."""
     mode = session.mode if session is not None else SessionMode.EVAL
     # What a retry or the prompt finds in the tree stays there until the call has begun.
@@ -161,19 +163,21 @@ async def _begun(
         if session is not None:
             await service.sessions.load(session)
         if asked is None:
-            asked = await _checked(parse, Asking(service, session, mode, body), request)
+            asked = await _checked(parse, ModelCallContext(service, session, mode, body), request)
         listener = await _begin(
             service, request, asked.call, session, place=place, tenant=tenant, prepared=prepared
         )
     return asked, listener
 
 
-async def _checked(parse: Parse, asking: Asking, request: Request) -> Asked:
+async def _checked(parse: Parse, asking: ModelCallContext, request: Request) -> ParsedRequest:
     size = len(await request.body())
     return await checked(asking.service.completer, partial(parse, asking), size)
 
 
-async def _whose(service: Service, request: Request) -> tuple[Session | None, str | None]:
+async def _session_and_tenant(
+    service: RankService, request: Request
+) -> tuple[RecordedSession | None, str | None]:
     """The session that a call belongs to, and the tenant that it is charged to."""
     session = await service.auth.session_or_none(request, request.query_params.get("session_id"))
     if session is not None:
@@ -191,21 +195,21 @@ async def _whose(service: Service, request: Request) -> tuple[Session | None, st
 
 
 async def _begin(
-    service: Service,
+    service: RankService,
     request: Request,
     call: ChatCall,
-    session: Session | None,
+    session: RecordedSession | None,
     *,
-    place: Place,
+    place: CallSlot,
     tenant: str | None,
     prepared: Prepared | None,
 ) -> Listener:
     """The call that the request repeats, or a new one; ``prepared``, if it was already."""
     tree, mark = None, None
     if session is not None:
-        tree, mark = session.tree, mark_of(request, await request.body())
+        tree, mark = session.tree, retry_mark(request, await request.body())
         if mark is not None and mark.retry_count > 0:
-            earlier = await take_up(service.calls, session, mark, call)
+            earlier = await join_retried_call(service.calls, session, mark, call)
             if earlier is not None:
                 return earlier
     await service.calls.turns.next()
@@ -216,10 +220,12 @@ async def _begin(
     )
 
 
-async def _whole(service: Service, request: Request, asked: Asked, listener: Listener) -> Response:
+async def _whole(
+    service: RankService, request: Request, asked: ParsedRequest, listener: Listener
+) -> Response:
     try:
         answers: dict[int, Interaction] = {}
-        async with Client(request, on_leave=listener.leave) as client:
+        async with ClientConnection(request, on_leave=listener.leave) as client:
             while len(answers) < listener.call.head.choices:
                 item = await listener.next()
                 if not isinstance(item, Delta):
@@ -240,10 +246,12 @@ async def _whole(service: Service, request: Request, asked: Asked, listener: Lis
         await service.calls.release(listener)
 
 
-async def _stream(service: Service, request: Request, asked: Asked, listener: Listener) -> Response:
+async def _stream(
+    service: RankService, request: Request, asked: ParsedRequest, listener: Listener
+) -> Response:
     # What fails before the first token is an HTTP error, so the first item comes first.
     try:
-        async with Client(request, on_leave=listener.leave):
+        async with ClientConnection(request, on_leave=listener.leave):
             first = await listener.next()
         version = version_of(list(listener.call.recorded.values()), service.run.version)
         answer = asked.answer(listener.call.head, version)
@@ -262,13 +270,13 @@ async def _stream(service: Service, request: Request, asked: Asked, listener: Li
 
 
 async def _events(
-    request: Request, listener: Listener, answer: Answer, item: Item
+    request: Request, listener: Listener, answer: ResponseEncoder, item: Item
 ) -> AsyncGenerator[bytes]:
     """One call's events. A choice is delivered once the event with its finish reason was sent."""
     begun: set[int] = set()
     ended: dict[int, Interaction] = {}
     choices = listener.call.head.choices
-    async with Client(request, on_leave=listener.leave) as client:
+    async with ClientConnection(request, on_leave=listener.leave) as client:
         await client.look()
         while True:
             events: list[bytes] = []

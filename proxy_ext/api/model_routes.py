@@ -17,12 +17,12 @@ from proxy_ext.api.messages import count, messages
 from proxy_ext.api.model_call import chat_completions, text_completions
 from proxy_ext.api.responses import responses
 from proxy_ext.api.rl.dependencies import service_of
-from proxy_ext.service import Service
+from proxy_ext.service import RankService
 from proxy_ext.web.exchange import error_response
 
 log = logging.getLogger(__name__)
 
-Handler: TypeAlias = Callable[[Service, Request], Awaitable[Response]]
+Handler: TypeAlias = Callable[[RankService, Request], Awaitable[Response]]
 
 HANDLERS: dict[str, Handler] = {
     "/chat/completions": chat_completions,

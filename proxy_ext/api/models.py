@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.errors import NotFound
-from proxy_ext.service import Service
+from proxy_ext.service import RankService
 
 
-def list_models(service: Service) -> dict[str, Any]:
+def list_models(service: RankService) -> dict[str, Any]:
     """All that there are, in OpenAI's form, the policy first."""
     return {"object": "list", "data": _all(service)}
 
 
-def one_model(service: Service, name: str) -> dict[str, Any]:
+def one_model(service: RankService, name: str) -> dict[str, Any]:
     """One of them, by its name; NotFound for another one, though calls may name any."""
     policy, *frozen = _all(service)
     for model in (policy, *frozen):
@@ -28,7 +28,7 @@ def one_model(service: Service, name: str) -> dict[str, Any]:
     )
 
 
-def _all(service: Service) -> list[dict[str, Any]]:
+def _all(service: RankService) -> list[dict[str, Any]]:
     policy = {
         "id": service.config.model.name,
         "object": "model",

@@ -7,20 +7,20 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.completions.parsed_request import Asked, token_logprobs, whole
+from any_agent.completions.parsed_request import ParsedRequest, token_logprobs, whole
 from any_agent.completions.responses import (
     answer_of,
     deleted_record,
     input_items,
-    responses_asked,
+    parse_responses_request,
 )
 from any_agent.completions.responses.stored_response import shape_again
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
-from proxy_ext.api.model_call import Asking, serve
+from proxy_ext.api.model_call import ModelCallContext, serve
 from proxy_ext.journal import PutInteraction
-from proxy_ext.service import Service
-from proxy_ext.sessions.session import Session
+from proxy_ext.service import RankService
+from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.web.exchange import JSONResponse
 
 _MOST = 100
@@ -28,12 +28,12 @@ _MOST = 100
 _PAGE = 20
 
 
-async def responses(service: Service, request: Request) -> Response:
+async def responses(service: RankService, request: Request) -> Response:
     """One model call of a session, or, where nothing is trained, of nobody's."""
     return await serve(service, request, _asked)
 
 
-async def response(service: Service, request: Request, id: str) -> Response:
+async def response(service: RankService, request: Request, id: str) -> Response:
     """An answer of the session once more, whatever has become of the session since."""
     if request.query_params.get("stream", "false") not in ("false", "0"):
         raise UnsupportedParameter(
@@ -47,7 +47,7 @@ async def response(service: Service, request: Request, id: str) -> Response:
     return Response(body, media_type="application/json")
 
 
-async def delete_response(service: Service, request: Request, id: str) -> Response:
+async def delete_response(service: RankService, request: Request, id: str) -> Response:
     """Nobody gets the answer by its id any more, nor goes on from it by name.
 
     What was recorded of it stays: it is a part of its session, which is deleted whole.
@@ -63,7 +63,7 @@ async def delete_response(service: Service, request: Request, id: str) -> Respon
     return JSONResponse({"id": id, "object": "response", "deleted": True})
 
 
-async def response_items(service: Service, request: Request, id: str) -> Response:
+async def response_items(service: RankService, request: Request, id: str) -> Response:
     """What an answer is an answer to, the latest item first unless `order` is `asc`."""
     limit, order, after = _page(request)
     tree = await _tree(service, request, id)
@@ -87,10 +87,10 @@ async def response_items(service: Service, request: Request, id: str) -> Respons
     )
 
 
-def _asked(asking: Asking) -> Asked:
+def _asked(asking: ModelCallContext) -> ParsedRequest:
     session, completer = asking.session, asking.service.completer
     tree = session.tree if session is not None else None
-    return responses_asked(
+    return parse_responses_request(
         asking.body,
         asking.rules,
         completer.chat,
@@ -99,7 +99,7 @@ def _asked(asking: Asking) -> Asked:
     )
 
 
-async def _session(service: Service, request: Request, id: str) -> Session:
+async def _session(service: RankService, request: Request, id: str) -> RecordedSession:
     """The caller's; of an agent that opens no sessions, the one which gave this answer."""
     named = request.query_params.get("session_id")
     session = await service.auth.session_or_none(request, named)
@@ -109,7 +109,7 @@ async def _session(service: Service, request: Request, id: str) -> Session:
     return session if session is not None else await service.auth.session(request, named)
 
 
-async def _tree(service: Service, request: Request, id: str) -> InteractionTree:
+async def _tree(service: RankService, request: Request, id: str) -> InteractionTree:
     """Of the caller's session; it is there until the next `await`."""
     session = await _session(service, request, id)
     await service.sessions.load(session)

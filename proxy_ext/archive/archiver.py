@@ -18,7 +18,7 @@ from typing import Any
 
 from any_agent.errors import AnyAgentError
 from proxy_ext.archive.files import (
-    Writer,
+    ArchiveWriter,
     list_archives,
     remove_file,
     remove_from,
@@ -26,14 +26,14 @@ from proxy_ext.archive.files import (
 )
 from proxy_ext.archive.records import record_line
 from proxy_ext.journal import ArchiveContent, NumberedRow, PutMeta, Statement
-from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.sessions.session_store import SessionStore
 
 log = logging.getLogger(__name__)
 
-_EVERY = (1.0, 900.0)
+_INTERVAL = (1.0, 900.0)
 """Seconds between two looks, each of which may make a file: a fiftieth of the time that content is
 kept, but within these."""
-_AGAIN = 30.0
+_RETRY_DELAY = 30.0
 """Seconds at most to the first look, and to the next one after one that failed."""
 _BATCH = 256
 _BATCH_BYTES = 16 * 2**20
@@ -48,12 +48,12 @@ _INTENT = "archiving"
 _TOTALS = "archived"
 
 
-class Archive:
+class Archiver:
     """The archives of one rank."""
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: SessionStore,
         folder: Path,
         *,
         about: dict[str, Any],
@@ -84,8 +84,8 @@ class Archive:
 
     async def run(self) -> None:
         """Archive, and give space back, until cancelled."""
-        usual = min(max(_EVERY[0], self._keep / 50), _EVERY[1])
-        soon = min(usual, _AGAIN)
+        usual = min(max(_INTERVAL[0], self._keep / 50), _INTERVAL[1])
+        soon = min(usual, _RETRY_DELAY)
         wait = soon
         while True:
             await asyncio.sleep(wait)
@@ -126,7 +126,7 @@ class Archive:
 
     async def _archive(self, batch: list[NumberedRow]) -> int:
         about = self._about | {"written_at": time.time()}
-        writer = await asyncio.to_thread(Writer, self._folder, self._sessions.rank, about)
+        writer = await asyncio.to_thread(ArchiveWriter, self._folder, self._sessions.rank, about)
         try:
             moved = await self._write(writer, batch)
             if moved:
@@ -157,7 +157,7 @@ class Archive:
         )
         return [each for each in found if each.row.id not in self._unreadable]
 
-    async def _write(self, writer: Writer, batch: list[NumberedRow]) -> list[str]:
+    async def _write(self, writer: ArchiveWriter, batch: list[NumberedRow]) -> list[str]:
         """Write as many as one file takes; their ids."""
         moved: list[str] = []
         for each in batch:
@@ -179,7 +179,7 @@ class Archive:
                 break
         return moved
 
-    async def _move(self, writer: Writer, ids: list[str]) -> None:
+    async def _move(self, writer: ArchiveWriter, ids: list[str]) -> None:
         """Put the file in its place, then remove its sessions from the journal."""
         await self._journal.commit(PutMeta(_INTENT, writer.name))
         size = await asyncio.to_thread(writer.finish)

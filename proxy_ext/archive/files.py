@@ -60,7 +60,7 @@ def list_archives(folder: Path, rank: int) -> list[ArchiveFile]:
     return sorted(found, key=lambda file: (file.first, file.last))
 
 
-class Writer:
+class ArchiveWriter:
     """Writes one file under a temporary name, until :meth:`finish` puts it in its place."""
 
     def __init__(self, folder: Path, rank: int, about: dict[str, Any]) -> None:
@@ -152,17 +152,17 @@ def remove_from(file: ArchiveFile, session_id: str, report: Report) -> int:
     return len(data) - (sum(map(len, kept)) if others else 0)
 
 
-class Head(NamedTuple):
+class ArchiveHeader(NamedTuple):
     """Which session a line holds."""
 
     number: int
     session_id: str
 
 
-def head_of(line: bytes) -> Head | None:
+def head_of(line: bytes) -> ArchiveHeader | None:
     """The beginning of a record; None for the line that says what the file is."""
     match = _HEAD.match(line)
-    return Head(int(match[1]), match[2].decode()) if match else None
+    return ArchiveHeader(int(match[1]), match[2].decode()) if match else None
 
 
 def first_session(file: ArchiveFile, report: Report) -> str | None:
@@ -215,7 +215,7 @@ def _member(data: mmap.mmap | bytes, start: int) -> tuple[int, bytes | None]:
     return at - len(inflate.unused_data), b"".join(parts)
 
 
-class Archives:
+class ArchiveFolder:
     """Some of a rank's archives, for one pass in the order of numbers.
 
     ``look`` gives the files, again when one is missed: more may have been written meanwhile.
@@ -272,7 +272,7 @@ class _Cursor:
     def __init__(self, file: ArchiveFile, report: Report) -> None:
         self._lines = read_lines(file.path, report)
         self.line = b""
-        self.head = Head(-1, "")
+        self.head = ArchiveHeader(-1, "")
 
     def seek(self, number: int) -> bool:
         """Go on to the first session with at least this number; False if there is none."""

@@ -54,7 +54,7 @@ _INTERACTION = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ArchiveRecord:
     """One session with everything that was recorded of it."""
 
     number: int
@@ -80,12 +80,12 @@ def record_line(
     return orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 
-def read_record(line: bytes) -> Record:
+def read_record(line: bytes) -> ArchiveRecord:
     """The inverse of :func:`record_line`; ValueError for anything else."""
     try:
         plain = json.loads(line)
         session_id = plain["session"]["id"]
-        return Record(
+        return ArchiveRecord(
             number=int(plain["number"]),
             session=plain["session"],
             rewards=plain["rewards"],

@@ -19,15 +19,15 @@ from any_agent.completions import (
     Head,
     Prepared,
 )
-from any_agent.completions.refused import in_the_agents_words
+from any_agent.completions.refused import with_request_parameter
 from any_agent.errors import AnyAgentError, InvalidRequest, SessionClosed, VersionGone
 from any_agent.types import Interaction
-from proxy_ext.calls.concurrency_limit import Place
+from proxy_ext.calls.concurrency_limit import CallSlot
 from proxy_ext.calls.stats import CallTimer
-from proxy_ext.calls.stream_buffer import SoFar, whole
+from proxy_ext.calls.stream_buffer import StreamBuffer, whole
 from proxy_ext.journal import RequestMark
-from proxy_ext.sessions.session import Session
-from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +37,14 @@ _LOGGED = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CallEnd:
     """The end of one choice; its interaction is durable then."""
 
     index: int
     interaction: Interaction
 
 
-Item: TypeAlias = Delta | Ended
+Item: TypeAlias = Delta | CallEnd
 """What a call produces: of each choice deltas when it streams, and last its end."""
 
 
@@ -53,7 +53,7 @@ class Listener:
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.place: Place | None = None
+        self.place: CallSlot | None = None
         """Where this client waits; `Calls.release` leaves it."""
         self.gone = False
         self._delivered: set[int] = set()
@@ -110,7 +110,7 @@ class Call:
     def __init__(
         self,
         head: Head,
-        session: Session | None,
+        session: RecordedSession | None,
         mark: RequestMark | None,
         *,
         stream: bool,
@@ -142,7 +142,7 @@ class Call:
         self._listener: Listener | None = None
         self._on_left = on_left
         keeps = mark is not None and stream
-        self._so_far = [SoFar(k) for k in range(head.choices)] if keeps else None
+        self._so_far = [StreamBuffer(k) for k in range(head.choices)] if keeps else None
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         """Of its choices, if they are several; else it is sampled in the call's own."""
         self._recording: set[asyncio.Task[None] | None] = set()
@@ -194,7 +194,7 @@ class Call:
             if answer is not None:
                 if self._stream:
                     listener.put(*whole(answer, index))
-                listener.put(Ended(index, answer))
+                listener.put(CallEnd(index, answer))
             elif self._so_far is not None and not self._so_far[index].empty:
                 listener.put(*self._so_far[index].deltas())
         return listener
@@ -229,7 +229,7 @@ class Call:
                 task.cancel()
 
     async def run(
-        self, prepared: Prepared, completer: Completer, sessions: Sessions, timer: CallTimer
+        self, prepared: Prepared, completer: Completer, sessions: SessionStore, timer: CallTimer
     ) -> None:
         if len(prepared.choices) == 1:
             await self._sample(prepared, 0, completer, sessions, timer)
@@ -251,7 +251,7 @@ class Call:
         prepared: Prepared,
         index: int,
         completer: Completer,
-        sessions: Sessions,
+        sessions: SessionStore,
         timer: CallTimer,
     ) -> None:
         session_id = self.session.id if self.session is not None else ""
@@ -270,12 +270,12 @@ class Call:
                         self._listener.put(item)
                 else:
                     await self._record(item, sessions, timer)
-                    self._say(Ended(index, item.interaction))
+                    self._say(CallEnd(index, item.interaction))
         except asyncio.CancelledError:
             if self._aborted is None:
                 raise
         except AnyAgentError as error:
-            self._fail(in_the_agents_words(error, prepared.call), timer)
+            self._fail(with_request_parameter(error, prepared.call), timer)
         except Exception:
             log.exception("a model call failed")
             self._fail(AnyAgentError("the call failed inside the service; see its log"), timer)
@@ -294,7 +294,9 @@ class Call:
         if self._tasks:
             self.abort("another choice of the call failed")
 
-    async def _record(self, completion: Completion, sessions: Sessions, timer: CallTimer) -> None:
+    async def _record(
+        self, completion: Completion, sessions: SessionStore, timer: CallTimer
+    ) -> None:
         """Make a choice durable, if it is a session's."""
         index, interaction = completion.choice.index, completion.interaction
         self._sampled[index] = len(interaction.output_ids)

@@ -12,15 +12,15 @@ from any_agent.completions import ChatCall, Completer, Head, Prepared
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 from proxy_ext.calls.call import Call, Listener
-from proxy_ext.calls.concurrency_limit import InFlight, Place
-from proxy_ext.calls.loop_fairness import Turns
+from proxy_ext.calls.concurrency_limit import CallSlot, ConcurrencyLimit
+from proxy_ext.calls.loop_fairness import LoopTurns
 from proxy_ext.calls.stats import CallStats, CallTimer
 from proxy_ext.journal import RequestMark
 from proxy_ext.sessions.delivery import UNMARKED
-from proxy_ext.sessions.session import Session
-from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.web.drain import draining
-from proxy_ext.web.quotas import Quotas
+from proxy_ext.web.quotas import TenantQuotas
 
 log = logging.getLogger(__name__)
 
@@ -28,36 +28,36 @@ _MAX_VACANT = 4096
 """Calls without a client that are kept for a retry."""
 
 
-class Calls:
+class CallManager:
     """Starts calls, bounds their number, and keeps them findable by their session."""
 
     def __init__(
         self,
         completer: Completer,
-        sessions: Sessions,
+        sessions: SessionStore,
         *,
         limit: int,
         retry_grace: float,
-        quotas: Quotas,
+        quotas: TenantQuotas,
     ) -> None:
         """``retry_grace``: seconds for which a call without a client waits for a marked retry."""
         self._completer = completer
         self._sessions = sessions
         self._quotas = quotas
-        self.places = InFlight(limit)
+        self.places = ConcurrencyLimit(limit)
         self._retry_grace = retry_grace
         self._running: set[Call] = set()
         self._waiting: set[asyncio.Task[None]] = set()
         self.draining = False
         """Those under way end, and none begins."""
         self.stats = CallStats()
-        self.turns = Turns()
+        self.turns = LoopTurns()
         """In which prompts are rendered."""
 
     def __len__(self) -> int:
         return len(self._running)
 
-    def enter(self) -> Place:
+    def enter(self) -> CallSlot:
         """A place for a request that asks for a call, before it costs anything; TooManyRequests or
         Draining if there is none."""
         if self.draining:
@@ -67,10 +67,10 @@ class Calls:
     def start(
         self,
         prepared: Prepared,
-        session: Session | None,
+        session: RecordedSession | None,
         *,
         stream: bool,
-        place: Place,
+        place: CallSlot,
         tenant: str | None = None,
         mark: RequestMark | None = None,
     ) -> Listener:
@@ -108,7 +108,7 @@ class Calls:
         self,
         completion_id: str,
         choices: Sequence[Interaction],
-        session: Session,
+        session: RecordedSession,
         mark: RequestMark,
         again: ChatCall,
     ) -> Listener:
@@ -129,7 +129,7 @@ class Calls:
         session.calls.add(call)
         return call.listen()
 
-    def _seeded(self, prepared: Prepared, session: Session | None) -> Prepared:
+    def _seeded(self, prepared: Prepared, session: RecordedSession | None) -> Prepared:
         """With a seed for each choice, if the run has seeds: no two are the same."""
         if session is None:
             return prepared
@@ -218,7 +218,7 @@ class Calls:
             call.close()
 
     async def _mark_undelivered(
-        self, call: Call, session: Session, interaction: Interaction
+        self, call: Call, session: RecordedSession, interaction: Interaction
     ) -> None:
         try:
             await self._sessions.mark_undelivered(session, interaction)

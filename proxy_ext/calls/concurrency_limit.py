@@ -18,12 +18,12 @@ _QUEUED_PER_SLOT = 1
 only wait longer: the time of an admitted call is bounded by this."""
 
 
-class Place:
+class CallSlot:
     """One place, held by whoever waits for a call's answer and by the call itself."""
 
     __slots__ = ("_holders", "_inflight", "_width")
 
-    def __init__(self, inflight: InFlight) -> None:
+    def __init__(self, inflight: ConcurrencyLimit) -> None:
         self._inflight = inflight
         self._holders = 1
         self._width = 1
@@ -63,7 +63,7 @@ class Place:
             self._inflight.taken -= self._width
 
 
-class InFlight:
+class ConcurrencyLimit:
     """The places of one rank."""
 
     def __init__(self, limit: int) -> None:
@@ -72,10 +72,10 @@ class InFlight:
         self.refused = 0
         """Calls that there was no place for."""
 
-    def enter(self) -> Place:
+    def enter(self) -> CallSlot:
         """Take a place; TooManyRequests if there is none."""
         self.take(1)
-        return Place(self)
+        return CallSlot(self)
 
     def take(self, more: int) -> None:
         """Room for more samples; TooManyRequests if there is none."""

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 
-class Turns:
+class LoopTurns:
     """Lets one go on in each round of the event loop, so that others' events go between.
 
     A hundred calls that arrive together would otherwise stop every stream until the prompts of

@@ -19,10 +19,10 @@ from starlette.requests import Request
 from any_agent.completions import ChatCall, choice_ids, completion_of
 from any_agent.types import Interaction
 from proxy_ext.calls.call import Call, Listener
-from proxy_ext.calls.call_manager import Calls
+from proxy_ext.calls.call_manager import CallManager
 from proxy_ext.journal import RequestMark
 from proxy_ext.sessions.delivery import UNDELIVERED, was_used
-from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session import RecordedSession
 
 HEADER = "x-stainless-retry-count"
 NEWS_SECONDS = 2.0
@@ -30,7 +30,7 @@ NEWS_SECONDS = 2.0
 _COUNT = re.compile(r"[0-9]{1,4}")
 
 
-def mark_of(request: Request, body: bytes) -> RequestMark | None:
+def retry_mark(request: Request, body: bytes) -> RequestMark | None:
     """How the request is known when it comes again; None if its SDK does not mark retries."""
     count = request.headers.get(HEADER, "")
     if not _COUNT.fullmatch(count):
@@ -46,8 +46,8 @@ def route_of(request: Request) -> str:
     return str(request.scope["path"]).removeprefix("/v1")
 
 
-async def take_up(
-    calls: Calls, session: Session, mark: RequestMark, again: ChatCall
+async def join_retried_call(
+    calls: CallManager, session: RecordedSession, mark: RequestMark, again: ChatCall
 ) -> Listener | None:
     """The earlier call that a retry repeats, heard from its beginning; None if there is none."""
     deadline = time.monotonic() + NEWS_SECONDS
@@ -71,8 +71,8 @@ async def take_up(
 
 
 async def session_of(
-    sessions: Callable[[], Sequence[Session]], mark: RequestMark
-) -> Session | None:
+    sessions: Callable[[], Sequence[RecordedSession]], mark: RequestMark
+) -> RecordedSession | None:
     """The session, of several, that has the call which a retry repeats and whose client is gone.
 
     None if none of them has such a call. As long as it may just have been left, it is waited for.
@@ -102,7 +102,7 @@ def _is_later(mark: RequestMark, earlier: RequestMark) -> bool:
 
 
 def _before_the_restart(
-    calls: Calls, session: Session, mark: RequestMark, again: ChatCall
+    calls: CallManager, session: RecordedSession, mark: RequestMark, again: ChatCall
 ) -> Listener | None:
     """The oldest answer of an earlier process that the retry asks for again: all of its choices,
     or none."""
@@ -120,7 +120,7 @@ def _before_the_restart(
     return None
 
 
-def _is_over(session: Session, interaction: Interaction) -> bool:
+def _is_over(session: RecordedSession, interaction: Interaction) -> bool:
     """Whether nobody can want it again: it was used, or given up."""
     return interaction.untrainable_reason == UNDELIVERED or was_used(session, interaction)
 

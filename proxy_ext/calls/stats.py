@@ -18,7 +18,7 @@ NO_SESSION = "none"
 """The mode of calls without a session: inference, once training is over."""
 FIRST = "first"
 """How the first call of a session continues what was recorded."""
-_MOST_NAMES = 32
+_MAX_NAMES = 32
 CALL_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
@@ -80,7 +80,7 @@ class CallTimer:
         for parameter in self._prepared.call.overrides:
             stats.overrides[parameter] += 1
         for name in self._prepared.call.ignored:
-            known = name in stats.ignored or len(stats.ignored) < _MOST_NAMES
+            known = name in stats.ignored or len(stats.ignored) < _MAX_NAMES
             stats.ignored[name if known else OTHER] += 1
 
     def recorded(self, completion: Completion, *, earlier: int | None) -> None:

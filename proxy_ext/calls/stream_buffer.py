@@ -6,15 +6,15 @@ from array import array
 from itertools import groupby
 
 from any_agent.chat import MessageDelta, merge_deltas
-from any_agent.completions import Delta, PackedTop, top_logprobs_of
-from any_agent.completions.encoders.output_order import Part, parts_of
+from any_agent.completions import Delta, PackedTopLogprobs, top_logprobs_of
+from any_agent.completions.encoders.output_order import OutputPart, parts_of
 from any_agent.types import Interaction
 
 _STEPS = 64
 """So many are put together at once: each takes more than its text."""
 
 
-class SoFar:
+class StreamBuffer:
     """Of one choice; a client that joins gets one delta for each of its parts.
 
     Nearly every stream of an SDK keeps one to its end, so it is kept small: steps are put together
@@ -36,7 +36,7 @@ class SoFar:
         """A part, some of its steps, and how many tokens there were at their end."""
         self._ids = array("i")
         self._logprobs = array("d")
-        self._top: PackedTop | None = None
+        self._top: PackedTopLogprobs | None = None
 
     @property
     def empty(self) -> bool:
@@ -46,7 +46,7 @@ class SoFar:
         self._ids.extend(item.output_ids)
         self._logprobs.extend(item.logprobs)
         if item.top_logprobs is not None:
-            self._top = self._top or PackedTop()
+            self._top = self._top or PackedTopLogprobs()
             self._top.extend(item.top_logprobs)
         part = _part_of(item.message)
         if part is None:
@@ -109,7 +109,7 @@ def _part_of(step: MessageDelta) -> str | int | None:
     return "reasoning" if step.reasoning_content else None
 
 
-def _message(part: Part, number: int) -> MessageDelta:
+def _message(part: OutputPart, number: int) -> MessageDelta:
     if part.call is not None:
         return MessageDelta(tool_calls=[{"index": number, **part.call}])
     if part.kind == "content":

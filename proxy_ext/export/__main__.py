@@ -17,17 +17,17 @@ from any_agent.errors import AnyAgentError, ConfigError, StartupError, Unprocess
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.command_line import parse
 from proxy_ext.archive.records import read_record
-from proxy_ext.export.output import Out, output
-from proxy_ext.export.reader import Found, Wanted, read_rank
+from proxy_ext.export.output import ExportOutput, output
+from proxy_ext.export.reader import ExportFilter, SessionRecord, read_rank
 from proxy_ext.export.styles import rows
 
 _READER_LEFT = 141
 """As a shell has it for a program that SIGPIPE ended."""
-_TOLD_EVERY = 5.0
+_PROGRESS_INTERVAL = 5.0
 _RANK = re.compile(r"rank-(\d+)(\.sqlite|-.*\.jsonl\.gz)")
 
 
-class Export:
+class Exporter:
     """One run of it."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -35,12 +35,12 @@ class Export:
         self._dir = _run_dir(config)
         self._style: str | None = arguments.style
         self._discount = _discount(self._dir, config, arguments)
-        self._wanted = Wanted(arguments.state or (), arguments.task, arguments.since)
+        self._wanted = ExportFilter(arguments.state or (), arguments.task, arguments.since)
         self._ranks = self._chosen(arguments.rank)
         self._told = time.monotonic()
         self.sessions = self.archived = self.lines = self.problems = 0
 
-    def run(self, out: Out) -> None:
+    def run(self, out: ExportOutput) -> None:
         """Write everything that can be read."""
         for found in self._found():
             try:
@@ -60,14 +60,14 @@ class Export:
         self.problems += 1
         print(f"warning: {problem}", file=sys.stderr)
 
-    def _found(self) -> Iterator[Found]:
+    def _found(self) -> Iterator[SessionRecord]:
         each = [
             read_rank(self._dir.journal(rank), self._dir.archive, rank, self._wanted, self.report)
             for rank in self._ranks
         ]
         return heapq.merge(*each, key=lambda found: found.created_at)
 
-    def _lines(self, found: Found) -> list[bytes]:
+    def _lines(self, found: SessionRecord) -> list[bytes]:
         if self._style is None:
             return [found.line]
         return list(rows(read_record(found.line), self._style, self._discount))
@@ -83,7 +83,7 @@ class Export:
         return sorted(set(asked)) if asked else there
 
     def _progress(self) -> None:
-        if time.monotonic() - self._told > _TOLD_EVERY:
+        if time.monotonic() - self._told > _PROGRESS_INTERVAL:
             self._told = time.monotonic()
             print(f"{self.sessions} sessions so far", file=sys.stderr)
 
@@ -96,7 +96,7 @@ def main() -> int:
     # Sessions that took long lie in files that all reach to the same place in the order.
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
-        export = Export(arguments)
+        export = Exporter(arguments)
         with output(arguments.out) as out:
             export.run(out)
     except BrokenPipeError:

@@ -16,7 +16,7 @@ from any_agent.runtime.atomic_files import fsync
 _STANDARD = ("-", "/dev/stdout")
 
 
-class Out:
+class ExportOutput:
     """What lines are written to; errors name it as its user did."""
 
     def __init__(self, file: BinaryIO, name: str, kept: str = "") -> None:
@@ -49,7 +49,7 @@ class Out:
 
 
 @contextmanager
-def output(name: str) -> Iterator[Out]:
+def output(name: str) -> Iterator[ExportOutput]:
     """What ``--out`` names; on leaving all of it is written.
 
     A plain file, or one that is not there yet, holds the whole export or what it held before; of a
@@ -62,7 +62,7 @@ def output(name: str) -> Iterator[Out]:
         BrokenPipeError: the reader left.
     """
     if name in _STANDARD:
-        out = Out(sys.stdout.buffer, "the standard output")
+        out = ExportOutput(sys.stdout.buffer, "the standard output")
         try:
             yield out
             out.finish()
@@ -74,7 +74,7 @@ def output(name: str) -> Iterator[Out]:
     target = _plain_file(name)
     if target is None:
         with _opened(name, Path(name)) as file:
-            out = Out(file, name)
+            out = ExportOutput(file, name)
             yield out
             out.finish()
         return
@@ -85,7 +85,7 @@ def output(name: str) -> Iterator[Out]:
                 # Who may not read what it holds now may not read what it is to hold.
                 os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             kept = "; what was there before is unchanged" if target.exists() else ""
-            out = Out(file, name, kept)
+            out = ExportOutput(file, name, kept)
             yield out
             out.finish(partial, target)
     finally:

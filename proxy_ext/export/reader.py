@@ -18,7 +18,7 @@ from typing import NamedTuple
 from any_agent.errors import StartupError
 from any_agent.record import unpack_interaction
 from any_agent.types import Interaction
-from proxy_ext.archive.files import ArchiveFile, Archives, first_session, list_archives
+from proxy_ext.archive.files import ArchiveFile, ArchiveFolder, first_session, list_archives
 from proxy_ext.archive.records import read_record, record_line
 from proxy_ext.journal import RewardRow, schema
 from proxy_ext.journal.queries import session_row
@@ -28,7 +28,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ExportFilter:
     """Which sessions; None or empty: any."""
 
     states: Sequence[str] = ()
@@ -44,7 +44,7 @@ class Wanted:
         )
 
 
-class Found(NamedTuple):
+class SessionRecord(NamedTuple):
     """One session."""
 
     created_at: float
@@ -56,26 +56,26 @@ class Found(NamedTuple):
 
 
 def read_rank(
-    journal: Path, folder: Path, rank: int, wanted: Wanted, report: Report
-) -> Iterator[Found]:
+    journal: Path, folder: Path, rank: int, wanted: ExportFilter, report: Report
+) -> Iterator[SessionRecord]:
     """A rank's sessions; ``report`` is told of what is damaged or missing.
 
     Raises:
         StartupError: the journal cannot be read at all.
     """
     if not journal.exists():
-        alone = Archives(lambda: list_archives(folder, rank), report)
+        alone = ArchiveFolder(lambda: list_archives(folder, rank), report)
         yield from _archived_alone(alone, rank, wanted, report)
         return
     try:
         with closing(_open(journal)) as connection:
             foreign = _foreign(connection, folder, rank)
-            earlier = _archived_alone(Archives(lambda: foreign, report), rank, wanted, report)
+            earlier = _archived_alone(ArchiveFolder(lambda: foreign, report), rank, wanted, report)
 
             def own() -> list[ArchiveFile]:
                 return [file for file in list_archives(folder, rank) if file not in foreign]
 
-            mine = _read(connection, Archives(own, report), rank, wanted, report)
+            mine = _read(connection, ArchiveFolder(own, report), rank, wanted, report)
             yield from heapq.merge(earlier, mine, key=lambda found: found.created_at)
     except sqlite3.Error as error:
         raise StartupError(
@@ -97,13 +97,13 @@ def _foreign(connection: sqlite3.Connection, folder: Path, rank: int) -> list[Ar
 
 
 def _archived_alone(
-    archives: Archives, rank: int, wanted: Wanted, report: Report
-) -> Iterator[Found]:
+    archives: ArchiveFolder, rank: int, wanted: ExportFilter, report: Report
+) -> Iterator[SessionRecord]:
     """Sessions whose journal is not there any more."""
     for line in archives.all():
         try:
             session = read_record(line).session
-            found = Found(session["created_at"], rank, session["id"], line, archived=True)
+            found = SessionRecord(session["created_at"], rank, session["id"], line, archived=True)
             if wanted.takes(session["state"], session["task_id"], session["created_at"]):
                 yield found
         except (ValueError, KeyError) as error:
@@ -126,11 +126,11 @@ def _open(path: Path) -> sqlite3.Connection:
 
 def _read(
     connection: sqlite3.Connection,
-    archives: Archives,
+    archives: ArchiveFolder,
     rank: int,
-    wanted: Wanted,
+    wanted: ExportFilter,
     report: Report,
-) -> Iterator[Found]:
+) -> Iterator[SessionRecord]:
     (last,) = connection.execute("SELECT MAX(number) FROM sessions").fetchone()
     number = 0
     sql, values = _query(wanted)
@@ -159,7 +159,7 @@ def _read(
                     continue
                 report(f"session {row.id} is in no archive that can be read")
                 continue
-        yield Found(row.created_at, rank, row.id, line, archived)
+        yield SessionRecord(row.created_at, rank, row.id, line, archived)
 
 
 def _deleted(connection: sqlite3.Connection, number: int) -> bool:
@@ -169,7 +169,7 @@ def _deleted(connection: sqlite3.Connection, number: int) -> bool:
     return row is not None and row["content"] == "deleted"
 
 
-def _query(wanted: Wanted) -> tuple[str, dict[str, object]]:
+def _query(wanted: ExportFilter) -> tuple[str, dict[str, object]]:
     conditions = ["number > :number", "number <= :last", "content <> 'deleted'"]
     values: dict[str, object] = {}
     if wanted.states:

@@ -14,10 +14,10 @@ from any_agent.record import (
     propagate_rewards,
 )
 from any_agent.record import to_json as row_to_json
-from proxy_ext.archive.records import Record
+from proxy_ext.archive.records import ArchiveRecord
 
 
-def rows(record: Record, style: str, discount: float) -> Iterator[bytes]:
+def rows(record: ArchiveRecord, style: str, discount: float) -> Iterator[bytes]:
     """Lines of one of the styles, a row each; of the policy's calls alone.
 
     The reward of each is null if nobody gave the session any: not that of one that was worth 0.

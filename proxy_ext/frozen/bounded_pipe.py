@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Pipe(Generic[T]):
+class BoundedPipe(Generic[T]):
     """From one task to another."""
 
     def __init__(self, most: int) -> None:

@@ -14,11 +14,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from any_agent.errors import AnyAgentError, ProviderError, ProviderTimeout, SessionClosed
-from proxy_ext.frozen.bounded_pipe import Pipe
+from proxy_ext.frozen.bounded_pipe import BoundedPipe
 from proxy_ext.frozen.provider import Deployment
 from proxy_ext.frozen.provider_requests import FrozenRequest
-from proxy_ext.frozen.provider_responses import FrozenAnswer, json_bytes
-from proxy_ext.sessions.session import Session
+from proxy_ext.frozen.provider_responses import ProviderResponse, json_bytes
+from proxy_ext.sessions.session import RecordedSession
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _AHEAD = 256
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class FrozenCallEnd:
     """The last that a client gets: the whole body, or what ends its stream."""
 
     data: bytes
@@ -40,8 +40,8 @@ class FrozenCall:
         self,
         request: FrozenRequest,
         deployment: Deployment,
-        answer: FrozenAnswer,
-        session: Session | None,
+        answer: ProviderResponse,
+        session: RecordedSession | None,
         tenant: str | None,
         *,
         timeout: float,
@@ -55,7 +55,7 @@ class FrozenCall:
         self.created_at = time.time()
         self.task: asyncio.Task[None] | None = None
         self.failure: AnyAgentError | None = None
-        self.pipe: Pipe[bytes | End | AnyAgentError] = Pipe(_AHEAD)
+        self.pipe: BoundedPipe[bytes | FrozenCallEnd | AnyAgentError] = BoundedPipe(_AHEAD)
         self._timeout = timeout
         self._record = record
         self._recording = False
@@ -82,7 +82,7 @@ class FrozenCall:
             return "completed"
         return "aborted" if self._aborted is not None else "failed"
 
-    async def next(self) -> bytes | End:
+    async def next(self) -> bytes | FrozenCallEnd:
         """What the client gets next; raises what it failed with."""
         item = await self.pipe.get()
         if isinstance(item, AnyAgentError):
@@ -97,7 +97,7 @@ class FrozenCall:
             self.failure = self.failure or SessionClosed(self._aborted or "the service is stopping")
             self._tell(self.failure)
 
-    def _tell(self, last: End | AnyAgentError) -> None:
+    def _tell(self, last: FrozenCallEnd | AnyAgentError) -> None:
         self._told = True
         self.pipe.end(last)
 
@@ -129,7 +129,7 @@ class FrozenCall:
         self._recording = True
         if self.failure is None or self.answer.begun or self._paid:
             await self._keep()
-        self._tell(self.failure or End(last))
+        self._tell(self.failure or FrozenCallEnd(last))
 
     async def _ask(self) -> bytes:
         """The last that the client gets, when all is there."""

@@ -17,26 +17,26 @@ from starlette.responses import Response
 
 from any_agent.config import Config, FrozenConfig
 from any_agent.errors import AnyAgentError, ConfigError, InvalidRequest, NotFound, TooManyRequests
-from any_agent.record import FROZEN_MODEL, frozen_id, is_frozen, without_texts
+from any_agent.record import FROZEN_MODEL, frozen_id, is_frozen, strip_content
 from any_agent.types import GenerationHyperparameters, Interaction
-from proxy_ext.frozen.call import End, FrozenCall
+from proxy_ext.frozen.call import FrozenCall, FrozenCallEnd
 from proxy_ext.frozen.model_routing import PolicyNames
 from proxy_ext.frozen.provider import Deployment, Provider
 from proxy_ext.frozen.provider_requests import FrozenRequest, api_of, checked
 from proxy_ext.frozen.provider_responses import ANSWERS, ids_in, text_in
-from proxy_ext.frozen.spend_caps import Spending
+from proxy_ext.frozen.spend_caps import SpendCaps
 from proxy_ext.frozen.stats import FrozenStats
 from proxy_ext.journal import PutInteraction
-from proxy_ext.sessions.session import Session
-from proxy_ext.sessions.session_store import Sessions
-from proxy_ext.web.exchange import Client, EventStream
-from proxy_ext.web.quotas import Quotas
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore
+from proxy_ext.web.exchange import ClientConnection, EventStream
+from proxy_ext.web.quotas import TenantQuotas
 
 log = logging.getLogger(__name__)
 
 _LONG = 65_536
 """Characters; counting the tokens of a megabyte takes a second."""
-_MOST_COUNTED = 1 << 20
+_MAX_COUNTED = 1 << 20
 """Characters of a text whose tokens are counted; of a longer one they are reckoned from these."""
 
 
@@ -62,10 +62,14 @@ class FrozenModels:
     """See the module. Without any configured it costs nothing."""
 
     def __init__(
-        self, config: Config, provider: Provider | None, sessions: Sessions, quotas: Quotas
+        self,
+        config: Config,
+        provider: Provider | None,
+        sessions: SessionStore,
+        quotas: TenantQuotas,
     ) -> None:
         self.policy = PolicyNames(config.model)
-        self.spending = Spending(sessions.journal, config.frozen, ranks=config.server.ranks)
+        self.spending = SpendCaps(sessions.journal, config.frozen, ranks=config.server.ranks)
         self.stats = FrozenStats()
         self._config = config.frozen
         self._client_timeout = config.server.client_timeout
@@ -95,7 +99,7 @@ class FrozenModels:
         self,
         request: Request,
         body: Mapping[str, Any],
-        session: Session | None,
+        session: RecordedSession | None,
         tenant: str | None,
     ) -> Response:
         """One call, whole or as events.
@@ -126,7 +130,7 @@ class FrozenModels:
 
     # ------------------------------------------------------------------------------------------
 
-    def _choose(self, name: str, session: Session | None) -> Deployment:
+    def _choose(self, name: str, session: RecordedSession | None) -> Deployment:
         """One of the places where a model is served; a session stays at its own."""
         places = self._models[name]
         if len(places) == 1:
@@ -137,7 +141,7 @@ class FrozenModels:
         return random.Random(seed).choices([place for _, place in places], weights)[0]
 
     async def _go_on_from(
-        self, asked: FrozenRequest, session: Session | None, deployment: Deployment
+        self, asked: FrozenRequest, session: RecordedSession | None, deployment: Deployment
     ) -> None:
         """The provider's own name of the response that this one goes on from."""
         if asked.previous is None:
@@ -166,7 +170,7 @@ class FrozenModels:
         self,
         asked: FrozenRequest,
         deployment: Deployment,
-        session: Session | None,
+        session: RecordedSession | None,
         tenant: str | None,
     ) -> FrozenCall:
         if session is not None:
@@ -247,22 +251,22 @@ class FrozenModels:
         }
         interaction = _interaction(call, whole=whole)
         if not self._store_content:
-            interaction = without_texts(interaction)
+            interaction = strip_content(interaction)
         interaction.request = {**interaction.request, "frozen": said}
         await self._sessions.deliveries.commit(PutInteraction(interaction), *written)
 
     # ------------------------------------------------------------------------------------------
 
     async def _whole(self, request: Request, call: FrozenCall) -> Response:
-        async with Client(request, on_leave=lambda: call.abort("the client left")):
+        async with ClientConnection(request, on_leave=lambda: call.abort("the client left")):
             end = await call.next()
-        assert isinstance(end, End)
+        assert isinstance(end, FrozenCallEnd)
         return Response(end.data, headers=_headers(call), media_type="application/json")
 
     async def _stream(self, request: Request, call: FrozenCall) -> Response:
         # What fails before the first event is an HTTP error, so that comes first.
         try:
-            async with Client(request, on_leave=lambda: call.abort("the client left")):
+            async with ClientConnection(request, on_leave=lambda: call.abort("the client left")):
                 first = await call.next()
         except BaseException:
             call.abort("the client left")
@@ -275,8 +279,10 @@ class FrozenModels:
         return EventStream(events, _headers(call), finish=finish, send_timeout=self._client_timeout)
 
 
-async def _events(request: Request, call: FrozenCall, item: bytes | End) -> AsyncGenerator[bytes]:
-    async with Client(request, on_leave=lambda: call.abort("the client left")):
+async def _events(
+    request: Request, call: FrozenCall, item: bytes | FrozenCallEnd
+) -> AsyncGenerator[bytes]:
+    async with ClientConnection(request, on_leave=lambda: call.abort("the client left")):
         while isinstance(item, bytes):
             yield item
             try:
@@ -322,7 +328,7 @@ def _interaction(call: FrozenCall, *, whole: bool) -> Interaction:
 
 async def _count(deployment: Deployment, text: str) -> int:
     """About how many tokens a text has."""
-    beginning = text[:_MOST_COUNTED]
+    beginning = text[:_MAX_COUNTED]
     with contextlib.suppress(Exception):
         if len(text) <= _LONG:
             return deployment.count(text)

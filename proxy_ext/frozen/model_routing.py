@@ -10,7 +10,7 @@ from any_agent.config import ModelConfig
 from any_agent.errors import NotFound
 
 OTHER = "other"
-_MOST_NAMES = 32
+_MAX_NAMES = 32
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,63}")
 
 
@@ -39,7 +39,7 @@ class PolicyNames:
                 param="model",
             )
         known = name in self.calls or name in self._known
-        if known or (len(self.calls) < _MOST_NAMES and _PLAIN.fullmatch(name)):
+        if known or (len(self.calls) < _MAX_NAMES and _PLAIN.fullmatch(name)):
             self.calls[name] += 1
         else:
             self.calls[OTHER] += 1

@@ -17,7 +17,7 @@ from any_agent.types import Message
 from proxy_ext.frozen.provider import Event, FrozenApi
 
 
-class FrozenAnswer:
+class ProviderResponse:
     """One answer, whole or event by event."""
 
     done: ClassVar[bytes] = b""
@@ -80,7 +80,7 @@ class FrozenAnswer:
         body["id"] = self.id
 
 
-class _Choices(FrozenAnswer):
+class _Choices(ProviderResponse):
     """OpenAI's chat and its legacy completions."""
 
     done = b"data: [DONE]\n\n"
@@ -148,7 +148,7 @@ class _Choices(FrozenAnswer):
         raise NotImplementedError
 
 
-class ChatAnswer(_Choices):
+class ChatResponse(_Choices):
     """`/chat/completions`."""
 
     def _whole_choice(self, choice: dict[str, Any]) -> Message:
@@ -184,7 +184,7 @@ class ChatAnswer(_Choices):
                         call["function"][name] = before + function[name]
 
 
-class TextAnswer(_Choices):
+class TextResponse(_Choices):
     """`/completions`."""
 
     def _whole_choice(self, choice: dict[str, Any]) -> Message:
@@ -195,7 +195,7 @@ class TextAnswer(_Choices):
             message["content"] += choice["text"]
 
 
-class ResponsesAnswer(FrozenAnswer):
+class ResponsesResponse(ProviderResponse):
     """`/responses`."""
 
     def __init__(self, interaction_id: str, *, include_usage: bool = False) -> None:
@@ -251,7 +251,7 @@ class ResponsesAnswer(FrozenAnswer):
         self._text = [p["text"] for p in parts if isinstance(p.get("text"), str)]
 
 
-class MessagesAnswer(FrozenAnswer):
+class MessagesResponse(ProviderResponse):
     """Anthropic's `/messages`."""
 
     def __init__(self, interaction_id: str, *, include_usage: bool = False) -> None:
@@ -303,7 +303,7 @@ class MessagesAnswer(FrozenAnswer):
                 block[name] = (block.get(name) or "") + delta[name]
 
 
-class EmbeddingsAnswer(FrozenAnswer):
+class EmbeddingsResponse(ProviderResponse):
     """`/embeddings`: of the vectors only how many there are is recorded."""
 
     def __init__(self, interaction_id: str, *, include_usage: bool = False) -> None:
@@ -328,12 +328,12 @@ class EmbeddingsAnswer(FrozenAnswer):
         return {"prompt_tokens": prompt, "total_tokens": prompt}
 
 
-ANSWERS: dict[FrozenApi, type[FrozenAnswer]] = {
-    "chat": ChatAnswer,
-    "completions": TextAnswer,
-    "responses": ResponsesAnswer,
-    "messages": MessagesAnswer,
-    "embeddings": EmbeddingsAnswer,
+ANSWERS: dict[FrozenApi, type[ProviderResponse]] = {
+    "chat": ChatResponse,
+    "completions": TextResponse,
+    "responses": ResponsesResponse,
+    "messages": MessagesResponse,
+    "embeddings": EmbeddingsResponse,
 }
 
 

@@ -18,12 +18,12 @@ from any_agent.errors import SpendCapExceeded
 from any_agent.record import is_frozen
 from any_agent.types import Interaction
 from proxy_ext.journal import Journal, PutMeta
-from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session import RecordedSession
 
 CAPS = ("session", "tenant")
 
 
-class Spending:
+class SpendCaps:
     """One rank's."""
 
     def __init__(self, journal: Journal, config: FrozenConfig, *, ranks: int) -> None:
@@ -32,13 +32,13 @@ class Spending:
         self._loose_cap = None if config.session_usd is None else config.session_usd / ranks
         self._tenant_cap = None if config.tenant_usd is None else config.tenant_usd / ranks
         self._ranks = ranks
-        self._sessions: WeakKeyDictionary[Session, float] = WeakKeyDictionary()
+        self._sessions: WeakKeyDictionary[RecordedSession, float] = WeakKeyDictionary()
         self._kept: dict[str, float] = {}
         """By the key that a sum is written under."""
         self.refused: Counter[str] = Counter()
         """Calls that a cap refused, by the cap."""
 
-    async def require(self, session: Session | None, tenant: str | None) -> None:
+    async def require(self, session: RecordedSession | None, tenant: str | None) -> None:
         """SpendCapExceeded if the session or the tenant has used up what it may."""
         if session is not None and self._session_cap is not None:
             spent = await self.of_session(session)
@@ -55,7 +55,7 @@ class Spending:
                 who += ", in calls without a session,"
                 raise self._exceeded("session", who, spent, self._loose_cap, loose=True)
 
-    async def of_session(self, session: Session) -> float:
+    async def of_session(self, session: RecordedSession) -> float:
         """USD that its recorded calls have cost."""
         if session not in self._sessions:
             stored = await self._journal.interactions(session.id)
@@ -72,7 +72,7 @@ class Spending:
         return self._kept[key]
 
     async def add(
-        self, session: Session | None, tenant: str | None, cost: float | None
+        self, session: RecordedSession | None, tenant: str | None, cost: float | None
     ) -> tuple[PutMeta, ...]:
         """Count a call; what is to be written with it. At once: whatever becomes of the write, the
         money is gone."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from proxy_ext.frozen.provider import Event
 
-_MOST_DEPTH = 6
+_MAX_DEPTH = 6
 """Of streams in one another."""
 
 
@@ -38,7 +38,7 @@ def with_reasons(source: Any) -> Iterator[Any]:
 def _nested(source: Any) -> Iterator[Any]:
     """A stream and those that it reads from."""
     level, seen = [source], {id(source)}
-    for _ in range(_MOST_DEPTH):
+    for _ in range(_MAX_DEPTH):
         below: list[Any] = []
         for stream in level:
             yield stream

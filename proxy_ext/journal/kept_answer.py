@@ -9,11 +9,11 @@ from pydantic import BaseModel
 
 from proxy_ext.journal import Statement
 
-Keep: TypeAlias = Callable[[BaseModel], tuple[Statement, ...]]
+KeepAnswer: TypeAlias = Callable[[BaseModel], tuple[Statement, ...]]
 """From an answer to what keeps it. Whatever changes something takes one, makes its answer before
 the commit, and commits these statements with the rest."""
 
 
-def keep_nothing(_: BaseModel) -> tuple[Statement, ...]:
-    """The Keep of a request without a key."""
+def no_receipt(_: BaseModel) -> tuple[Statement, ...]:
+    """The KeepAnswer callback of a request without a key."""
     return ()

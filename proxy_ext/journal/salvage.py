@@ -169,7 +169,7 @@ def salvage(source: sqlite3.Connection, path: Path, *, commits_lost: bool) -> Da
         target.execute("BEGIN")
         for sql in (*tables.values(), *indexes):
             target.execute(sql)
-        lost = _Lost(commits=commits_lost)
+        lost = _LostRows(commits=commits_lost)
         _copy(source, target, list(tables), damage, lost)
         damage.sessions = _end(target, lost)
         target.execute(f"PRAGMA user_version = {version}")
@@ -249,7 +249,7 @@ def _table(source: sqlite3.Connection, name: str) -> _Table:
 
 
 @dataclass(slots=True)
-class _Lost:
+class _LostRows:
     """The sessions that lost something."""
 
     content: set[str] = field(default_factory=set)
@@ -266,7 +266,7 @@ def _copy(
     target: sqlite3.Connection,
     names: list[str],
     damage: Damage,
-    lost: _Lost,
+    lost: _LostRows,
 ) -> None:
     for name in names:
         table = _table(source, name)
@@ -332,7 +332,7 @@ def _bury(table: _Table, target: sqlite3.Connection, lost: list[int]) -> set[str
     return buried
 
 
-def _end(target: sqlite3.Connection, lost: _Lost) -> int:
+def _end(target: sqlite3.Connection, lost: _LostRows) -> int:
     """End the sessions that lost something, and remove what is left of their content."""
     target.execute("CREATE TEMP TABLE damaged (id TEXT PRIMARY KEY)")
     add = "INSERT OR IGNORE INTO damaged "

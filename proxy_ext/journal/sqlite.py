@@ -35,7 +35,7 @@ from proxy_ext.journal.rows import (
 )
 from proxy_ext.journal.sql import prepare
 from proxy_ext.journal.statements import EraseContent, MarkDelivered, Statement
-from proxy_ext.journal.writer import Job, Writer, is_damage
+from proxy_ext.journal.writer import JournalJob, JournalWriter, is_damage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class SQLiteJournal:
         connection, damage = open_journal(path)
         if damage is not None:
             self.stats.damaged = damage.sessions
-        self._writer = Writer(connection, path, self.stats)
+        self._writer = JournalWriter(connection, path, self.stats)
 
     async def commit(self, *statements: Statement) -> None:
         # Packing token data is the costly part: it happens here, not in the writer's transaction.
@@ -66,7 +66,7 @@ class SQLiteJournal:
 
         wipes = any(isinstance(statement, EraseContent) for statement in statements)
         lazy = all(isinstance(statement, MarkDelivered) for statement in statements)
-        await self._writer.submit(Job(write, writes=True, wipes=wipes, lazy=lazy))
+        await self._writer.submit(JournalJob(write, writes=True, wipes=wipes, lazy=lazy))
 
     async def sessions(self, states: Iterable[SessionState]) -> list[SessionRow]:
         wanted = tuple(str(state) for state in states)
@@ -234,7 +234,7 @@ class SQLiteJournal:
         return None if row is None else orjson.loads(row[0])
 
     async def trim(self) -> int:
-        free: int = await self._writer.submit(Job(listing.trim, writes=True))
+        free: int = await self._writer.submit(JournalJob(listing.trim, writes=True))
         return free
 
     def size(self) -> int:
@@ -249,5 +249,5 @@ class SQLiteJournal:
         return rows[0] if rows else None
 
     async def _read(self, run: Callable[[sqlite3.Connection], T]) -> T:
-        result: T = await self._writer.submit(Job(run, writes=False))
+        result: T = await self._writer.submit(JournalJob(run, writes=False))
         return result

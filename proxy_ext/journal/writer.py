@@ -29,17 +29,17 @@ log = logging.getLogger(__name__)
 
 MAX_BATCH = 512
 MAX_QUEUE = 16_384
-_SAID_EVERY = 60.0
+_LOG_INTERVAL = 60.0
 """Seconds."""
 _WIPE_WAITS = 200
 """Milliseconds that all writes wait for other processes that read."""
-_WIPED_EVERY = 5.0
+_WIPED_INTERVAL = 5.0
 """Seconds."""
 _ROOM = 1 << 20
 """Bytes; a disk with less room is full, whatever a write's error says."""
 
 
-class Job:
+class JournalJob:
     """Something for the thread, and the future that learns how it ended."""
 
     __slots__ = ("future", "lazy", "loop", "run", "wipes", "writes")
@@ -63,17 +63,17 @@ class Job:
         self.future: asyncio.Future[Any] = self.loop.create_future()
 
 
-_Outcome: TypeAlias = tuple[Job, Any, Exception | None]
+_Outcome: TypeAlias = tuple[JournalJob, Any, Exception | None]
 
 
-class Writer:
+class JournalWriter:
     """Runs jobs in its thread until it is closed."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path, stats: JournalStats) -> None:
         self.connection = connection
         self._path = path
         self._stats = stats
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[JournalJob | None] = queue.SimpleQueue()
         self._closed = False
         self._said_full = -math.inf
         self._unsynced = 0
@@ -83,7 +83,7 @@ class Writer:
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> asyncio.Future[Any]:
+    def submit(self, job: JournalJob) -> asyncio.Future[Any]:
         """Queue a job; StoreBusy if it is not even begun."""
         if self._closed:
             raise StoreBusy("the journal is closed", retry_after=2)
@@ -115,7 +115,7 @@ class Writer:
                     self.connection.close()
                 return
 
-    def _write(self, jobs: list[Job]) -> None:
+    def _write(self, jobs: list[JournalJob]) -> None:
         """One transaction for all; none of it is reported before the commit."""
         while jobs:
             try:
@@ -134,7 +134,7 @@ class Writer:
                 _report([(job, r, None) for job, r in zip(jobs, results, strict=True)])
                 return
 
-    def _transact(self, jobs: list[Job]) -> list[Any]:
+    def _transact(self, jobs: list[JournalJob]) -> list[Any]:
         connection = self.connection
         began = time.perf_counter()
         lazy = self._unsynced < UNSYNCED and all(job.lazy for job in jobs)
@@ -186,9 +186,9 @@ class Writer:
                 execute(f"PRAGMA busy_timeout = {usual}")
         if busy and self._wipe_again is None:
             log.warning("%s-wal still holds erased content; it is tried again", self._path)
-        self._wipe_again = time.monotonic() + _WIPED_EVERY if busy else None
+        self._wipe_again = time.monotonic() + _WIPED_INTERVAL if busy else None
 
-    def _read(self, jobs: list[Job]) -> None:
+    def _read(self, jobs: list[JournalJob]) -> None:
         outcomes: list[_Outcome] = []
         for job in jobs:
             try:
@@ -201,7 +201,7 @@ class Writer:
                 outcomes.append((job, None, unread))
         _report(outcomes)
 
-    def _fail(self, jobs: list[Job], cause: Exception) -> None:
+    def _fail(self, jobs: list[JournalJob], cause: Exception) -> None:
         error = self._refusal(cause)
         self._stats.full = isinstance(error, StoreFull)
         self._say("write", cause)
@@ -211,7 +211,7 @@ class Writer:
         now = time.monotonic()
         if _code_of(cause) == sqlite3.SQLITE_FULL:
             # Every write fails, or every large one, for as long as it is full.
-            if now < self._said_full + _SAID_EVERY:
+            if now < self._said_full + _LOG_INTERVAL:
                 return
             self._said_full = now
         if is_damage(cause):
@@ -249,7 +249,7 @@ class Writer:
 class _BadJob(Exception):
     """One job failed, not the transaction around it."""
 
-    def __init__(self, job: Job, cause: Exception) -> None:
+    def __init__(self, job: JournalJob, cause: Exception) -> None:
         super().__init__(str(cause))
         self.job = job
         self.cause = cause

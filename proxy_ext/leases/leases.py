@@ -16,10 +16,10 @@ from any_agent.protocol.rl import Ack, Capacity, Lease, SetCapacity
 from any_agent.types import Interaction, SessionState, Trajectory
 from proxy_ext.journal import SessionRow
 from proxy_ext.leases.fence import Fence
-from proxy_ext.sessions.lease_index import Leasable
+from proxy_ext.sessions.lease_index import LeaseIndex
 from proxy_ext.sessions.lease_owners import EXPORT_OWNER, GRANT_OWNER, for_export, handed_out, holds
-from proxy_ext.sessions.session import Session
-from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.sessions.state_machine import Event, allowed, refusal, target
 
 log = logging.getLogger(__name__)
@@ -34,12 +34,12 @@ _SHOWN_GROUPS = 8
 _BUFFERED = (SessionState.AWAITING_REWARD, SessionState.FINALIZED, SessionState.LEASED)
 
 
-class Leases:
+class LeaseManager:
     """Leases of one rank's sessions."""
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: SessionStore,
         fence: Fence,
         *,
         ttl: float,
@@ -48,7 +48,7 @@ class Leases:
         """``needed`` says whether a resume may want a session that a trainer has given back."""
         self._sessions = sessions
         self._needed = needed
-        self._leasable: Leasable = sessions.leasable
+        self._leasable: LeaseIndex = sessions.leasable
         self._fence = fence
         self._ttl = ttl
         self._lock = asyncio.Lock()
@@ -77,7 +77,7 @@ class Leases:
             if session.row.owner == body.owner and session.id in held:
                 session.lease_expires = now + self._ttl
 
-        def unknown(session: Session) -> bool:
+        def unknown(session: RecordedSession) -> bool:
             if session.row.owner == body.owner:
                 return session.id not in held and session.lease_began + _UNHEARD_OF < now
             return not for_export(session.row)
@@ -205,7 +205,7 @@ class Leases:
 
     # ------------------------------------------------------------------------------------------
 
-    async def _give_back(self, ended: Callable[[Session], bool]) -> int:
+    async def _give_back(self, ended: Callable[[RecordedSession], bool]) -> int:
         """End the leases that are ``ended``, without an effect; their number."""
         if not any(map(ended, self._leasable.leased)):
             return 0
@@ -216,9 +216,9 @@ class Leases:
                 await self._sessions.move(chosen, Event.RELEASE)
         return len(chosen)
 
-    async def _as_fit(self, groups: list[list[Session]]) -> list[Session]:
+    async def _as_fit(self, groups: list[list[RecordedSession]]) -> list[RecordedSession]:
         """The members of the first groups that one answer takes."""
-        chosen: list[Session] = []
+        chosen: list[RecordedSession] = []
         size = 0
         for members in groups:
             try:
@@ -234,7 +234,7 @@ class Leases:
         return chosen
 
     async def _take(
-        self, chosen: list[Session], owner: str, event: Event = Event.LEASE
+        self, chosen: list[RecordedSession], owner: str, event: Event = Event.LEASE
     ) -> list[Trajectory]:
         live = self._sessions.live
         # Leased in the journal alone: the store failed in the middle of a replay.
@@ -262,7 +262,7 @@ class Leases:
             out.append(trajectory(session))
         return out
 
-    async def _hand_out(self, sessions: list[Session], owner: str, event: Event) -> None:
+    async def _hand_out(self, sessions: list[RecordedSession], owner: str, event: Event) -> None:
         ended = [session for session in sessions if session.id not in self._sessions.live]
         for session in ended:
             await self._sessions.load(session)
@@ -270,7 +270,9 @@ class Leases:
         await self._sessions.move(sessions, event, owner=owner)
         self._sessions.revive(ended, groups)
 
-    async def _leased_by(self, owner: str, session_ids: list[str], event: Event) -> list[Session]:
+    async def _leased_by(
+        self, owner: str, session_ids: list[str], event: Event
+    ) -> list[RecordedSession]:
         """Those of them that the event still changes; Conflict for one that he does not hold."""
         found = []
         for session_id in dict.fromkeys(session_ids):
@@ -293,7 +295,7 @@ def _bytes(interaction: Interaction) -> int:
     return 16 * (len(interaction.prompt_delta_ids) + len(interaction.output_ids))
 
 
-def trajectory(session: Session) -> Trajectory:
+def trajectory(session: RecordedSession) -> Trajectory:
     """A session as the trainer receives it."""
     interactions: list[Interaction] = list(session.tree)
     row = session.row

@@ -25,7 +25,7 @@ class TaskNumbers:
         return name
 
 
-class TaskNames:
+class ArealIds:
     """The tasks of one rank; numbers go on after those that the journal has."""
 
     def __init__(self, journal: Journal, rank: int) -> None:

@@ -7,11 +7,11 @@ import asyncio
 import orjson
 
 from any_agent.errors import Conflict
-from proxy_ext.sessions.session import Session
-from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore
 
 
-async def content_of(sessions: Sessions, session: Session) -> bytes:
+async def content_of(sessions: SessionStore, session: RecordedSession) -> bytes:
     """:class:`any_agent.protocol.rl.SessionContent` as JSON; Conflict where it is not kept.
 
     Each interaction with what it adds to its parent alone: a long session would come to many times

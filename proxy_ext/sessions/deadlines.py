@@ -8,7 +8,7 @@ import math
 _SPARE = 1024
 
 
-class Deadlines:
+class DeadlineQueue:
     """Ids by the time at which each is due.
 
     An id is due at the last time that it was added with. Adding it anew costs O(log n); an old

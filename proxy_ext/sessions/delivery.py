@@ -19,7 +19,7 @@ from any_agent.errors import StoreUnavailable
 from any_agent.record import was_received
 from any_agent.types import Interaction, SessionState
 from proxy_ext.journal import Journal, MarkDelivered, RequestMark, Statement
-from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session import RecordedSession
 
 UNDELIVERED = "undelivered"
 _MOMENT = 0.01
@@ -33,7 +33,7 @@ def undelivered(interaction: Interaction) -> Interaction:
     return replace(interaction, untrainable_reason=UNDELIVERED)
 
 
-class Deliveries:
+class DeliveryTracker:
     """The marks that are still to be written."""
 
     def __init__(self, journal: Journal) -> None:
@@ -47,7 +47,7 @@ class Deliveries:
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
 
-    async def load(self, session: Session) -> None:
+    async def load(self, session: RecordedSession) -> None:
         """Find out which of a session's answers are not known to have reached its agent."""
         if session.state in (SessionState.OPEN, SessionState.AWAITING_REWARD):
             session.unconfirmed = {
@@ -82,7 +82,7 @@ class Deliveries:
                 await self.flush()
 
 
-def unreceived(session: Session, *, for_good: bool) -> list[Interaction]:
+def unreceived(session: RecordedSession, *, for_good: bool) -> list[Interaction]:
     """The recorded answers of a session that its agent is not known to have.
 
     ``for_good``: nothing can show any more that it has those of an earlier process.
@@ -95,17 +95,17 @@ def unreceived(session: Session, *, for_good: bool) -> list[Interaction]:
     ]
 
 
-def last_received(session: Session) -> Interaction | None:
+def last_received(session: RecordedSession) -> Interaction | None:
     """The latest interaction whose answer went out, which a reward without an id means."""
     unsent = {i.id for i in _unsent(session)}
     newest_first = reversed(list(session.tree))
     return next((i for i in newest_first if was_received(i) and i.id not in unsent), None)
 
 
-def was_used(session: Session, interaction: Interaction) -> bool:
+def was_used(session: RecordedSession, interaction: Interaction) -> bool:
     """Whether the agent showed that it has the answer."""
     return interaction.reward is not None or bool(session.tree.children(interaction.id))
 
 
-def _unsent(session: Session) -> list[Interaction]:
+def _unsent(session: RecordedSession) -> list[Interaction]:
     return [interaction for call in session.calls for interaction in call.unheard]

@@ -22,12 +22,12 @@ from proxy_ext.journal import (
     SetReward,
     Statement,
 )
-from proxy_ext.journal.kept_answer import Keep, keep_nothing
+from proxy_ext.journal.kept_answer import KeepAnswer, no_receipt
 from proxy_ext.sessions.delivery import UNDELIVERED, undelivered, unreceived
 from proxy_ext.sessions.lease_owners import NO_PLACE
-from proxy_ext.sessions.rewards import NOTHING, Parts, Rewards
-from proxy_ext.sessions.session import Session
-from proxy_ext.sessions.session_store import Sessions, ended, set_state
+from proxy_ext.sessions.rewards import NOTHING, Parts, RewardBook
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore, ended, set_state
 from proxy_ext.sessions.state_machine import Event, already_finalized, refusal, target
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from proxy_ext.frozen.call import FrozenCall
 
 UNREWARDED = "no reward was given: it counts as 0 (sessions.require_reward=false)"
-_SETTLED_WITHIN = 30.0
+_SETTLED_TIMEOUT = 30.0
 """Seconds for the end of calls that are being recorded; longer only if the store hangs."""
 
 
-class Endings:
+class SessionEnder:
     """Ends sessions of one rank.
 
     ``needed`` says whether a resume may want a trained one. ``unarchive`` removes a session, whose
@@ -48,8 +48,8 @@ class Endings:
 
     def __init__(
         self,
-        sessions: Sessions,
-        rewards: Rewards,
+        sessions: SessionStore,
+        rewards: RewardBook,
         config: SessionConfig,
         *,
         needed: Callable[[SessionRow], bool],
@@ -63,11 +63,11 @@ class Endings:
 
     async def finalize(
         self,
-        session: Session,
+        session: RecordedSession,
         final: Parts = NOTHING,
         *,
         by: str,
-        keep: Keep = keep_nothing,
+        keep: KeepAnswer = no_receipt,
     ) -> SessionInfo:
         """End a session: calls under way are aborted, then nothing can be added but rewards.
 
@@ -88,12 +88,12 @@ class Endings:
 
     async def await_reward(
         self,
-        session: Session,
+        session: RecordedSession,
         seconds: float | None = None,
         final: Parts = NOTHING,
         *,
         by: str,
-        keep: Keep = keep_nothing,
+        keep: KeepAnswer = no_receipt,
     ) -> SessionInfo:
         """End a session's calls; its rewards may come for so many seconds more.
 
@@ -118,11 +118,11 @@ class Endings:
 
     async def abort(
         self,
-        session: Session,
+        session: RecordedSession,
         reason: str,
         *,
         keep_place: bool = False,
-        keep: Keep = keep_nothing,
+        keep: KeepAnswer = no_receipt,
     ) -> SessionInfo:
         """Throw a session away that is not finalized; SessionClosed for one that is.
 
@@ -136,7 +136,7 @@ class Endings:
                 row = replace(row, owner=NO_PLACE)
             return await self._close(session, row, [], keep)
 
-    async def expire(self, session: Session, reason: str) -> None:
+    async def expire(self, session: RecordedSession, reason: str) -> None:
         """Its time ran out; SessionClosed if it has ended otherwise."""
         async with session.lock:
             row = ended(session.row, target(session.row, Event.EXPIRE), reason)
@@ -146,7 +146,7 @@ class Endings:
 
     async def at_deadline(
         self,
-        session: Session,
+        session: RecordedSession,
         *,
         final: Parts = NOTHING,
         by: str = "",
@@ -168,11 +168,11 @@ class Endings:
                 state = SessionState.REJECTED if reason else SessionState.FINALIZED
             target(session.row, Event.DEADLINE, state)
             row, rewards = await self._final(session, final, by)
-            await self._close(session, ended(row, state, reason), rewards, keep_nothing)
+            await self._close(session, ended(row, state, reason), rewards, no_receipt)
             return rewarded
 
     async def veto(
-        self, session: Session, reason: str, *, keep: Keep = keep_nothing
+        self, session: RecordedSession, reason: str, *, keep: KeepAnswer = no_receipt
     ) -> SessionInfo:
         """Keep a finalized session out of training; Conflict or SessionClosed for others."""
         async with session.lock:
@@ -183,7 +183,9 @@ class Endings:
             row = ended(session.row, state, f"vetoed: {reason}")
             return await self._write(session, row, [set_state(row)], keep)
 
-    async def delete(self, session: Session, *, keep: Keep = keep_nothing) -> SessionInfo:
+    async def delete(
+        self, session: RecordedSession, *, keep: KeepAnswer = no_receipt
+    ) -> SessionInfo:
         """Erase a session's content, and end it if it is not over. Twice does no harm.
 
         Conflict (`in_training`) while the trainer has it, or a resume may need it.
@@ -209,7 +211,7 @@ class Endings:
 
     # ------------------------------------------------------------------------------------------
 
-    async def _again(self, session: Session, final: Parts, keep: Keep) -> SessionInfo:
+    async def _again(self, session: RecordedSession, final: Parts, keep: KeepAnswer) -> SessionInfo:
         """What is answered to whoever ends it once more; Conflict for another final reward."""
         if not await self._rewards.stands(session, final):
             raise already_finalized(session.row)
@@ -220,7 +222,7 @@ class Endings:
         return answer
 
     async def _final(
-        self, session: Session, final: Parts, by: str
+        self, session: RecordedSession, final: Parts, by: str
     ) -> tuple[SessionRow, list[SetReward]]:
         """The row with the final reward, and what writes it."""
         await self._sessions.load(session)
@@ -230,7 +232,7 @@ class Endings:
         return replace(session.row, final_reward=value), statements
 
     async def _close(
-        self, session: Session, row: SessionRow, rewards: list[SetReward], keep: Keep
+        self, session: RecordedSession, row: SessionRow, rewards: list[SetReward], keep: KeepAnswer
     ) -> SessionInfo:
         """End its calls, then make it what the row says."""
         async with self._quiet(session):
@@ -251,14 +253,18 @@ class Endings:
         return answer
 
     async def _write(
-        self, session: Session, row: SessionRow, statements: list[Statement], keep: Keep
+        self,
+        session: RecordedSession,
+        row: SessionRow,
+        statements: list[Statement],
+        keep: KeepAnswer,
     ) -> SessionInfo:
         answer = session.info(row)
         await self._sessions.write(session, row, *statements, answer=answer, keep=keep)
         return answer
 
     @asynccontextmanager
-    async def _quiet(self, session: Session) -> AsyncIterator[None]:
+    async def _quiet(self, session: RecordedSession) -> AsyncIterator[None]:
         """No call of the session runs, and none begins. Those being recorded are let through."""
         session.closing = True
         try:
@@ -267,19 +273,19 @@ class Endings:
                 call.abort("the session was ended while the call was under way")
             tasks = [call.task for call in calls if call.task is not None]
             if tasks:
-                await asyncio.wait(tasks, timeout=_SETTLED_WITHIN)
+                await asyncio.wait(tasks, timeout=_SETTLED_TIMEOUT)
             yield
         finally:
             session.closing = False
 
-    def _require_calls(self, session: Session) -> None:
+    def _require_calls(self, session: RecordedSession) -> None:
         if session.mode is SessionMode.TRAIN and len(session.tree) == 0:
             raise Unprocessable(
                 "the session has no model call, so there is nothing to train on; abort it instead",
                 code="no_interactions",
             )
 
-    def _require_reward(self, session: Session, row: SessionRow) -> None:
+    def _require_reward(self, session: RecordedSession, row: SessionRow) -> None:
         if session.mode is not SessionMode.TRAIN or not self._config.require_reward:
             return
         if not is_rewarded(session, row):
@@ -291,7 +297,7 @@ class Endings:
             )
 
 
-def is_rewarded(session: Session, row: SessionRow | None = None) -> bool:
+def is_rewarded(session: RecordedSession, row: SessionRow | None = None) -> bool:
     """Whether anybody has rewarded it, or any of its interactions."""
     final = (row or session.row).final_reward
     return final is not None or any(i.reward is not None for i in session.tree)

@@ -8,10 +8,10 @@ import time
 
 from any_agent.errors import AnyAgentError, SessionClosed, Unprocessable
 from any_agent.types import SessionState
-from proxy_ext.sessions.endings import Endings
-from proxy_ext.sessions.late_rewards import LateRewards
-from proxy_ext.sessions.session import Session
-from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.sessions.endings import SessionEnder
+from proxy_ext.sessions.late_rewards import LateRewardWaiter
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore
 
 log = logging.getLogger(__name__)
 
@@ -21,10 +21,12 @@ _AT_ONCE = 256
 """Sessions that are ended together: they share the store's commits."""
 
 
-class Expiry:
+class SessionExpirer:
     """Ends what has been open, or has awaited its reward, for too long."""
 
-    def __init__(self, sessions: Sessions, endings: Endings, late: LateRewards) -> None:
+    def __init__(
+        self, sessions: SessionStore, endings: SessionEnder, late: LateRewardWaiter
+    ) -> None:
         self._sessions = sessions
         self._endings = endings
         self._late = late
@@ -39,7 +41,7 @@ class Expiry:
             found = (self._sessions.live.get(id) for id in due[k : k + _AT_ONCE])
             await asyncio.gather(*(self._look(s) for s in found if s is not None))
 
-    async def end(self, session: Session, reason: str) -> None:
+    async def end(self, session: RecordedSession, reason: str) -> None:
         """Expire an open session; one that has just ended otherwise is left so."""
         try:
             await self._endings.expire(session, reason)
@@ -50,7 +52,7 @@ class Expiry:
             log.warning("could not expire session %s yet: %s", session.id, error.message)
             self._sessions.watch(session)
 
-    async def _look(self, session: Session) -> None:
+    async def _look(self, session: RecordedSession) -> None:
         try:
             await self._end_if_due(session)
         except Exception:
@@ -58,7 +60,7 @@ class Expiry:
             log.exception("could not end session %s yet", session.id)
             self._sessions.watch(session)
 
-    async def _end_if_due(self, session: Session) -> None:
+    async def _end_if_due(self, session: RecordedSession) -> None:
         now = time.monotonic()
         if session.state is SessionState.AWAITING_REWARD:
             await self._look_at_awaiting(session, now)
@@ -72,7 +74,7 @@ class Expiry:
                 # Something has happened since the time was set.
                 self._sessions.watch(session)
 
-    async def _end_open(self, session: Session, reason: str) -> None:
+    async def _end_open(self, session: RecordedSession, reason: str) -> None:
         if not session.row.implicit:
             await self.end(session, reason)
             return
@@ -93,7 +95,7 @@ class Expiry:
         self.implicit_ended += 1
         await self._look_at_awaiting(session, time.monotonic() + _NO_TIME)
 
-    async def _look_at_awaiting(self, session: Session, now: float) -> None:
+    async def _look_at_awaiting(self, session: RecordedSession, now: float) -> None:
         if session.reward_due > now:
             self._sessions.watch(session)
             return

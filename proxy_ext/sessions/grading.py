@@ -22,7 +22,7 @@ from any_agent.rewards import grader as grading
 from any_agent.rewards.grader import short
 from proxy_ext.sessions.grader_main import die_with
 from proxy_ext.sessions.rewards import Parts, parts_of
-from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session import RecordedSession
 
 _WORKERS = 2
 
@@ -31,7 +31,7 @@ class GraderFailed(Exception):
     """There is no reward; says why."""
 
 
-def graded_session(session: Session) -> dict[str, Any]:
+def graded_session(session: RecordedSession) -> dict[str, Any]:
     """What a grader is given: a dict of plain values.
 
     Each interaction has its whole conversation: ``messages`` and the answer, ``output_message``.

@@ -14,15 +14,15 @@ from pydantic import BaseModel
 
 from any_agent.errors import Conflict
 from proxy_ext.journal import Journal, PutMeta
-from proxy_ext.journal.kept_answer import Keep
+from proxy_ext.journal.kept_answer import KeepAnswer
 
 
-class Granted(BaseModel):
+class GrantedSlot(BaseModel):
     capacity: int
     """Grants that no session was opened on yet."""
 
 
-class Grants:
+class GrantBook:
     """The grants of one rank that are kept under a name in its journal."""
 
     def __init__(self, journal: Journal, name: str) -> None:
@@ -42,14 +42,14 @@ class Grants:
     def left(self) -> int:
         return self.granted - self.spent
 
-    async def add(self, keep: Keep, change: int = 1) -> Granted:
+    async def add(self, keep: KeepAnswer, change: int = 1) -> GrantedSlot:
         """Grant one more; with -1 one less, Conflict (`no_grant`) if none is left."""
         async with self._lock:
             if self.left + change < 0:
                 raise Conflict("no granted slot is left here", code="no_grant")
             # At once: what is taken away, no open may take meanwhile.
             self.granted += min(change, 0)
-            answer = Granted(capacity=self.left + max(change, 0))
+            answer = GrantedSlot(capacity=self.left + max(change, 0))
             granted = self.granted + max(change, 0)
             try:
                 await self._journal.commit(PutMeta(self._granted, granted), *keep(answer))

@@ -15,7 +15,7 @@ from any_agent.errors import Conflict
 from any_agent.protocol.rl import Unfilled
 from any_agent.types import SessionState
 from proxy_ext.journal import SessionRow
-from proxy_ext.sessions.ids import Names
+from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.lease_owners import EXPORT_OWNER, NO_PLACE
 from proxy_ext.sessions.slots import Ticket
 
@@ -150,14 +150,14 @@ class Group:
         return set(self.members.values())
 
 
-class Groups:
+class GroupBook:
     """The live groups of a rank.
 
     A group closes ``timeout`` seconds after its first member was opened, at the latest. Of its
     sessions ``least`` must be finalized, or all where its size is smaller.
     """
 
-    def __init__(self, names: Names, *, timeout: float, least: int) -> None:
+    def __init__(self, names: SessionIds, *, timeout: float, least: int) -> None:
         self._names = names
         self._timeout = timeout
         self._least = least

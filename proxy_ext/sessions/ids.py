@@ -17,7 +17,7 @@ from any_agent.keys import SESSION_ID_PREFIX
 from proxy_ext.journal import Journal
 
 
-class Names:
+class SessionIds:
     """Names of one rank. ``seed`` None: random ones, and no sampling seeds."""
 
     def __init__(self, rank: int, seed: int | None = None) -> None:
@@ -29,7 +29,7 @@ class Names:
         """How many generations each task had."""
 
     @classmethod
-    async def recover(cls, config: Config, rank: int, journal: Journal) -> Names:
+    async def recover(cls, config: Config, rank: int, journal: Journal) -> SessionIds:
         """Go on after the sessions that the journal has."""
         if not config.rollout.deterministic:
             return cls(rank)

@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeAlias
 
 from any_agent.config import SessionConfig
 from any_agent.errors import AnyAgentError, SessionClosed, Unprocessable
-from proxy_ext.sessions.endings import Endings, is_rewarded
+from proxy_ext.sessions.endings import SessionEnder, is_rewarded
 from proxy_ext.sessions.grading import Grader, GraderFailed, graded_session
-from proxy_ext.sessions.session import Session
-from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +23,15 @@ Outcome: TypeAlias = Literal["rewarded", "rejected", "zero", "graded", "grader_f
 NO_REWARD = "no reward came by its deadline"
 
 
-class LateRewards:
+class LateRewardWaiter:
     """Ends the sessions of one rank that awaited a reward until their deadline."""
 
     def __init__(
-        self, sessions: Sessions, endings: Endings, config: SessionConfig, grader: Grader | None
+        self,
+        sessions: SessionStore,
+        endings: SessionEnder,
+        config: SessionConfig,
+        grader: Grader | None,
     ) -> None:
         self._sessions = sessions
         self._endings = endings
@@ -42,7 +46,7 @@ class LateRewards:
         """Sessions that are being graded, or wait for it."""
         return len(self._grading)
 
-    async def end(self, session: Session) -> None:
+    async def end(self, session: RecordedSession) -> None:
         """Its deadline has passed. SessionClosed if it has ended otherwise."""
         await self._sessions.load(session)
         graded = self._grader is not None and (self._policy == "grade" or session.row.implicit)
@@ -53,7 +57,7 @@ class LateRewards:
         else:
             await self._end(session, "rejected", reason=NO_REWARD)
 
-    def _begin_grading(self, session: Session) -> None:
+    def _begin_grading(self, session: RecordedSession) -> None:
         if session.id not in self._grading:
             task = asyncio.create_task(self._grade(session))
             self._grading[session.id] = task
@@ -68,7 +72,7 @@ class LateRewards:
         if self._grader is not None:
             await self._grader.close()
 
-    async def _grade(self, session: Session) -> None:
+    async def _grade(self, session: RecordedSession) -> None:
         try:
             await self._end_graded(session)
         except SessionClosed:
@@ -81,7 +85,7 @@ class LateRewards:
             log.exception("could not end session %s yet", session.id)
             self._sessions.watch(session)
 
-    async def _end_graded(self, session: Session) -> None:
+    async def _end_graded(self, session: RecordedSession) -> None:
         assert self._grader is not None, "the configuration asks for one"
         try:
             async with self._grader.free:
@@ -93,7 +97,7 @@ class LateRewards:
             log.warning("session %s could not be graded: %s", session.id, error)
             await self._end(session, "grader_failed", reason=f"grader failed: {error}")
 
-    async def _end(self, session: Session, outcome: Outcome, **ending: Any) -> None:
+    async def _end(self, session: RecordedSession, outcome: Outcome, **ending: Any) -> None:
         """What came in the meantime counts for more."""
         if await self._endings.at_deadline(session, **ending):
             outcome = "rewarded"

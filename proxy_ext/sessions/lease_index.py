@@ -12,37 +12,37 @@ from typing import NamedTuple, TypeAlias
 
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import SessionRow
-from proxy_ext.sessions.groups import Groups
+from proxy_ext.sessions.groups import GroupBook
 from proxy_ext.sessions.lease_owners import GRANT_OWNER
-from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session import RecordedSession
 
 _Key: TypeAlias = tuple[bool, str]
 """A group's (True) or, for one without a group, a session's id."""
 
 
-_MOST_NOTED = 4096
+_MAX_NOTED = 4096
 """Changes that are put off until the next look: where nobody polls, there is none."""
 
 
-class _Place(NamedTuple):
+class _LeasePosition(NamedTuple):
     """In the order of handing out: the oldest first."""
 
     created_at: float
     key: _Key
 
 
-class Leasable:
+class LeaseIndex:
     """The leased sessions of a rank, and its closed groups that wait, in their order."""
 
-    def __init__(self, live: Mapping[str, Session], groups: Groups) -> None:
+    def __init__(self, live: Mapping[str, RecordedSession], groups: GroupBook) -> None:
         self._live = live
         self._groups = groups
-        self._leased: dict[str, Session] = {}
+        self._leased: dict[str, RecordedSession] = {}
         self._noted: set[_Key] = set()
-        self._waiting: list[_Place] = []
-        self._places: dict[_Key, _Place] = {}
+        self._waiting: list[_LeasePosition] = []
+        self._places: dict[_Key, _LeasePosition] = {}
 
-    def note(self, session: Session) -> None:
+    def note(self, session: RecordedSession) -> None:
         """A session's state may have changed."""
         if session.state is SessionState.LEASED:
             self._leased[session.id] = session
@@ -55,18 +55,18 @@ class Leasable:
         self._note((True, group_id))
 
     @property
-    def leased(self) -> Iterable[Session]:
+    def leased(self) -> Iterable[RecordedSession]:
         """Every leased session."""
         return self._leased.values()
 
-    def first(self, most: int) -> list[list[Session]]:
+    def first(self, most: int) -> list[list[RecordedSession]]:
         """The finalized members of up to so many closed groups, the oldest first."""
         self._look()
         return [self._members(place.key) for place in self._waiting[:most]]
 
     def _note(self, key: _Key) -> None:
         self._noted.add(key)
-        if len(self._noted) > _MOST_NOTED:
+        if len(self._noted) > _MAX_NOTED:
             self._look()
 
     def _look(self) -> None:
@@ -81,11 +81,11 @@ class Leasable:
             del self._waiting[bisect_left(self._waiting, old)]
         members = self._members(key)
         if members:
-            place = _Place(min(member.row.created_at for member in members), key)
+            place = _LeasePosition(min(member.row.created_at for member in members), key)
             self._places[key] = place
             insort(self._waiting, place)
 
-    def _members(self, key: _Key) -> list[Session]:
+    def _members(self, key: _Key) -> list[RecordedSession]:
         """Who of it can be leased now."""
         grouped, id = key
         if grouped:

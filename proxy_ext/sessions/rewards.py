@@ -20,10 +20,10 @@ from any_agent.errors import InvalidRequest, NotFound, Unprocessable
 from any_agent.protocol.rl import RewardEntry, RewardSet, SessionDetails
 from any_agent.types import Interaction, SessionState
 from proxy_ext.journal import SessionRow, SetReward, SetState
-from proxy_ext.journal.kept_answer import Keep, keep_nothing
+from proxy_ext.journal.kept_answer import KeepAnswer, no_receipt
 from proxy_ext.sessions.delivery import last_received
-from proxy_ext.sessions.session import Session
-from proxy_ext.sessions.session_store import Sessions, set_state
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore, set_state
 from proxy_ext.sessions.state_machine import Event, target
 
 Parts: TypeAlias = Mapping[str | None, float]
@@ -49,10 +49,10 @@ def parts_of(
     return {name: value}
 
 
-class Rewards:
+class RewardBook:
     """Rewards of one rank's sessions."""
 
-    def __init__(self, sessions: Sessions, config: SessionConfig) -> None:
+    def __init__(self, sessions: SessionStore, config: SessionConfig) -> None:
         self._sessions = sessions
         self._weights = config.reward_weights
         self.given: Counter[str] = Counter()
@@ -60,12 +60,12 @@ class Rewards:
 
     async def give(
         self,
-        session: Session,
+        session: RecordedSession,
         parts: Parts,
         wanted: str | None,
         *,
         by: str,
-        keep: Keep = keep_nothing,
+        keep: KeepAnswer = no_receipt,
     ) -> RewardSet:
         """Reward one interaction: the last one by default.
 
@@ -87,7 +87,7 @@ class Rewards:
             return answer
 
     async def give_final(
-        self, session: Session, parts: Parts, *, by: str, keep: Keep = keep_nothing
+        self, session: RecordedSession, parts: Parts, *, by: str, keep: KeepAnswer = no_receipt
     ) -> RewardSet:
         """Set or revise the final reward; as :meth:`give`."""
         async with session.lock:
@@ -101,7 +101,7 @@ class Rewards:
             return answer
 
     async def final(
-        self, session: Session, parts: Parts, *, by: str
+        self, session: RecordedSession, parts: Parts, *, by: str
     ) -> tuple[list[SetReward], float]:
         """What writes the final reward, and what it adds up to; under the session's lock.
 
@@ -109,7 +109,7 @@ class Rewards:
         """
         return await self._set(session, None, session.row.final_reward, parts, by)
 
-    async def stands(self, session: Session, parts: Parts) -> bool:
+    async def stands(self, session: RecordedSession, parts: Parts) -> bool:
         """Return whether the final reward has these parts; call under the session's lock."""
         before = session.row.final_reward
         if before is None or not parts:
@@ -125,7 +125,7 @@ class Rewards:
         for statement in statements:
             self.given["final" if statement.interaction_id is None else "completion"] += 1
 
-    async def history(self, session: Session) -> SessionDetails:
+    async def history(self, session: RecordedSession) -> SessionDetails:
         """What is recorded of a session, with its last rewards."""
         async with session.lock:
             await self._sessions.load(session)
@@ -144,7 +144,7 @@ class Rewards:
 
     async def _set(
         self,
-        session: Session,
+        session: RecordedSession,
         interaction_id: str | None,
         before: float | None,
         parts: Parts,
@@ -205,7 +205,7 @@ def _counting(row: SessionRow) -> tuple[SessionRow, list[SetState]]:
     return row, [set_state(row)]
 
 
-def _chosen(session: Session, wanted: str | None) -> Interaction:
+def _chosen(session: RecordedSession, wanted: str | None) -> Interaction:
     tree = session.tree
     if wanted is not None and wanted not in tree:
         # Any of them: the first one may still be sampled, or have failed.

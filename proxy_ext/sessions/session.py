@@ -36,7 +36,7 @@ _EARLIER_KEYS = (16,)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Session:
+class RecordedSession:
     """A session in memory, with its tree and the calls under way. All times are monotonic."""
 
     row: SessionRow

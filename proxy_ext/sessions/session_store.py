@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from any_agent.auth.access import RUN, Caller
 from any_agent.config import SessionConfig
 from any_agent.errors import NotFound, SessionDamaged, StoreUnavailable
-from any_agent.record import InteractionTree, without_texts
+from any_agent.record import InteractionTree, strip_content
 from any_agent.types import TERMINAL_STATES, Interaction, SessionMode, SessionState
 from proxy_ext.journal import (
     EraseContent,
@@ -31,34 +31,40 @@ from proxy_ext.journal import (
     SetState,
     Statement,
 )
-from proxy_ext.journal.kept_answer import Keep, keep_nothing
+from proxy_ext.journal.kept_answer import KeepAnswer, no_receipt
 from proxy_ext.sessions import session_age as clock
-from proxy_ext.sessions.areal_ids import TaskNames
-from proxy_ext.sessions.conversation_index import ImplicitIndex
+from proxy_ext.sessions.areal_ids import ArealIds
+from proxy_ext.sessions.conversation_index import ConversationIndex
 from proxy_ext.sessions.counts import SessionCounts
-from proxy_ext.sessions.deadlines import Deadlines
-from proxy_ext.sessions.delivery import UNDELIVERED, UNMARKED, Deliveries, undelivered, was_used
-from proxy_ext.sessions.grants import Grants
-from proxy_ext.sessions.groups import Group, Groups
-from proxy_ext.sessions.ids import Names
-from proxy_ext.sessions.lease_index import Leasable
+from proxy_ext.sessions.deadlines import DeadlineQueue
+from proxy_ext.sessions.delivery import (
+    UNDELIVERED,
+    UNMARKED,
+    DeliveryTracker,
+    undelivered,
+    was_used,
+)
+from proxy_ext.sessions.grants import GrantBook
+from proxy_ext.sessions.groups import Group, GroupBook
+from proxy_ext.sessions.ids import SessionIds
+from proxy_ext.sessions.lease_index import LeaseIndex
 from proxy_ext.sessions.lease_owners import NO_PLACE
-from proxy_ext.sessions.session import LIVE_STATES, Session
+from proxy_ext.sessions.session import LIVE_STATES, RecordedSession
 from proxy_ext.sessions.slots import Admission
 from proxy_ext.sessions.state_machine import Event, owner_after, target
-from proxy_ext.sessions.tree_cache import Trees
+from proxy_ext.sessions.tree_cache import TreeCache
 
 log = logging.getLogger(__name__)
 
 
-class Sessions:
+class SessionStore:
     """The sessions of a rank, backed by its journal."""
 
     def __init__(
         self,
         journal: Journal,
         config: SessionConfig,
-        names: Names,
+        names: SessionIds,
         *,
         rank: int,
     ) -> None:
@@ -66,25 +72,25 @@ class Sessions:
         self.config = config
         self.names = names
         self.rank = rank
-        self.grants = Grants(journal, "grants")
-        self.run_grants = Grants(journal, "run_grants")
+        self.grants = GrantBook(journal, "grants")
+        self.run_grants = GrantBook(journal, "run_grants")
         """Of the run's own trainer."""
-        self.task_names = TaskNames(journal, rank)
+        self.task_names = ArealIds(journal, rank)
         self.admission = Admission(max_waiting=config.max_waiting)
-        self.groups = Groups(names, timeout=config.group_timeout, least=config.min_group_size)
+        self.groups = GroupBook(names, timeout=config.group_timeout, least=config.min_group_size)
         self.counts = SessionCounts()
-        self.deadlines = Deadlines()
+        self.deadlines = DeadlineQueue()
         """When to look at which session again."""
-        self.deliveries = Deliveries(journal)
+        self.deliveries = DeliveryTracker(journal)
         self.undelivered = 0
         """Answers taken out of training because they reached nobody."""
-        self.live: dict[str, Session] = {}
-        self.trees = Trees(journal, self.deliveries, self.live, budget=config.hot_bytes)
-        self._held: WeakValueDictionary[str, Session] = WeakValueDictionary()
+        self.live: dict[str, RecordedSession] = {}
+        self.trees = TreeCache(journal, self.deliveries, self.live, budget=config.hot_bytes)
+        self._held: WeakValueDictionary[str, RecordedSession] = WeakValueDictionary()
         """Ended ones that somebody is at work with: whoever asks next shares them, and the lock."""
         self._lanes: dict[str, str] = {}
-        self.leasable = Leasable(self.live, self.groups)
-        self.implicit = ImplicitIndex()
+        self.leasable = LeaseIndex(self.live, self.groups)
+        self.implicit = ConversationIndex()
         self._ending: set[asyncio.Task[None]] = set()
         self.ready = asyncio.Condition()
         """Notified whenever a group may have closed."""
@@ -98,7 +104,7 @@ class Sessions:
         """
         now = time.monotonic()
         for row in await self.journal.sessions(LIVE_STATES):
-            session = Session(row, self.idle_timeout(row))
+            session = RecordedSession(row, self.idle_timeout(row))
             # As if it began now: its holder may not have heard yet that it has it.
             session.lease_began, session.lease_expires = now, now + lease_ttl
             session.recovered = True
@@ -129,13 +135,13 @@ class Sessions:
     def _recovered(self, rows: list[SessionRow]) -> Group:
         return self.groups.recovered(rows, age=clock.age(rows[0]))
 
-    async def groups_of(self, sessions: Iterable[Session]) -> list[Group]:
+    async def groups_of(self, sessions: Iterable[RecordedSession]) -> list[Group]:
         """The groups of ended sessions that are to be leased again, from the journal."""
         ids = dict.fromkeys(session.row.group_id for session in sessions)
         gone = [id for id in ids if id is not None and self.groups.get(id) is None]
         return [self._recovered(await self.journal.group(id)) for id in gone]
 
-    def revive(self, sessions: Iterable[Session], groups: Iterable[Group]) -> None:
+    def revive(self, sessions: Iterable[RecordedSession], groups: Iterable[Group]) -> None:
         """Put ended sessions that are leased again back among the live ones, with their groups."""
         for group in groups:
             self.groups.restore(group)
@@ -159,11 +165,11 @@ class Sessions:
         """Sessions that took a grant and no slot."""
         return self.grants.spent + self.run_grants.spent
 
-    def grants_of(self, caller: Caller) -> Grants:
+    def grants_of(self, caller: Caller) -> GrantBook:
         """What this caller grants, and opens sessions on."""
         return self.run_grants if caller == RUN else self.grants
 
-    def add(self, session: Session) -> None:
+    def add(self, session: RecordedSession) -> None:
         """A new session that the journal has; its lane's newest one."""
         self.counts.add(session.row)
         self.live[session.id] = session
@@ -178,7 +184,7 @@ class Sessions:
         config = self.config
         return config.implicit_idle_timeout if row.implicit else config.idle_timeout
 
-    def watch(self, session: Session) -> None:
+    def watch(self, session: RecordedSession) -> None:
         """See to it that its time is looked at when it may be over."""
         if session.state is SessionState.OPEN:
             self.deadlines.add(session.id, min(session.expires, session.idle_expires))
@@ -189,7 +195,7 @@ class Sessions:
 
     # -- look-up -------------------------------------------------------------------------------
 
-    async def by_lane(self, lane: str) -> Session | None:
+    async def by_lane(self, lane: str) -> RecordedSession | None:
         """The lane's newest session; ended ones are read from the journal, without a tree."""
         session_id = self._lanes.get(lane)
         if session_id is not None:
@@ -203,7 +209,7 @@ class Sessions:
             self._lanes.setdefault(lane, session.id)
         return session
 
-    async def by_id(self, session_id: str) -> Session:
+    async def by_id(self, session_id: str) -> RecordedSession:
         """A session by its id; NotFound."""
         session = self.live.get(session_id)
         if session is not None:
@@ -213,14 +219,14 @@ class Sessions:
             raise NotFound(f"there is no session {session_id[:80]!r}", code="session_not_found")
         return self._stored(row)
 
-    def _stored(self, row: SessionRow) -> Session:
+    def _stored(self, row: SessionRow) -> RecordedSession:
         """An ended session; or the live one, if it was opened while its row was being read."""
         session = self.live.get(row.id) or self._held.get(row.id)
         if session is None:
-            session = self._held[row.id] = Session(row)
+            session = self._held[row.id] = RecordedSession(row)
         return session
 
-    async def load(self, session: Session) -> None:
+    async def load(self, session: RecordedSession) -> None:
         """See to it that the session has its tree; it is there until the next `await`.
 
         And as long as its lock is held, or one of its calls is under way.
@@ -234,7 +240,7 @@ class Sessions:
             task.add_done_callback(self._ending.discard)
             raise
 
-    async def _end_damaged(self, session: Session) -> None:
+    async def _end_damaged(self, session: RecordedSession) -> None:
         """End a session of which something cannot be read, so that it is never trained on."""
         async with session.lock:
             row = session.row
@@ -254,7 +260,11 @@ class Sessions:
     # -- record --------------------------------------------------------------------------------
 
     async def record(
-        self, session: Session, interaction: Interaction, key: bytes, mark: RequestMark | None
+        self,
+        session: RecordedSession,
+        interaction: Interaction,
+        key: bytes,
+        mark: RequestMark | None,
     ) -> Interaction:
         """Make an interaction durable, then visible; ``mark``: by which retries are known.
 
@@ -262,7 +272,7 @@ class Sessions:
         """
         mark = mark or UNMARKED
         if not self.config.store_content:
-            interaction = without_texts(interaction)
+            interaction = strip_content(interaction)
         with self.trees.pinned(session):
             await self.load(session)
             await self.deliveries.commit(PutInteraction(interaction, key, mark))
@@ -271,7 +281,7 @@ class Sessions:
             self.trees.grew(session, interaction)
         return interaction
 
-    async def mark_undelivered(self, session: Session, interaction: Interaction) -> None:
+    async def mark_undelivered(self, session: RecordedSession, interaction: Interaction) -> None:
         """Take an interaction out of training whose answer reached nobody.
 
         Also one that is not trained on for another reason: no reward is meant for it, either.
@@ -290,11 +300,11 @@ class Sessions:
 
     async def write(
         self,
-        session: Session,
+        session: RecordedSession,
         row: SessionRow,
         *statements: Statement,
         answer: BaseModel | None = None,
-        keep: Keep = keep_nothing,
+        keep: KeepAnswer = no_receipt,
     ) -> None:
         """Commit a change of one session, with what keeps its answer; then its row is this one.
 
@@ -307,7 +317,7 @@ class Sessions:
 
     async def move(
         self,
-        sessions: Iterable[Session],
+        sessions: Iterable[RecordedSession],
         event: Event,
         *,
         reasons: Mapping[str, str] | None = None,
@@ -336,12 +346,12 @@ class Sessions:
                 self._set_row(session, row)
         await self._changed(chosen)
 
-    def _set_row(self, session: Session, row: SessionRow) -> None:
+    def _set_row(self, session: RecordedSession, row: SessionRow) -> None:
         """What the journal has of it now."""
         self.counts.move(session.row, row)
         session.row = row
 
-    async def _changed(self, sessions: Iterable[Session]) -> None:
+    async def _changed(self, sessions: Iterable[RecordedSession]) -> None:
         """Bring groups and look-up tables in line with new states; wake long polls."""
         sessions = list(sessions)
         self.implicit.changed(sessions)

@@ -71,7 +71,7 @@ class Transition:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class StateRule:
     """Who may cause an event, what it does, and how it is refused elsewhere."""
 
     by: str
@@ -86,108 +86,108 @@ _OWNERS = "the session's key, its tenant, an admin"
 _TRAINER = "the trainer, an admin"
 _SERVICE = "the service"
 EVENTS = {
-    Event.OPEN: Rule(
+    Event.OPEN: StateRule(
         "a tenant, the trainer, an admin",
         "POST /rl/v1/start_session",
         "takes a slot (train sessions), writes the session, gives its key",
     ),
-    Event.CALL: Rule(
+    Event.CALL: StateRule(
         _OWNERS,
         "POST /v1/chat/completions",
         "records an interaction; renews the idle time",
     ),
-    Event.REWARD: Rule(
+    Event.REWARD: StateRule(
         _OWNERS,
         "POST /rl/v1/set_reward",
         "sets or revises a reward, of an interaction or the final one; renews the idle time",
     ),
-    Event.HEARTBEAT: Rule(
+    Event.HEARTBEAT: StateRule(
         _OWNERS,
         "POST /rl/v1/sessions/{id}/heartbeat",
         "renews the idle time",
     ),
-    Event.AWAIT: Rule(
+    Event.AWAIT: StateRule(
         _OWNERS,
         'POST /rl/v1/finalize {"await_reward": true}',
         "aborts calls under way and waits for rewards until the deadline; refused with 422 "
         "`no_interactions` for a train session without a call",
     ),
-    Event.FINALIZE: Rule(
+    Event.FINALIZE: StateRule(
         _OWNERS,
         "POST /rl/v1/finalize",
         "aborts calls under way and ends the session; refused with 422 `no_reward` or "
         "`no_interactions` if nothing could be learned from it; once more it is answered as the "
         "session is then",
     ),
-    Event.DEADLINE: Rule(
+    Event.DEADLINE: StateRule(
         _SERVICE,
         "",
         "ends a session that awaited its reward: with the rewards that it has, else as "
         "`sessions.late_reward` says",
     ),
-    Event.EXPIRE: Rule(
+    Event.EXPIRE: StateRule(
         _SERVICE,
         "",
         "ends a session whose ttl, idle time or group's time ran out; aborts calls under way",
     ),
-    Event.ABORT: Rule(
+    Event.ABORT: StateRule(
         _OWNERS,
         "POST /rl/v1/sessions/{id}/abort",
         "throws the session away; aborts calls under way; with `keep_place` another session may "
         "take its place in its group",
     ),
-    Event.VETO: Rule(
+    Event.VETO: StateRule(
         _OWNERS,
         "POST /rl/v1/sessions/{id}/veto",
         "keeps a finalized session out of training",
         "not_finalized",
     ),
-    Event.DELETE: Rule(
+    Event.DELETE: StateRule(
         _OWNERS,
         "DELETE /rl/v1/sessions/{id}",
         "erases its texts, tokens and metadata; ends it first if it is not over; refused while a "
         "resume of the training may need it",
         "in_training",
     ),
-    Event.DISCARD: Rule(
+    Event.DISCARD: StateRule(
         _SERVICE,
         "",
         "its group closed with fewer than `sessions.min_group_size` sessions",
     ),
-    Event.LEASE: Rule(
+    Event.LEASE: StateRule(
         _TRAINER,
         "POST /rl/v1/lease",
         "hands it out with its closed group; alone if it is named, or to an export, which alone "
         "gets what was opened on a grant",
         "not_finalized",
     ),
-    Event.RELEASE: Rule(
+    Event.RELEASE: StateRule(
         _SERVICE,
         "",
         "takes it back: its lease ran out, or its holder has said (PUT /rl/v1/capacity) that it "
         "does not know of it",
         "lease_lost",
     ),
-    Event.TRAIN: Rule(
+    Event.TRAIN: StateRule(
         "its lease's holder",
         "POST /rl/v1/ack",
         "ends it: an optimizer step used it; of what AReaL's `POST /export_trajectories` "
         "answered, at once",
         "lease_lost",
     ),
-    Event.REJECT: Rule(
+    Event.REJECT: StateRule(
         "its lease's holder",
         "POST /rl/v1/ack",
         "ends it: a step left it out, and says why",
         "lease_lost",
     ),
-    Event.REPLAY: Rule(
+    Event.REPLAY: StateRule(
         _TRAINER,
         'POST /rl/v1/lease {"replay": true}',
         "hands it out again to a training that resumes from before the step which used it",
         "not_replayable",
     ),
-    Event.DAMAGE: Rule(
+    Event.DAMAGE: StateRule(
         _SERVICE,
         "",
         "some of what is stored of it cannot be read: ends it, and erases the rest",
@@ -305,7 +305,7 @@ def refusal(row: SessionRow, event: Event, *, closing: bool = False) -> AnyAgent
         code, advice = "on_a_grant", "it was opened on a grant, so nobody but an export gets it"
     why = f" ({row.reason})" if row.reason else ""
     gone = "" if row.content == "stored" else f", and its content was {row.content}"
-    said = "being ended" if closing else _in_words(row)
+    said = "being ended" if closing else _describe(row)
     message = f"session {row.id} is {said}{why}{gone}; {advice}"
     kind = SessionClosed if code == "session_closed" else Conflict
     details = {"state": str(row.state), "reason": row.reason}
@@ -318,7 +318,7 @@ def already_finalized(row: SessionRow) -> Conflict:
     revisable = allowed(row, Event.REWARD)
     advice = "set_reward revises it" if revisable else "it takes no more rewards"
     message = (
-        f"session {row.id} is {_in_words(row)} already, and its final reward is {now}: this one "
+        f"session {row.id} is {_describe(row)} already, and its final reward is {now}: this one "
         f"differs and was refused; {advice}"
     )
     details = {"state": str(row.state), "reason": row.reason}
@@ -330,7 +330,7 @@ def refused_with(state: SessionState, event: Event) -> tuple[str, str]:
     return _EXCEPTIONS.get((event, state)) or (EVENTS[event].code, _advice(event))
 
 
-def _in_words(row: SessionRow) -> str:
+def _describe(row: SessionRow) -> str:
     words = _OF_EXPORTS if for_export(row) else _IN_WORDS
     return words.get(row.state) or _IN_WORDS.get(row.state, str(row.state))
 

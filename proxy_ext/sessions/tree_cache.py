@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 from any_agent.record import InteractionTree
 from any_agent.types import Interaction
 from proxy_ext.journal import Journal
-from proxy_ext.sessions.delivery import Deliveries
-from proxy_ext.sessions.session import Session, add_to_tree
+from proxy_ext.sessions.delivery import DeliveryTracker
+from proxy_ext.sessions.session import RecordedSession, add_to_tree
 
 _TREE = 1_500
 """Bytes of an empty tree."""
 _INTERACTION = 3_000
 """Bytes of an interaction without its tokens and texts."""
-_PATIENCE = 32
+_TIMEOUT = 32
 """Trees in use that are passed over before looking again later."""
 _PART = 120
 """Bytes of each part of a message."""
@@ -40,14 +40,14 @@ class _Size(NamedTuple):
 _NOTHING = _Size(0, 0)
 
 
-class Trees:
+class TreeCache:
     """Reads the trees of one rank's sessions, and lets them go."""
 
     def __init__(
         self,
         journal: Journal,
-        deliveries: Deliveries,
-        live: Mapping[str, Session],
+        deliveries: DeliveryTracker,
+        live: Mapping[str, RecordedSession],
         *,
         budget: int,
     ) -> None:
@@ -56,10 +56,10 @@ class Trees:
         self._deliveries = deliveries
         self._live = live
         self._budget = budget
-        self._warm: OrderedDict[Session, _Size] = OrderedDict()
+        self._warm: OrderedDict[RecordedSession, _Size] = OrderedDict()
         """Live sessions with a tree, those first that were wanted longest ago."""
-        self._pins: Counter[Session] = Counter()
-        self._reading: dict[Session, asyncio.Task[None]] = {}
+        self._pins: Counter[RecordedSession] = Counter()
+        self._reading: dict[RecordedSession, asyncio.Task[None]] = {}
         self.bytes = 0
         """Of all trees of live sessions, about."""
         self.read = 0
@@ -69,7 +69,7 @@ class Trees:
         """How many live sessions have their tree in memory."""
         return len(self._warm)
 
-    async def load(self, session: Session) -> None:
+    async def load(self, session: RecordedSession) -> None:
         """See to it that the session has its tree; it is there until the next `await`.
 
         StoreUnavailable if it cannot be read.
@@ -88,7 +88,7 @@ class Trees:
                 await asyncio.shield(task)
 
     @contextmanager
-    def pinned(self, session: Session) -> Iterator[None]:
+    def pinned(self, session: RecordedSession) -> Iterator[None]:
         """Its tree, once it is there, stays there meanwhile."""
         self._pins[session] += 1
         try:
@@ -98,22 +98,22 @@ class Trees:
             if not self._pins[session]:
                 del self._pins[session]
 
-    def keep(self, session: Session) -> None:
+    def keep(self, session: RecordedSession) -> None:
         """A session with a tree is live now."""
         self._count(session, _TREE + sum(map(_bytes, session.tree)))
 
-    def grew(self, session: Session, interaction: Interaction) -> None:
+    def grew(self, session: RecordedSession, interaction: Interaction) -> None:
         """Its tree has one more."""
         if session in self._warm:
             self._count(session, self._warm[session].recorded + _bytes(interaction))
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: RecordedSession) -> None:
         """It is live no more: whoever still has it keeps its tree."""
         self.bytes -= self._warm.pop(session, _NOTHING).total
 
     # ------------------------------------------------------------------------------------------
 
-    async def _read(self, session: Session) -> None:
+    async def _read(self, session: RecordedSession) -> None:
         try:
             stored = await self._journal.interactions(session.id)
             if session.recovered:
@@ -130,7 +130,7 @@ class Trees:
         if self._live.get(session.id) is session:
             self.keep(session)
 
-    def _count(self, session: Session, recorded: int) -> None:
+    def _count(self, session: RecordedSession, recorded: int) -> None:
         size = _Size(recorded, recorded + session.tree.extra_bytes)
         self.bytes += size.total - self._warm.pop(session, _NOTHING).total
         self._warm[session] = size
@@ -139,7 +139,7 @@ class Trees:
     def _trim(self) -> None:
         """Let go what nobody has wanted for longest, until the rest fits."""
         passed_over = 0
-        while self.bytes > self._budget and self._warm and passed_over < _PATIENCE:
+        while self.bytes > self._budget and self._warm and passed_over < _TIMEOUT:
             session, size = self._warm.popitem(last=False)
             if session.calls or session.lock.locked() or session in self._pins:
                 # In use, so it is as good as new.

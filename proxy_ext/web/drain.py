@@ -20,7 +20,7 @@ def draining() -> Draining:
     )
 
 
-class UnderWay:
+class InFlightCounter:
     """An ASGI app around another one, which knows its requests and can cut them off."""
 
     def __init__(self, app: ASGIApp) -> None:

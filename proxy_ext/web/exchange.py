@@ -44,7 +44,7 @@ async def read_json(request: Request) -> Any:
     return await json_of(body)
 
 
-class Client:
+class ClientConnection:
     """The other end of one request, watched; ``on_leave`` is called at once when it leaves."""
 
     def __init__(self, request: Request, on_leave: Callable[[], object]) -> None:
@@ -53,7 +53,7 @@ class Client:
         self._task: asyncio.Task[None] | None = None
         self.gone = False
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> ClientConnection:
         self._task = asyncio.create_task(self._watch())
         return self
 
@@ -79,7 +79,7 @@ class Client:
 async def while_present(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await the work, and cancel it if the client leaves: nobody would hear of its result."""
     task = asyncio.ensure_future(work)
-    async with Client(request, on_leave=task.cancel):
+    async with ClientConnection(request, on_leave=task.cancel):
         try:
             return await task
         except asyncio.CancelledError:

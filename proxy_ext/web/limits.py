@@ -12,15 +12,15 @@ MAX_REQUESTS = 8192
 """Requests under way at once, those that wait for a slot or a trajectory included."""
 MAX_BYTES = 256 * 2**20
 """Of the bodies of requests under way, together."""
-_COME_AGAIN = 2.0
+_RETRY_AFTER = 2.0
 
 
-class Held:
+class Reservation:
     """What one request holds until it is answered."""
 
     __slots__ = ("_bounds", "_size")
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: RequestLimits) -> None:
         self._bounds = bounds
         self._size = 0
 
@@ -32,7 +32,7 @@ class Held:
             raise ServiceUnavailable(
                 f"requests of {bounds.bytes} bytes are under way; try again",
                 code="too_many_bytes",
-                retry_after=_COME_AGAIN,
+                retry_after=_RETRY_AFTER,
             )
         bounds.bytes += size
         self._size += size
@@ -43,7 +43,7 @@ class Held:
         self._bounds.requests -= 1
 
 
-class Bounds:
+class RequestLimits:
     """The requests of one process."""
 
     def __init__(self, most_requests: int = MAX_REQUESTS, most_bytes: int = MAX_BYTES) -> None:
@@ -52,13 +52,13 @@ class Bounds:
         self.requests = 0
         self.bytes = 0
 
-    def enter(self) -> Held:
+    def enter(self) -> Reservation:
         """Begin a request; ServiceUnavailable if there are too many."""
         if self.requests >= self.most_requests:
             raise ServiceUnavailable(
                 f"{self.requests} requests are under way here; try again",
                 code="too_many_requests",
-                retry_after=_COME_AGAIN,
+                retry_after=_RETRY_AFTER,
             )
         self.requests += 1
-        return Held(self)
+        return Reservation(self)

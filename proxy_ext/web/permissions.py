@@ -25,7 +25,7 @@ STARTERS = OPENERS | TRAINERS
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RouteRule:
     """Of one method of one path."""
 
     scopes: frozenset[Scope]
@@ -98,8 +98,8 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     "HEAD /openapi.json": (EVERYBODY, ""),
 }
 
-RULES: dict[tuple[str, str], Rule] = {
-    (method, path): Rule(scopes, audited=note == _AUDITED)
+RULES: dict[tuple[str, str], RouteRule] = {
+    (method, path): RouteRule(scopes, audited=note == _AUDITED)
     for (method, _, path), (scopes, note) in ((k.partition(" "), v) for k, v in _TABLE.items())
 }
 """By method and path template."""

@@ -17,7 +17,7 @@ _HEAD_BYTES = 131_072
 _HEAD_SECONDS = 75.0
 
 
-class Connection(HttpToolsProtocol):
+class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's, with bounds."""
 
     _timer: asyncio.TimerHandle | None = None

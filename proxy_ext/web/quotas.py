@@ -23,14 +23,14 @@ from any_agent.errors import TooManyRequests
 QUOTAS = ("open_sessions", "requests_per_second", "tokens_per_second")
 _BURST_SECONDS = 5.0
 """Seconds of its rate that a tenant may use at once after a rest."""
-_MOST_WAIT = 60.0
+_MAX_WAIT = 60.0
 """The largest Retry-After, in seconds: SDKs of models take no heed of larger ones."""
 _UNTIL_A_SESSION_ENDS = 5.0
-_MOST_BUCKETS = 4096
+_MAX_BUCKETS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class QuotaLimits:
     """Of one tenant over all ranks; None: unlimited."""
 
     open_sessions: int | None = None
@@ -38,7 +38,7 @@ class Limits:
     tokens_per_second: float | None = None
 
     @classmethod
-    def of(cls, server: ServerConfig) -> Limits:
+    def of(cls, server: ServerConfig) -> QuotaLimits:
         """What a tenant has that was given none of its own."""
         return cls(
             server.tenant_open_sessions,
@@ -46,18 +46,18 @@ class Limits:
             server.tenant_tokens_per_second,
         )
 
-    def share(self, ranks: int) -> Limits:
+    def share(self, ranks: int) -> QuotaLimits:
         """What each rank enforces."""
 
         def part(limit: float | None) -> int | None:
             return None if limit is None else math.ceil(limit / ranks)
 
-        return Limits(
+        return QuotaLimits(
             part(self.open_sessions), part(self.requests_per_second), part(self.tokens_per_second)
         )
 
 
-class Bucket:
+class TokenBucket:
     """Fills with ``rate`` a second up to a burst; may be overdrawn."""
 
     __slots__ = ("_at", "_level", "rate")
@@ -84,12 +84,12 @@ class Bucket:
         return max(0.0, wanted - self.level(now)) / self.rate
 
 
-class Quotas:
+class TenantQuotas:
     """The quotas of every tenant at one rank. ``limits`` tells a tenant's, over all ranks."""
 
     def __init__(
         self,
-        limits: Callable[[str], Limits],
+        limits: Callable[[str], QuotaLimits],
         *,
         ranks: int,
         open_sessions: Callable[[str], int],
@@ -99,7 +99,7 @@ class Quotas:
         self._ranks = ranks
         self._open_sessions = open_sessions
         self._clock = clock
-        self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._buckets: dict[tuple[str, str], TokenBucket] = {}
         self._opening: Counter[str] = Counter()
         """Sessions that are being opened, also those that wait for a slot."""
         self.refused: Counter[str] = Counter()
@@ -173,7 +173,9 @@ class Quotas:
             if not self._opening[tenant]:
                 del self._opening[tenant]
 
-    def _bucket(self, quota: str, tenant: str, rate: float | None, now: float) -> Bucket | None:
+    def _bucket(
+        self, quota: str, tenant: str, rate: float | None, now: float
+    ) -> TokenBucket | None:
         """The tenant's bucket at the rate that is in force; None if it is unlimited."""
         key = (quota, tenant)
         if rate is None:
@@ -181,9 +183,9 @@ class Quotas:
             return None
         bucket = self._buckets.get(key)
         if bucket is None:
-            if len(self._buckets) >= _MOST_BUCKETS:
+            if len(self._buckets) >= _MAX_BUCKETS:
                 self._forget_full(now)
-            bucket = self._buckets[key] = Bucket(rate, now)
+            bucket = self._buckets[key] = TokenBucket(rate, now)
         elif bucket.rate != rate:
             # What was used stays used.
             bucket.level(now)
@@ -203,6 +205,6 @@ class Quotas:
             f"tenant {tenant} has used up its quota {quota} ({limit:g}{where}); "
             "wait as long as Retry-After says",
             code="quota_exceeded",
-            retry_after=min(max(1.0, wait), _MOST_WAIT),
+            retry_after=min(max(1.0, wait), _MAX_WAIT),
             details={"quota": quota},
         )

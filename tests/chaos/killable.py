@@ -99,7 +99,7 @@ def serve_proxy(
     import uvicorn
 
     from proxy_ext.app import create_app
-    from proxy_ext.web.protocol import Connection
+    from proxy_ext.web.protocol import BoundedProtocol
     from tests.proxy_ext.proxy_lab import litellm_stand_in
 
     config = load_config(None, settings, {})
@@ -113,7 +113,7 @@ def serve_proxy(
         load_litellm=litellm_stand_in,
     )
     options = uvicorn.Config(
-        app, http=Connection, loop="uvloop", lifespan="on", access_log=False, log_config=None
+        app, http=BoundedProtocol, loop="uvloop", lifespan="on", access_log=False, log_config=None
     )
     uvicorn.Server(options).run(sockets=[listener])
 

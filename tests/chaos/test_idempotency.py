@@ -20,12 +20,12 @@ import pytest
 from any_agent.chat import load_chat_format
 from any_agent.client.rl_client import RLClient
 from any_agent.launcher.trial import trial_dir
-from any_agent.rundir.registry import Entry, publish, rank_name
+from any_agent.rundir.registry import RegistryEntry, publish, rank_name
 from any_agent.types import Interaction, SessionState
 from proxy_ext.api.model_routes import HANDLERS
 from proxy_ext.journal import SetState, SQLiteJournal, Statement
 from proxy_ext.run_state import RunState
-from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.web.permissions import RULES
 from tests.chaos.conftest import Figure
 from tests.chaos.killable import KillableProxy, engine_in_thread
@@ -232,7 +232,7 @@ async def lab(
     engine = ScriptedEngine(decode=chat.decode)
     called: Counter[str] = Counter()
     _count(monkeypatch, called, RunState, "pause", "publish", "resume")
-    _count(monkeypatch, called, Session, "heartbeat")
+    _count(monkeypatch, called, RecordedSession, "heartbeat")
     async with engine.serve():
         config = config_for(tmp_path, "sessions.group_size=1")
         async with running_proxy(config, chat, engine_url=engine.url) as proxy:
@@ -347,7 +347,9 @@ class Cluster:
     def beat(self) -> None:
         """What the ranks would write to the registry."""
         for number, rank in enumerate(self.ranks):
-            entry = Entry(name=rank_name(number), boot_id=f"life-{rank.lives}", url=rank.url, pid=1)
+            entry = RegistryEntry(
+                name=rank_name(number), boot_id=f"life-{rank.lives}", url=rank.url, pid=1
+            )
             publish(self.registry, entry)
 
     @property

@@ -27,7 +27,7 @@ from any_agent.auth.key_store import TenantLimits, create_key
 from any_agent.config import load_config
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir
-from any_agent.rundir.registry import Entry, publish
+from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.runtime.ports import free_port
 from tests.chaos.conftest import Figure
 from tests.chaos.killable import KillableProxy
@@ -84,9 +84,9 @@ def present(folder: Path, url: str) -> Iterator[None]:
 
     def beat() -> None:
         while not over.wait(0.5):
-            publish(folder, Entry(name="rank-0", boot_id="one", url=url, pid=1))
+            publish(folder, RegistryEntry(name="rank-0", boot_id="one", url=url, pid=1))
 
-    publish(folder, Entry(name="rank-0", boot_id="one", url=url, pid=1))
+    publish(folder, RegistryEntry(name="rank-0", boot_id="one", url=url, pid=1))
     thread = Thread(target=beat, daemon=True)
     thread.start()
     try:

@@ -276,7 +276,7 @@ async def send(
 # -- what is to be answered ------------------------------------------------------------------------
 
 
-def verdict(rule: scopes.Rule, kind: str, template: str) -> str:
+def verdict(rule: scopes.RouteRule, kind: str, template: str) -> str:
     """From the table alone."""
     if Scope.NONE in rule.scopes:
         return "answered"

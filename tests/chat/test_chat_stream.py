@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from any_agent.chat import ChatFormat, ParsedMessage
 from any_agent.chat.output.detokenizer import (
-    _ByteDetokeniser,
-    _WindowDetokeniser,
+    _ByteDetokenizer,
+    _WindowDetokenizer,
     detokeniser_factory,
 )
-from any_agent.chat.output.parser_factory import OutputReader
+from any_agent.chat.output.parser_factory import OutputParserFactory
 from any_agent.chat.output.stream_parser import Markers
 from tests.chat.output.stream_lab import chunked, joined
 
@@ -92,9 +92,9 @@ def test_deltas_concatenate_to_the_message(
     json.dumps(parsed.to_message(), ensure_ascii=False).encode()
 
 
-def reader_of(chat: ChatFormat, family: str) -> OutputReader:
+def reader_of(chat: ChatFormat, family: str) -> OutputParserFactory:
     ends = chat.stop_token_ids
-    return OutputReader(chat._renderer, chat.tokenizer, chat.decode, ends, family=family)
+    return OutputParserFactory(chat._renderer, chat.tokenizer, chat.decode, ends, family=family)
 
 
 @pytest.fixture(scope="session")
@@ -102,7 +102,7 @@ def formats(qwen3: ChatFormat, default: ChatFormat) -> dict[str, ChatFormat]:
     buffered, window, text_marks = copy.copy(qwen3), copy.copy(qwen3), copy.copy(default)
     buffered._reader = reader_of(qwen3, "unknown")
     window._reader = copy.copy(qwen3._reader)
-    window._reader.detokenisers = lambda: _WindowDetokeniser(qwen3.decode)
+    window._reader.detokenisers = lambda: _WindowDetokenizer(qwen3.decode)
     text_marks._reader = copy.copy(default._reader)
     marks = default._reader.grammar.marks
     text_marks._reader._markers = Markers({}, frozenset(default.stop_token_ids), marks)
@@ -121,14 +121,14 @@ def test_byte_detokeniser_equals_the_whole_decode(
     qwen3: ChatFormat, ids: list[int], sizes: list[int]
 ) -> None:
     made = detokeniser_factory(qwen3.tokenizer, qwen3.decode)()
-    assert isinstance(made, _ByteDetokeniser)
+    assert isinstance(made, _ByteDetokenizer)
     assert "".join(made.push(c) for c in chunked(ids, sizes)) + made.flush() == qwen3.decode(ids)
 
 
 @given(text=st.text(max_size=40))
 def test_window_detokeniser_is_exact_on_valid_text(qwen3: ChatFormat, text: str) -> None:
     ids = qwen3.tokenizer.encode(text, add_special_tokens=False)
-    made = _WindowDetokeniser(qwen3.decode)
+    made = _WindowDetokenizer(qwen3.decode)
     assert "".join(made.push([i]) for i in ids) + made.flush() == text
 
 
@@ -247,7 +247,7 @@ def test_cost_per_token_does_not_grow(qwen3: ChatFormat) -> None:
         lengths.append(len(ids))
         return qwen3.decode(ids)
 
-    made = _WindowDetokeniser(decode)
+    made = _WindowDetokenizer(decode)
     made.push([200] * 500 + list(range(100, 370)))
     assert max(lengths) <= 16
 

@@ -10,7 +10,7 @@ import pytest
 
 from any_agent.chat import load_chat_format
 from any_agent.chat.families import BY_MODEL_TYPE, BY_NAME, FAMILIES
-from any_agent.chat.prompt_renderer import RendererWriter, TemplateWriter
+from any_agent.chat.prompt_renderer import LibraryRenderer, TemplateRenderer
 from tests.families import family
 
 
@@ -32,7 +32,7 @@ def test_a_family_is_known_and_written_by_its_template(name: str, known: str) ->
     made = family(name)
     chat = made.load()
     assert chat.name == known
-    assert isinstance(chat.writer, TemplateWriter)
+    assert isinstance(chat.writer, TemplateRenderer)
     assert made.encode(made.spec.ends[0])[0] in chat.stop_token_ids
 
 
@@ -67,7 +67,7 @@ def test_another_template_over_a_familys_vocabulary_is_no_family(
 
 def test_a_named_renderer_writes_itself() -> None:
     chat = family("qwen3").load(renderer="qwen3")
-    assert isinstance(chat.writer, RendererWriter)
+    assert isinstance(chat.writer, LibraryRenderer)
     assert not chat.writer.keeps_spellings
     ended = [20, chat.stop_token_ids[0]]
     user = [{"role": "user", "content": "x"}]
@@ -85,5 +85,5 @@ def test_without_a_template_the_familys_renderer_writes(tmp_path: Path) -> None:
     (tmp_path / "model" / "chat_template.jinja").unlink()
     chat = load_chat_format(str(tmp_path / "model"))
     user = [{"role": "user", "content": "x"}]
-    assert isinstance(chat.writer, RendererWriter)
+    assert isinstance(chat.writer, LibraryRenderer)
     assert chat.render(user, None) == made.load().render(user, None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
-from any_agent.chat.tool_visibility import Showing, showing_of
+from any_agent.chat.tool_visibility import ToolVisibility, tool_visibility
 from tests.families import family
 
 _PLAIN = (
@@ -24,24 +24,29 @@ def of_template(source: Path, target: Path, template: str) -> ChatFormat:
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3", "glm", "gpt_oss"])
 def test_families_that_are_told(name: str) -> None:
-    assert showing_of(family(name).chat).tools
+    assert tool_visibility(family(name).chat).tools
 
 
 def test_one_that_calls_what_it_is_told_of_in_words() -> None:
-    assert showing_of(family("deepseek").chat) == Showing(tools=False, calls=True)
+    assert tool_visibility(family("deepseek").chat) == ToolVisibility(tools=False, calls=True)
 
 
 @pytest.mark.parametrize(
     ("before", "showing"),
     [
-        ("", Showing(tools=False, calls=False)),
-        ("additional ", Showing(tools=False, calls=False)),
-        ("{{ strftime_now('%f') }}", Showing(tools=False, calls=False)),
-        ("{{ tools | tojson if tools }}", Showing(tools=True, calls=False)),
+        ("", ToolVisibility(tools=False, calls=False)),
+        ("additional ", ToolVisibility(tools=False, calls=False)),
+        ("{{ strftime_now('%f') }}", ToolVisibility(tools=False, calls=False)),
+        ("{{ tools | tojson if tools }}", ToolVisibility(tools=True, calls=False)),
         # It says so itself, in its own words.
-        ("{% if tools %}{{ raise_exception('no') }}{% endif %}", Showing(tools=True, calls=False)),
+        (
+            "{% if tools %}{{ raise_exception('no') }}{% endif %}",
+            ToolVisibility(tools=True, calls=False),
+        ),
     ],
 )
-def test_templates(tiny_model_dir: Path, tmp_path: Path, before: str, showing: Showing) -> None:
+def test_templates(
+    tiny_model_dir: Path, tmp_path: Path, before: str, showing: ToolVisibility
+) -> None:
     chat = of_template(tiny_model_dir, tmp_path / "m", before + _PLAIN)
-    assert showing_of(chat) == showing
+    assert tool_visibility(chat) == showing

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from any_agent.chat import ChatFormat
-from any_agent.chat.special_token_escape import SpelledTokens
+from any_agent.chat.special_token_escape import SpecialTokenEscaper
 from tests.families import Call, family, names
 from tests.families import Family as _Family
 
@@ -112,7 +112,9 @@ PARTS = st.one_of(st.sampled_from([*TOKENS, "<", ">", "\ue000", "\ue001"]), st.t
 @given(parts=st.lists(PARTS, max_size=12))
 def test_no_piece_holds_a_token_and_no_character_is_lost(parts: list[str]) -> None:
     text = "".join(parts)
-    (message,), _, mark = SpelledTokens(TOKENS).broken_up([{"role": "user", "content": text}], None)
+    (message,), _, mark = SpecialTokenEscaper(TOKENS).broken_up(
+        [{"role": "user", "content": text}], None
+    )
     if mark is None:
         assert message["content"] == text
         assert not any(token in text for token in TOKENS)

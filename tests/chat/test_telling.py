@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
-from any_agent.chat.template_switches import has_any, telling_words
+from any_agent.chat.template_switches import contains_switch, find_switch_words
 from any_agent.types import Message
 from tests.families import family, names
 
@@ -84,11 +84,11 @@ def test_words_are_tried_out() -> None:
         return "other" if past[-1]["content"] == "b" else "usual"
 
     user: Message = {"role": "user", "content": "ok"}
-    assert telling_words(["a", "b", "refused"], user, follows) == ("b",)
+    assert find_switch_words(["a", "b", "refused"], user, follows) == ("b",)
 
 
 def test_where_a_word_counts() -> None:
     said: Message = {"role": "assistant", "content": "/no_think"}
-    assert not has_any(("/no_think",), [said, {"role": "tool", "content": None}])
-    assert has_any(("/x", "/no_think"), [said, {"role": "user", "content": "so /no_think"}])
-    assert not has_any((), [{"role": "user", "content": "so /no_think"}])
+    assert not contains_switch(("/no_think",), [said, {"role": "tool", "content": None}])
+    assert contains_switch(("/x", "/no_think"), [said, {"role": "user", "content": "so /no_think"}])
+    assert not contains_switch((), [{"role": "user", "content": "so /no_think"}])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
-from any_agent.chat.template import Template
+from any_agent.chat.template import ChatTemplate
 from tests.families import family
 
 USER = {"role": "user", "content": "And 3?"}
@@ -20,12 +20,12 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "call00000", "content": "3"}
 
 
-def template_of(source: str) -> Template:
+def template_of(source: str) -> ChatTemplate:
     import copy
 
     tokenizer = copy.copy(family("qwen3").chat.tokenizer)
     tokenizer.chat_template = source
-    return Template(tokenizer, {})
+    return ChatTemplate(tokenizer, {})
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from any_agent.chat.template import Template
-from any_agent.chat.truncated_answer import UnclosedBlocks
+from any_agent.chat.template import ChatTemplate
+from any_agent.chat.truncated_answer import TruncationCloser
 from tests.families import family
 
 
 def closing(name: str, prompt: str, output: str) -> str:
     made = family(name)
-    template = Template(made.chat.tokenizer, {})
-    blocks = UnclosedBlocks(template, made.chat.stop_token_ids)
+    template = ChatTemplate(made.chat.tokenizer, {})
+    blocks = TruncationCloser(template, made.chat.stop_token_ids)
     return template.decode(blocks.closing_ids(made.encode(prompt), made.encode(output)))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from any_agent.chat.output.message import MessageDelta, ParsedMessage
 from any_agent.chat.output.message_builder import MessageBuilder
-from any_agent.chat.output.tool_call_ids import CallIds
+from any_agent.chat.output.tool_call_ids import ToolCallIds
 from any_agent.completions.encoders.output_order import parts_of
 from tests.record.record_lab import make_interaction
 
@@ -21,7 +21,7 @@ STEPS = st.lists(
 
 
 def built(steps: list[Step]) -> tuple[list[MessageDelta], ParsedMessage]:
-    builder = MessageBuilder(CallIds([1]))
+    builder = MessageBuilder(ToolCallIds([1]))
     deltas: list[MessageDelta] = []
     for kind, text in steps:
         if kind == "call":

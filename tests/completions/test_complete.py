@@ -11,7 +11,7 @@ import pytest
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import Completer, Completion, Delta, parse_chat
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest
-from any_agent.record import InteractionTree, without_texts
+from any_agent.record import InteractionTree, strip_content
 from any_agent.types import (
     Continuation,
     GenerationChunk,
@@ -150,7 +150,7 @@ async def test_ids_of_calls_are_unique_and_read_again_the_same(chat: ChatFormat)
         (call,) = done.parsed.tool_calls
         ids.add(call["id"])
         kept = InteractionTree()
-        kept.add(without_texts(done.interaction))
+        kept.add(strip_content(done.interaction))
         read = completer.said_again(again, kept, done.interaction.id)
         assert read.output_message == done.interaction.output_message
     assert len(ids) == 2

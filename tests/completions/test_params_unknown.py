@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from any_agent.completions.params.parameter import Api
-from any_agent.completions.params.unknown_parameters import MAX_UNKNOWN
+from any_agent.completions.params.unknown_fields import MAX_UNKNOWN
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from tests.completions.params_lab import BODIES, parse
 

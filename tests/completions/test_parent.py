@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import any_agent.chat.conversation_hash
 from any_agent.chat import chain_keys
 from any_agent.completions import ChatCall
-from any_agent.completions.find_parent import Found, find_parent
+from any_agent.completions.find_parent import ParentMatch, find_parent
 from any_agent.errors import ContextLengthExceeded
-from any_agent.record import InteractionTree, without_texts
+from any_agent.record import InteractionTree, strip_content
 from any_agent.types import (
     Continuation,
     GenerationHyperparameters,
@@ -43,7 +43,9 @@ class Talks:
         self.tree = InteractionTree()
         self.texts = True
 
-    def find(self, messages: list[Message], tools: Any = None, *, context: int = 10_000) -> Found:
+    def find(
+        self, messages: list[Message], tools: Any = None, *, context: int = 10_000
+    ) -> ParentMatch:
         call = _call(messages, tools)
         found = find_parent(call, self.tree, context_length=context, longest_token=10)
         if found.noted is not None:
@@ -73,7 +75,7 @@ class Talks:
             **fields,
         )
         (key,) = chain_keys([answer], tools, start=found.key)
-        self.tree.add(interaction if self.texts else without_texts(interaction), key)
+        self.tree.add(interaction if self.texts else strip_content(interaction), key)
         return interaction
 
     def forget(self) -> None:
@@ -157,7 +159,7 @@ def test_of_equal_answers_the_one_that_thought_so(talks: Talks, where: str) -> N
     for thought in ("first", "second\n", "third"):
         talks.answer([user("1")], said("x", reasoning_content=thought))
 
-    def found(thought: str) -> Found:
+    def found(thought: str) -> ParentMatch:
         echo = said("x", **{where: thought})
         if where == "content":
             echo = said(f"<think>\n{thought}\n</think>\n\nx")

@@ -10,8 +10,8 @@ import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions.legacy_prompt import (
+    LegacyPrompt,
     TextInput,
-    TextPrompt,
     digests,
     find_text_past,
     text_key,
@@ -32,7 +32,7 @@ ASKED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 def after(
     chat: ChatFormat, prompt: TextInput, output: list[int], says: str, then: TextInput
-) -> TextPrompt:
+) -> LegacyPrompt:
     """The prompt of a request that comes after a recorded one."""
     tree = InteractionTree()
     first = text_prompt_of(prompt, find_text_past(prompt, tree, chat, 1000), tree, chat).prompt

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
-from any_agent.completions.top_logprobs import PackedTop, TopLogprobs, unpack_top_logprobs
+from any_agent.completions.top_logprobs import PackedTopLogprobs, TopLogprobs, unpack_top_logprobs
 
 ROWS: TopLogprobs = [[(3, -0.5), (151_000, -1.25)], [], [(0, -17.5)]]
 
 
 def test_what_is_packed_comes_back() -> None:
-    packed = PackedTop()
+    packed = PackedTopLogprobs()
     packed.extend(ROWS[:1])
     packed.extend(ROWS[1:])
     assert len(packed) == 3
@@ -19,6 +19,6 @@ def test_what_is_packed_comes_back() -> None:
 
 
 def test_nothing() -> None:
-    packed = PackedTop()
+    packed = PackedTopLogprobs()
     assert not len(packed)
     assert packed.rows() == unpack_top_logprobs(packed.to_json()) == []

@@ -9,9 +9,9 @@ import pytest
 from any_agent.completions.untrainable import (
     OTHER,
     REASONS,
-    bent,
     code_of,
-    why_untrainable,
+    has_modified_distribution,
+    untrainable_reason,
 )
 from any_agent.types import GenerationHyperparameters
 
@@ -32,16 +32,16 @@ BENT: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "reason"), BENT, ids=str)
 def test_what_bends_a_distribution(changes: dict[str, Any], reason: str) -> None:
     gconfig = PLAIN.new(**changes)
-    assert bent(gconfig) == reason
-    assert why_untrainable(gconfig, [1]) == reason
-    assert why_untrainable(gconfig, [1], forced=True) == "tool_choice"
+    assert has_modified_distribution(gconfig) == reason
+    assert untrainable_reason(gconfig, [1]) == reason
+    assert untrainable_reason(gconfig, [1], forced=True) == "tool_choice"
 
 
 def test_a_plain_sample_is_trained_on_unless_it_is_empty() -> None:
-    assert bent(PLAIN) is None
-    assert why_untrainable(PLAIN, [1]) is None
-    assert why_untrainable(PLAIN, []) == "no_tokens"
-    assert why_untrainable(PLAIN, [], forced=True) == "no_tokens"
+    assert has_modified_distribution(PLAIN) is None
+    assert untrainable_reason(PLAIN, [1]) is None
+    assert untrainable_reason(PLAIN, []) == "no_tokens"
+    assert untrainable_reason(PLAIN, [], forced=True) == "no_tokens"
 
 
 def test_codes_are_few() -> None:

@@ -8,35 +8,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from any_agent.data import Positions
+from any_agent.data import DatasetCursor
 from any_agent.errors import ConfigError
 
 
 def test_each_pass_has_every_item_once_in_an_order_of_its_own() -> None:
-    positions = Positions(50, seed=3, epochs=3)
+    positions = DatasetCursor(50, seed=3, epochs=3)
     passes = [[index for _, index in islice(positions, 50)] for _ in range(3)]
     assert all(sorted(order) == list(range(50)) for order in passes)
     assert passes[0] != passes[1] != passes[2] != passes[0]
     assert list(positions) == []
-    assert passes[0] == [index for _, index in islice(Positions(50, seed=3), 50)]
-    assert passes[0] != [index for _, index in islice(Positions(50, seed=4), 50)]
+    assert passes[0] == [index for _, index in islice(DatasetCursor(50, seed=3), 50)]
+    assert passes[0] != [index for _, index in islice(DatasetCursor(50, seed=4), 50)]
 
 
 def test_the_order_is_the_same_in_any_version() -> None:
     """A checkpoint counts on it: these figures must never change."""
-    assert [index for _, index in islice(Positions(8, seed=1), 16)] == [
+    assert [index for _, index in islice(DatasetCursor(8, seed=1), 16)] == [
         *(6, 2, 3, 7, 1, 4, 5, 0),
         *(2, 0, 3, 4, 1, 6, 7, 5),
     ]
 
 
 def test_without_shuffling_items_come_as_they_are() -> None:
-    positions = Positions(3, shuffle=False, epochs=2)
+    positions = DatasetCursor(3, shuffle=False, epochs=2)
     assert list(positions) == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 2)]
 
 
 def test_done_when_every_item_is_consumed() -> None:
-    positions = Positions(2, epochs=1)
+    positions = DatasetCursor(2, epochs=1)
     handed_out = [position for position, _ in positions]
     assert not positions.done
     positions.consumed(handed_out)
@@ -44,24 +44,24 @@ def test_done_when_every_item_is_consumed() -> None:
 
 
 def test_a_dataset_of_another_length_is_refused() -> None:
-    state = Positions(10).state()
+    state = DatasetCursor(10).state()
     with pytest.raises(ConfigError, match="has 9 items, and had 10"):
-        Positions(9).load(state)
+        DatasetCursor(9).load(state)
     with pytest.raises(ConfigError, match="empty"):
-        Positions(0)
+        DatasetCursor(0)
 
 
 def test_the_order_goes_on_where_the_settings_have_changed() -> None:
-    old = Positions(20, seed=5)
+    old = DatasetCursor(20, seed=5)
     first = [next(old) for _ in range(7)]
     old.consumed(position for position, _ in first)
-    new = Positions(20, seed=6, shuffle=False)
+    new = DatasetCursor(20, seed=6, shuffle=False)
     new.load(old.state())
     assert list(islice(new, 13)) == list(islice(old, 13))
 
 
 def test_nobody_works_on_it_any_more() -> None:
-    positions = Positions(5, shuffle=False, epochs=1)
+    positions = DatasetCursor(5, shuffle=False, epochs=1)
     assert len(list(positions)) == 5
     positions.consumed([0, 3])
     positions.hand_out_again()
@@ -81,7 +81,7 @@ def test_no_item_twice_and_none_missing_over_kills(
 
     What was consumed after the checkpoint is replayed, as from a manifest, before anything else.
     """
-    positions = Positions(length, seed=length, epochs=epochs)
+    positions = DatasetCursor(length, seed=length, epochs=epochs)
     kept, trained, flying = positions.state(), list[int](), list[int]()
     replayed: list[int] = []
     for act, random in script:
@@ -96,7 +96,7 @@ def test_no_item_twice_and_none_missing_over_kills(
         elif act == 6:
             kept, replayed = json.loads(json.dumps(positions.state())), []
         else:
-            positions = Positions(length, seed=0, epochs=epochs)
+            positions = DatasetCursor(length, seed=0, epochs=epochs)
             positions.load(kept)
             positions.consumed(replayed)
             flying = []

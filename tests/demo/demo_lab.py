@@ -9,7 +9,7 @@ from typing import Any
 from any_agent.demo.demo import part_names
 from any_agent.demo.driver import Measures
 from any_agent.demo.report import Report
-from any_agent.demo.state import Part, State, Step
+from any_agent.demo.state import DemoState, PartState, Step
 
 BEFORE = Measures(accuracy=0.358, reward=0.612, turns=1.64, tokens=2.1)
 AFTER = Measures(accuracy=0.958, reward=0.981, turns=1.04, tokens=2.0)
@@ -40,17 +40,17 @@ def write_lines(path: Path, *lines: dict[str, Any]) -> None:
         file.writelines(json.dumps(each) + "\n" for each in lines)
 
 
-def fresh(ranks: int = 2) -> State:
+def fresh(ranks: int = 2) -> DemoState:
     """Before anything was started."""
-    parts = tuple(Part(name) for name in part_names(ranks))
-    return State(seed=0, ranks=ranks, steps=25, folder="/tmp/demo", parts=parts, prompts=240)
+    parts = tuple(PartState(name) for name in part_names(ranks))
+    return DemoState(seed=0, ranks=ranks, steps=25, folder="/tmp/demo", parts=parts, prompts=240)
 
 
-def busy() -> State:
+def busy() -> DemoState:
     """In the middle of training; a rank is being started again."""
-    parts = {name: Part(name, "ready") for name in part_names(2)}
-    parts["rank-1"] = Part("rank-1", "restarting", 2)
-    return State(
+    parts = {name: PartState(name, "ready") for name in part_names(2)}
+    parts["rank-1"] = PartState("rank-1", "restarting", 2)
+    return DemoState(
         seed=3,
         ranks=2,
         steps=25,

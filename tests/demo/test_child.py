@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from any_agent.demo.child_process import Child
+from any_agent.demo.child_process import ChildProcess
 from any_agent.errors import StartupError
 from tests.demo.demo_lab import line, write_lines
 
@@ -16,7 +16,9 @@ MARKS = ["--before", "0.25", "--after", "0.9", "--title", "a run"]
 
 def test_what_went_wrong_is_told(tmp_path: Path) -> None:
     with (
-        Child("curve", tmp_path / "none.jsonl", tmp_path / "no" / "such.png", *MARKS) as drawing,
+        ChildProcess(
+            "curve", tmp_path / "none.jsonl", tmp_path / "no" / "such.png", *MARKS
+        ) as drawing,
         pytest.raises(StartupError, match=r"any_agent\.demo\.curve failed:\n(?s:.*)no step"),
     ):
         drawing.output(60)
@@ -24,20 +26,23 @@ def test_what_went_wrong_is_told(tmp_path: Path) -> None:
 
 def test_a_child_ends_with_its_context(tmp_path: Path) -> None:
     """The model takes seconds to make."""
-    with Child("model", tmp_path / "m") as child:
+    with ChildProcess("model", tmp_path / "m") as child:
         process = psutil.Process(child.pid)
         assert process.is_running()
     assert not process.is_running()
 
 
 def test_a_child_that_takes_too_long(tmp_path: Path) -> None:
-    with Child("model", tmp_path / "m") as child, pytest.raises(StartupError, match="took over"):
+    with (
+        ChildProcess("model", tmp_path / "m") as child,
+        pytest.raises(StartupError, match="took over"),
+    ):
         child.output(0.01)
 
 
 def test_the_curve_is_drawn_from_the_runs_file(tmp_path: Path) -> None:
     metrics, png = tmp_path / "metrics.jsonl", tmp_path / "reward.png"
     write_lines(metrics, *(line(k, reward=k / 10) for k in range(1, 9)))
-    with Child("curve", metrics, png, *MARKS) as drawing:
+    with ChildProcess("curve", metrics, png, *MARKS) as drawing:
         drawing.output(120)
     assert png.read_bytes().startswith(b"\x89PNG\r\n")

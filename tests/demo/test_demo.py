@@ -11,7 +11,7 @@ import pytest
 from any_agent.demo import demo as module
 from any_agent.demo.demo import Demo, part_names
 from any_agent.demo.run import demo_config
-from any_agent.demo.state import Part
+from any_agent.demo.state import PartState
 from any_agent.errors import AnyAgentError
 from any_agent.launcher import Node
 
@@ -20,11 +20,11 @@ def test_parts_are_seen_before_they_are_started(tmp_path: Path) -> None:
     demo = Demo(demo_config(tmp_path, seed=0, steps=1, ranks=2), tmp_path)
     names = ["engine-0", "engine-1", "rank-0", "rank-1", "router", "trainer"]
     assert part_names(2) == names
-    assert demo.look().parts == tuple(Part(name) for name in names)
+    assert demo.look().parts == tuple(PartState(name) for name in names)
     known = {"engine-0": SimpleNamespace(state="ready", restarts=1)}
     demo._node = SimpleNamespace(parts=known)  # type: ignore[assignment]
     seen = demo.look().parts
-    assert seen[:2] == (Part("engine-0", "ready", 1), Part("engine-1"))
+    assert seen[:2] == (PartState("engine-0", "ready", 1), PartState("engine-1"))
     assert demo.look().elapsed > 0
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from any_agent.demo.display import Screen, clock, frame, sparkline, summary
-from any_agent.demo.state import Part
+from any_agent.demo.display import LiveDisplay, clock, frame, sparkline, summary
+from any_agent.demo.state import PartState
 from tests.demo.demo_lab import AFTER, busy, fresh, report, step
 
 
@@ -115,8 +115,8 @@ def test_a_screen_draws_what_it_sees_and_leaves_the_terminal_as_it_was() -> None
             drawn.set()
         return now
 
-    with Screen(look, console) as shown:  # type: ignore[arg-type]
-        now = replace(now, parts=(Part("engine-0", "ready"),))
+    with LiveDisplay(look, console) as shown:  # type: ignore[arg-type]
+        now = replace(now, parts=(PartState("engine-0", "ready"),))
         assert drawn.wait(60), "nobody looked again"
         assert "\x1b[?25l" in file.getvalue(), "the cursor is hidden meanwhile"
     shown.end(report())
@@ -129,7 +129,7 @@ def test_a_screen_draws_what_it_sees_and_leaves_the_terminal_as_it_was() -> None
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_after_a_failure_the_last_frame_stays(error: type[BaseException]) -> None:
     console, file = screen()
-    with pytest.raises(error), Screen(fresh, console):
+    with pytest.raises(error), LiveDisplay(fresh, console):
         raise error
     left = file.getvalue().rpartition("\x1b[2K")[2]
     assert "making a tiny model" in left
@@ -137,7 +137,7 @@ def test_after_a_failure_the_last_frame_stays(error: type[BaseException]) -> Non
 
 
 def test_a_restart_is_seen_though_the_part_is_ready_again() -> None:
-    state = replace(fresh(1), parts=(Part("trainer", "ready", 1),), history=(step(1),))
+    state = replace(fresh(1), parts=(PartState("trainer", "ready", 1),), history=(step(1),))
     assert row(shown(frame(state, 80)), "trainer") == "ready (restarted once)"
 
 
@@ -145,7 +145,7 @@ def test_an_interrupt_of_the_first_frame_leaves_the_cursor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = io.StringIO()
-    screen = Screen(fresh, Console(file=out, force_terminal=True, width=80, height=40))
+    screen = LiveDisplay(fresh, Console(file=out, force_terminal=True, width=80, height=40))
 
     def interrupted() -> None:
         raise KeyboardInterrupt

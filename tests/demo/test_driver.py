@@ -11,7 +11,7 @@ import pytest
 import any_agent.demo.driver as driver_module
 from any_agent.client.rl_client import RLClient
 from any_agent.demo.driver import DISCOUNT, EVALS, Driver, Measures, Tally, Worker, score
-from any_agent.demo.task import Item, Turn, items
+from any_agent.demo.task import Item, TaskTurn, items
 from any_agent.errors import AnyAgentError, ReplyLost, RunFinished, TooManyRequests
 from any_agent.protocol.rl import SessionStarted
 from any_agent.record import propagate_rewards
@@ -29,8 +29,8 @@ def driver() -> Driver:
     return Driver(RLClient("http://nowhere"), [], seed=0, permute=True)
 
 
-def turns_of(count: int, tokens: int = 2) -> list[Turn]:
-    return [Turn(f"turn-{k}", "text", tokens) for k in range(count)]
+def turns_of(count: int, tokens: int = 2) -> list[TaskTurn]:
+    return [TaskTurn(f"turn-{k}", "text", tokens) for k in range(count)]
 
 
 def returns(rewards: list[tuple[str, float]], turns: int) -> list[float]:
@@ -152,7 +152,7 @@ async def test_an_answer_that_came_too_late_is_not_the_next_sessions(
         short.setattr(driver_module, "_AGENT_TIMEOUT", 0.05)
         with pytest.raises(TimeoutError):
             await worker.run(item, session("first"))
-    assert await worker.run(item, session("second")) == [Turn("second", "text", 2)]
+    assert await worker.run(item, session("second")) == [TaskTurn("second", "text", 2)]
     await process.wait()
 
 
@@ -206,10 +206,10 @@ class Agent:
     def __init__(self, error: Exception | None = None) -> None:
         self._error = error
 
-    async def run(self, item: Item, _: SessionStarted) -> list[Turn]:
+    async def run(self, item: Item, _: SessionStarted) -> list[TaskTurn]:
         if self._error is not None:
             raise self._error
-        return [Turn("turn-0", item.digit, 2)]
+        return [TaskTurn("turn-0", item.digit, 2)]
 
 
 async def train(service: Service, agent: Agent) -> Tally:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from any_agent.demo.plain_output import Lines, news, summary
+from any_agent.demo.plain_output import PlainOutput, news, summary
 from tests.demo.demo_lab import AFTER, BEFORE, busy, fresh, report, step
 
 
@@ -36,7 +36,7 @@ def test_steps_and_accuracies_as_they_come() -> None:
 def test_lines_are_printed_when_something_changed() -> None:
     out = io.StringIO()
     state = fresh()
-    with Lines(lambda: state, out) as shown:
+    with PlainOutput(lambda: state, out) as shown:
         shown.say("engine 0  ready")
         shown.changed()
         state = replace(state, phase="training")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.demo.state import Metrics, Rate, Sessions, Step
+from any_agent.demo.state import Metrics, Rate, SessionTotals, Step
 from tests.demo.demo_lab import fresh, line, step, write_lines
 
 
@@ -54,7 +54,7 @@ def test_a_step_that_a_restarted_trainer_makes_again_counts_once() -> None:
 
 
 def test_sessions_are_summed_over_the_ranks_and_one_that_is_away_is_remembered() -> None:
-    sessions = Sessions()
+    sessions = SessionTotals()
     both = """
 # HELP any_agent_sessions Sessions of this trial by state, ended ones included.
 # TYPE any_agent_sessions gauge
@@ -67,7 +67,7 @@ any_agent_sessions_created_total{rank="0",mode="train"} 99.0
     assert sessions.read(both) == {"open": 7, "trained": 64}
     one = """any_agent_sessions{rank="0",mode="train",state="finalized"} 5.0\n"""
     assert sessions.read(one) == {"open": 4, "finalized": 5, "trained": 64}
-    assert Sessions().read("") == {}
+    assert SessionTotals().read("") == {}
 
 
 def test_a_rate_is_of_the_last_seconds() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from any_agent.chat import load_chat_format
 from any_agent.demo.models import judge, sums
-from any_agent.demo.models.conversations import Author, Talk
+from any_agent.demo.models.conversations import Author, Conversation
 from any_agent.demo.models.teach import Row, _backward
 
 END = "<|im_end|>"
@@ -53,7 +53,7 @@ def test_a_talk_is_what_the_service_would_render(author: Author) -> None:
     messages: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
     tools: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
-    row = Talk(author, messages, tools).says(call).hears("tool", "7").says("7").row
+    row = Conversation(author, messages, tools).says(call).hears("tool", "7").says("7").row
     function = {"name": "add", "arguments": json.dumps({"a": 3, "b": 4})}
     messages += [
         {

@@ -11,7 +11,7 @@ import yaml
 
 from any_agent.cli.main import _parser
 from any_agent.config import Config, load_config
-from any_agent.launcher.gpu_assignment import deal
+from any_agent.launcher.gpu_assignment import assign_gpus
 from any_agent.launcher.slurm.plan import plan
 from any_agent.runtime.command_line import parse
 from benchmarks.gpu import __main__ as gpu
@@ -56,7 +56,9 @@ def test_settings_fit_their_machines(
     limit = sizing.USABLE * int(card) * sizing.GB
     roles = plan(config, [f"node-{k}" for k in range(int(nodes))], int(gpus))
     if int(nodes) == 1:
-        dealt = deal(config, [str(k) for k in range(int(gpus))], engines=roles.ranks, trains=True)
+        dealt = assign_gpus(
+            config, [str(k) for k in range(int(gpus))], engines=roles.ranks, trains=True
+        )
         assert len(dealt.trainer or ()) == config.train.processes
     else:
         assert config.cluster.nodes == int(nodes)

@@ -12,7 +12,7 @@ import yaml
 from any_agent.cli.main import main
 from any_agent.config import Config
 from any_agent.rundir.layout import RunDir
-from any_agent.rundir.registry import Entry, publish
+from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.runtime.ports import free_port
 from tests.other_weights import publish_other
 from tests.proxy_ext.real_parts import embedded_engine
@@ -141,7 +141,7 @@ def test_a_trials_engine_with_stale_weights(
     # Which engines a run started itself, its ranks tell.
     text = (run.path / "config.yaml").read_text()
     (run.path / "config.yaml").write_text(text.replace(f"- {url}", "").replace("urls:", "urls: []"))
-    entry = Entry(name="rank-0", boot_id="b", url="http://x", pid=1, engine_url=url)
+    entry = RegistryEntry(name="rank-0", boot_id="b", url="http://x", pid=1, engine_url=url)
     publish(run.registry, entry)
     assert main(named) == 1
     out = capsys.readouterr().out

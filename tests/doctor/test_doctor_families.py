@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from any_agent.doctor.startup_check import chat_laws
-from any_agent.doctor.verdict import Outcome, broken
+from any_agent.doctor.verdict import CheckOutcome, broken
 from tests.families import family, names
 
 
@@ -16,5 +16,5 @@ async def test_a_family_is_sound(name: str, thinking: bool) -> None:
     settings = {"enable_thinking": made.thinking} if made.spec.enable_thinking else {}
     verdicts = await chat_laws(made.load(), settings)
     assert not broken(verdicts)
-    claimed = [v for v in verdicts if v.law == "continuation" and v.outcome is Outcome.PASSED]
+    claimed = [v for v in verdicts if v.law == "continuation" and v.outcome is CheckOutcome.PASSED]
     assert len(claimed) >= 2

@@ -7,9 +7,9 @@ from typing import Any
 
 from any_agent.chat import ChatFormat
 from any_agent.chat import format_probes as probes
-from any_agent.doctor.engine_probe import Answer
+from any_agent.doctor.engine_probe import EngineReply
 from any_agent.doctor.stops import stops
-from any_agent.doctor.verdict import Outcome
+from any_agent.doctor.verdict import CheckOutcome
 
 
 class Brief:
@@ -19,7 +19,7 @@ class Brief:
         self._chat = chat
         self._said = chat.encode(said, special=False)
 
-    async def ask(self, ids: Sequence[int], *, max_new_tokens: int, **sampling: Any) -> Answer:
+    async def ask(self, ids: Sequence[int], *, max_new_tokens: int, **sampling: Any) -> EngineReply:
         end = self._chat.stop_token_ids[0]
         out: list[int] = []
         reason, matched = "length", None
@@ -32,19 +32,23 @@ class Brief:
             if out[-1] == end and not sampling.get("ignore_eos"):
                 reason, matched = "stop", end
                 break
-        return Answer(out, [0.0] * len(out), [0] * len(out), None, len(ids), reason, matched)
+        return EngineReply(out, [0.0] * len(out), [0] * len(out), None, len(ids), reason, matched)
 
 
-async def outcomes(chat: ChatFormat, said: str) -> list[Outcome]:
+async def outcomes(chat: ChatFormat, said: str) -> list[CheckOutcome]:
     asker: Any = Brief(chat, said)
     prompt = chat.render([probes.USER], None)
     return [verdict.outcome async for verdict in stops(asker, chat, prompt)]
 
 
 async def test_an_answer_of_one_word(chat: ChatFormat) -> None:
-    assert await outcomes(chat, "3") == [Outcome.PASSED] * 3
-    assert await outcomes(chat, "It is three, as one and two are.") == [Outcome.PASSED] * 3
+    assert await outcomes(chat, "3") == [CheckOutcome.PASSED] * 3
+    assert await outcomes(chat, "It is three, as one and two are.") == [CheckOutcome.PASSED] * 3
 
 
 async def test_no_answer_at_all(chat: ChatFormat) -> None:
-    assert await outcomes(chat, "") == [Outcome.PASSED, Outcome.UNCHECKED, Outcome.UNCHECKED]
+    assert await outcomes(chat, "") == [
+        CheckOutcome.PASSED,
+        CheckOutcome.UNCHECKED,
+        CheckOutcome.UNCHECKED,
+    ]

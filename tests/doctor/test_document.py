@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from any_agent import doctor
-from any_agent.doctor.verdict import Law, Outcome
+from any_agent.doctor.verdict import Check, CheckOutcome
 
 TEXT = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
 
@@ -19,7 +19,7 @@ def test_it_explains_every_law_and_every_verdict() -> None:
         getattr(importlib.import_module(f"{doctor.__name__}.{name}"), "LAW", None)
         for name in modules
     ]
-    laws = {law.name for law in found if isinstance(law, Law)}
+    laws = {law.name for law in found if isinstance(law, Check)}
     assert len(laws) > 10
     named = set(re.findall(r"^\| `([\w ]+)` \|", TEXT, re.M))
-    assert named == laws | {outcome.value for outcome in Outcome}
+    assert named == laws | {outcome.value for outcome in CheckOutcome}

@@ -14,7 +14,7 @@ from any_agent.chat import ChatFormat
 from any_agent.cli.main import main
 from any_agent.config import Config, ModelConfig
 from any_agent.doctor.engine import engine_laws
-from any_agent.doctor.verdict import Outcome, Verdict, broken
+from any_agent.doctor.verdict import CheckOutcome, Verdict, broken
 from any_agent.runtime.ports import free_port
 from tests.doctor.middleman import between
 from tests.proxy_ext.real_parts import embedded_engine
@@ -50,7 +50,7 @@ def failed(laws: Laws) -> set[tuple[str, str]]:
 async def test_a_real_engine_is_sound(engine: str, examined: Any) -> None:
     laws = await examined(engine, published=0)
     assert not failed(laws)
-    passed = {key for key, v in laws.items() if v.outcome is Outcome.PASSED}
+    passed = {key for key, v in laws.items() if v.outcome is CheckOutcome.PASSED}
     assert passed >= {
         ("engine", "answers"),
         ("input", "short prompt"),
@@ -74,8 +74,8 @@ async def test_a_real_engine_is_sound(engine: str, examined: Any) -> None:
 async def test_without_a_model_less_is_checked(engine: str, examined: Any) -> None:
     laws = await examined(engine, chat=None)
     assert not failed(laws)
-    assert laws["tokenizer", "all"].outcome is Outcome.UNCHECKED
-    assert laws["logprobs", "two temperatures"].outcome is Outcome.PASSED
+    assert laws["tokenizer", "all"].outcome is CheckOutcome.UNCHECKED
+    assert laws["logprobs", "two temperatures"].outcome is CheckOutcome.PASSED
 
 
 async def test_nobody_answers(examined: Any) -> None:

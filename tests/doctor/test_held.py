@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from any_agent.config import Config, load_config
-from any_agent.doctor.verdict import Outcome
-from any_agent.doctor.verify_weights import held
+from any_agent.doctor.verdict import CheckOutcome
+from any_agent.doctor.verify_weights import verify_weights
 from any_agent.errors import ConfigError
 from any_agent.launcher.engines import require_weights
 from any_agent.runtime.ports import free_port
@@ -41,14 +41,14 @@ def settings(folder: Path, model: object, *urls: str) -> Config:
 async def test_the_runs_weights_and_others(
     tmp_path: Path, engine: str, tiny_model_dir: Path, other_model: Path
 ) -> None:
-    (right,) = await held(settings(tmp_path, tiny_model_dir, engine), [engine])
-    assert right.outcome is Outcome.PASSED, right
-    (wrong, away) = await held(settings(tmp_path, other_model, engine), [engine, NOBODY])
+    (right,) = await verify_weights(settings(tmp_path, tiny_model_dir, engine), [engine])
+    assert right.outcome is CheckOutcome.PASSED, right
+    (wrong, away) = await verify_weights(settings(tmp_path, other_model, engine), [engine, NOBODY])
     assert wrong.failed
     assert "other weights" in wrong.seen
-    assert away.outcome is Outcome.UNCHECKED
-    (hub,) = await held(settings(tmp_path, "nobody/has-this-model", engine), [engine])
-    assert hub.outcome is Outcome.UNCHECKED
+    assert away.outcome is CheckOutcome.UNCHECKED
+    (hub,) = await verify_weights(settings(tmp_path, "nobody/has-this-model", engine), [engine])
+    assert hub.outcome is CheckOutcome.UNCHECKED
     assert "hub" in hub.seen
 
 

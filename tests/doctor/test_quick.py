@@ -10,8 +10,8 @@ import pytest
 
 from any_agent.chat import ChatFormat, MessageDelta, load_chat_format
 from any_agent.config import Config, ModelConfig
-from any_agent.doctor.startup_check import chat_laws, require_sound
-from any_agent.doctor.verdict import Outcome, Verdict, broken
+from any_agent.doctor.startup_check import chat_laws, require_passing
+from any_agent.doctor.verdict import CheckOutcome, Verdict, broken
 from any_agent.errors import ConfigError
 
 NO_THINKING = {"enable_thinking": False}
@@ -26,7 +26,7 @@ async def test_the_demos_format_is_sound(
     verdicts = await chat_laws(chat, {} if thinking is None else {"enable_thinking": thinking})
     assert not broken(verdicts)
     assert len(verdicts) == 11 + 5 + 7
-    unchecked = {(v.law, v.case) for v in verdicts if v.outcome is not Outcome.PASSED}
+    unchecked = {(v.law, v.case) for v in verdicts if v.outcome is not CheckOutcome.PASSED}
     off = {("continuation", "after reasoning")}
     off |= {("parsing", "reasoning"), ("parsing", "unclosed reasoning")}
     assert unchecked == (off if thinking is False else set())
@@ -68,9 +68,9 @@ async def test_a_continuation_that_is_declined_is_no_failure(tiny_model_dir: Pat
     verdicts = {(v.law, v.case): v for v in await chat_laws(chat, NO_THINKING)}
     assert not broken(verdicts.values())
     declined = verdicts["continuation", "after text"]
-    assert declined.outcome is Outcome.DECLINED
+    assert declined.outcome is CheckOutcome.DECLINED
     assert declined.seen.startswith("rendered anew: ")
-    assert verdicts["continuation", "after a call"].outcome is Outcome.PASSED
+    assert verdicts["continuation", "after a call"].outcome is CheckOutcome.PASSED
 
 
 async def test_a_stream_that_loses_something(
@@ -154,7 +154,7 @@ async def test_a_template_of_neither_system_nor_tools_is_sound(
 ) -> None:
     folder = with_template(lambda _: _GEMMA + _PLAIN.replace("CONTENT", "m.content"))
     chat = load_chat_format(str(folder), enable_thinking=None)
-    await require_sound(chat, config_of(folder), training=True)
+    await require_passing(chat, config_of(folder), training=True)
     verdicts = {(v.law, v.case): v for v in await chat_laws(chat, {})}
     for law, case in (
         ("rendering", "tools"),
@@ -163,12 +163,12 @@ async def test_a_template_of_neither_system_nor_tools_is_sound(
         ("continuation", "after two calls"),
         ("parsing", "call"),
     ):
-        assert verdicts[law, case].outcome is Outcome.DECLINED
+        assert verdicts[law, case].outcome is CheckOutcome.DECLINED
         assert "shows no tools" in verdicts[law, case].seen
     system = verdicts["rendering", "system"]
-    assert system.outcome is Outcome.UNCHECKED
+    assert system.outcome is CheckOutcome.UNCHECKED
     assert "such a call gets 400 template_error" in system.seen
-    assert verdicts["continuation", "after text"].outcome is Outcome.PASSED
+    assert verdicts["continuation", "after text"].outcome is CheckOutcome.PASSED
 
 
 async def test_calls_that_a_template_refuses_are_no_broken_law(
@@ -181,9 +181,9 @@ async def test_calls_that_a_template_refuses_are_no_broken_law(
     chat = load_chat_format(str(folder), enable_thinking=None)
     verdicts = {(v.law, v.case): v for v in await chat_laws(chat, {})}
     assert not broken(verdicts.values())
-    assert verdicts["rendering", "tools"].outcome is not Outcome.DECLINED
+    assert verdicts["rendering", "tools"].outcome is not CheckOutcome.DECLINED
     after = verdicts["continuation", "after a call"]
-    assert after.outcome is Outcome.UNCHECKED and "400 template_error" in after.seen
+    assert after.outcome is CheckOutcome.UNCHECKED and "400 template_error" in after.seen
 
 
 async def test_no_renderer_is_advised_where_the_template_writes_already(
@@ -206,22 +206,22 @@ async def test_a_start_is_refused_for_training_only(
     chat: ChatFormat, tiny_model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(tiny_model_dir)
-    await require_sound(chat, config, training=True)
+    await require_passing(chat, config, training=True)
     template = chat.tokenizer.chat_template
     chat.tokenizer.chat_template = template.replace("<tool_response>\\n'", "<tool_response>'")
     with pytest.raises(ConfigError) as refused:
-        await require_sound(chat, config, training=True)
+        await require_passing(chat, config, training=True)
     said = refused.value.message
     assert "rendering, tool result: " in said and "continuation, after a call: " in said
     assert "to do: " in said and f"any-agent doctor {tiny_model_dir}" in said
     with caplog.at_level(logging.WARNING):
-        await require_sound(chat, config, training=False)
+        await require_passing(chat, config, training=False)
     assert "could not be trained exactly" in caplog.text and "tool result" in caplog.text
 
 
 def test_a_verdict_says_whether_it_is_a_failure() -> None:
-    outcomes = {outcome: Verdict("law", "case", outcome).failed for outcome in Outcome}
-    assert [outcome for outcome, failed in outcomes.items() if failed] == [Outcome.FAILED]
+    outcomes = {outcome: Verdict("law", "case", outcome).failed for outcome in CheckOutcome}
+    assert [outcome for outcome, failed in outcomes.items() if failed] == [CheckOutcome.FAILED]
 
 
 @pytest.mark.usefixtures("with_template")
@@ -234,4 +234,4 @@ async def test_calls_in_an_unknown_form_are_told(
     chat = load_chat_format(str(folder), renderer="default", enable_thinking=False)
     verdicts = {(v.law, v.case): v for v in await chat_laws(chat, NO_THINKING)}
     assert not broken(verdicts.values())
-    assert verdicts["parsing", "call"].outcome is Outcome.DECLINED
+    assert verdicts["parsing", "call"].outcome is CheckOutcome.DECLINED

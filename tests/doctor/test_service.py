@@ -12,7 +12,7 @@ import pytest
 
 from any_agent.cli.main import main
 from any_agent.doctor.service import service_laws
-from any_agent.doctor.verdict import Outcome, Verdict, broken
+from any_agent.doctor.verdict import CheckOutcome, Verdict, broken
 from any_agent.runtime.ports import free_port
 from tests.doctor.middleman import between
 from tests.proxy_ext.real_parts import embedded_engine, proxy_process, write_config
@@ -48,7 +48,7 @@ async def test_a_real_service_is_sound_and_undisturbed(service: str) -> None:
     found = {v.case: v for v in verdicts}
     assert not broken(verdicts), broken(verdicts)
     cases = {"answers", "whole answer", "stream", "next turn", "tools", "refusals", "record"}
-    assert {c for c, v in found.items() if v.outcome is Outcome.PASSED} >= cases
+    assert {c for c, v in found.items() if v.outcome is CheckOutcome.PASSED} >= cases
     assert "versions 0 to 0" in found["record"].seen
     listed = await asyncio.to_thread(sessions, service)
     assert {(s["mode"], s["state"]) for s in listed} == {("eval", "aborted")}

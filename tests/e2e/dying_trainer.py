@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer import __main__ as process
 from trainer.loop import TrainingLoop
-from trainer.sync.update_attempt import Attempt
+from trainer.sync.update_attempt import UpdateAttempt
 
 
 def _made(loop: TrainingLoop) -> int:
@@ -26,7 +26,7 @@ BOUNDARIES: dict[str, tuple[type, str, Callable[[Any], int]]] = {
     "lease": (TrainingLoop, "_wait", lambda loop: _made(loop) + 1),
     "step": (TrainingLoop, "_optimize", _made),
     # The engines have all of the weights, and do not know it.
-    "send": (Attempt, "_send", lambda attempt: attempt._new.step),
+    "send": (UpdateAttempt, "_send", lambda attempt: attempt._new.step),
     "publish": (TrainingLoop, "_publish", _made),
     "ack": (TrainingLoop, "_settle", _made),
     "checkpoint": (TrainingLoop, "_save", _made),

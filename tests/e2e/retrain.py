@@ -22,7 +22,7 @@ from tests.e2e.audit import Record
 from trainer.batch import training_batch
 from trainer.checkpoint import list_checkpoints, load_checkpoint
 from trainer.from_config import loss_config
-from trainer.manifests import Manifest, Manifests
+from trainer.manifests import Manifest, ManifestStore
 from trainer.packing import count_trained, micro_batches
 from trainer.policy import Policy, PolicyConfig
 
@@ -32,7 +32,7 @@ def retrain(config: Config, run: RunDir, records: Mapping[str, Record]) -> tuple
     transformers.utils.logging.disable_progress_bar()
     oldest, *later = list_checkpoints(run.checkpoints)
     policy, _ = load_checkpoint(oldest.path, PolicyConfig(threads=config.train.threads))
-    manifests = Manifests(run.manifests)
+    manifests = ManifestStore(run.manifests)
     out = []
     for checkpoint in later:
         for step in range(policy.steps + 1, checkpoint.step + 1):

@@ -27,7 +27,7 @@ from tests.e2e.history import History, Manifest
 from tests.e2e.killing import KINDS, Kill, schedule
 from tests.e2e.ledger import Answer, Failure, Ledger
 from tests.e2e.retrain import retrain
-from trainer.manifests import Manifests
+from trainer.manifests import ManifestStore
 
 SESSION = "ses-1-" + "a" * 16
 
@@ -63,7 +63,7 @@ def test_training_anew_would_notice_one_other_reward(folder: Path) -> None:
     run = RunDir.of(config.root, config.user, config.experiment, config.trial)
     records = audit.read_records(run, RANKS)
     last = max(history.read_history(run).consumed)
-    taken = Manifests(run.manifests).read(last)
+    taken = ManifestStore(run.manifests).read(last)
     answer = next(i for i in records[taken.trained[0]].interactions if i.reward is not None)
     answer.reward = 1.0 - (answer.reward or 0.0)
     compared, others = retrain(config, run, records)

@@ -19,9 +19,9 @@ import pytest
 from any_agent.client.rl_client import RLClient
 from any_agent.keys import rank_of_session
 from any_agent.launcher import Node, NodeOptions
-from any_agent.launcher.component import Part
+from any_agent.launcher.component import Component
 from any_agent.protocol.rl import SessionStarted
-from any_agent.rundir.registry import Entry, Registry, rank_name
+from any_agent.rundir.registry import Registry, RegistryEntry, rank_name
 from tests.e2e.live_run import live_config
 
 PARTS = ["engine-0", "rank-1", "router", "trainer"]
@@ -70,7 +70,7 @@ async def watched(node: Node) -> AsyncIterator[RLClient]:
         watching.cancel()
 
 
-def entry(node: Node, name: str) -> Entry:
+def entry(node: Node, name: str) -> RegistryEntry:
     registry = Registry(node.dir.registry)
     registry.refresh()
     found = registry.get(name)
@@ -98,7 +98,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
-def is_back(part: Part, restarts: int) -> bool:
+def is_back(part: Component, restarts: int) -> bool:
     return part.restarts > restarts and part.state == "ready"
 
 

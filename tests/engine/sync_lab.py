@@ -14,8 +14,8 @@ import torch
 
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import EngineUnavailable
-from any_agent.rollout import Ranks
-from any_agent.rundir.registry import Entry
+from any_agent.rollout import RankClients
+from any_agent.rundir.registry import RegistryEntry
 from any_agent.runtime.event_loop import LoopThread
 from tests.engine.embedded.sglang_contract import call
 from trainer.policy import Policy
@@ -68,16 +68,16 @@ class Proxy(RLClient):
         assert status == 200, answer
 
 
-class Fleet(Ranks):
+class Fleet(RankClients):
     """As many ranks as engines."""
 
     def __init__(self, *urls: str) -> None:
         self.proxies = [Proxy(url) for url in urls]
         self.clients = tuple(self.proxies)
 
-    def entry(self, rank: int) -> Entry | None:
+    def entry(self, rank: int) -> RegistryEntry | None:
         url = self.proxies[rank].engine_url
-        return Entry(name=f"rank-{rank}", boot_id="b", url="u", pid=1, engine_url=url)
+        return RegistryEntry(name=f"rank-{rank}", boot_id="b", url="u", pid=1, engine_url=url)
 
 
 @contextmanager

@@ -6,20 +6,20 @@ import asyncio
 
 import pytest
 
-from any_agent.engine.pause_gate import Gate, Outage
+from any_agent.engine.pause_gate import Outage, PauseGate
 from any_agent.errors import EngineUnavailable
 from tests.engine.sglang_lab import until
 
 
 async def test_an_open_gate_lets_everybody_through() -> None:
-    gate = Gate("x", max_wait=60, max_waiting=0)
+    gate = PauseGate("x", max_wait=60, max_waiting=0)
     await gate.passed()
     assert gate.is_open
     assert gate.closings == 0
 
 
 async def test_a_closed_gate_is_waited_at() -> None:
-    gate = Gate("x", max_wait=60)
+    gate = PauseGate("x", max_wait=60)
     gate.close()
     gate.close()
     assert gate.closings == 1
@@ -31,7 +31,7 @@ async def test_a_closed_gate_is_waited_at() -> None:
 
 
 async def test_waiting_is_bounded_in_time() -> None:
-    gate = Gate("a weight update", max_wait=0.01)
+    gate = PauseGate("a weight update", max_wait=0.01)
     gate.close()
     with pytest.raises(EngineUnavailable, match="a weight update took more than") as raised:
         await gate.passed()
@@ -39,7 +39,7 @@ async def test_waiting_is_bounded_in_time() -> None:
 
 
 async def test_waiting_is_bounded_in_number() -> None:
-    gate = Gate("a weight update", max_wait=60, max_waiting=2)
+    gate = PauseGate("a weight update", max_wait=60, max_waiting=2)
     gate.close()
     calls = [asyncio.create_task(gate.passed()) for _ in range(2)]
     await asyncio.sleep(0)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from any_agent.demo.models.tiny import make_tokenizer
-from any_agent.engine.resumed_stop_strings import SeamMatcher
+from any_agent.engine.resumed_stop_strings import ResumedStopMatcher
 from any_agent.types import GenerationChunk
 
 
@@ -28,7 +28,7 @@ def chunk(ids: Sequence[int]) -> GenerationChunk:
 
 def cut(before: bytes, after: bytes, *stops: str, size: int = 100) -> tuple[bytes, str | None]:
     """What of ``after`` is left when it comes in chunks of ``size``, and what ended it."""
-    matcher = SeamMatcher(list(before), stops, Decoder())
+    matcher = ResumedStopMatcher(list(before), stops, Decoder())
     out = b""
     for start in range(0, len(after), size):
         whole = chunk(after[start : start + size])
@@ -95,7 +95,7 @@ def test_of_several_the_one_that_crosses_counts() -> None:
 def test_nothing_is_decoded_without_stop_strings_or_old_output() -> None:
     for before, stops in ((b"text", ()), (b"", ("stop",))):
         decode = Decoder()
-        matcher = SeamMatcher(list(before), stops, decode)
+        matcher = ResumedStopMatcher(list(before), stops, decode)
         matcher.cut(chunk(b"new text"))
         assert decode.asked == []
 
@@ -107,7 +107,7 @@ def test_decoding_is_bounded(new: bytes) -> None:
     """However long the outputs are, and also where no byte makes a character."""
     stop = "0123456789"
     decode = Decoder()
-    matcher = SeamMatcher(list(b"o" * 5000), [stop], decode)
+    matcher = ResumedStopMatcher(list(b"o" * 5000), [stop], decode)
     for k in range(0, len(new), 50):
         matcher.cut(chunk(new[k : k + 50]))
     window = 4 * (len(stop) + 1)
@@ -117,7 +117,7 @@ def test_decoding_is_bounded(new: bytes) -> None:
 
 def test_nothing_is_decoded_any_more_when_done() -> None:
     decode = Decoder()
-    matcher = SeamMatcher(list(b"the EN"), ["END"], decode)
+    matcher = ResumedStopMatcher(list(b"the EN"), ["END"], decode)
     assert matcher.cut(chunk(b"D")).matched_stop == "END"
     asked = len(decode.asked)
     whole = chunk(b"the END")
@@ -131,7 +131,7 @@ def test_with_a_tokenizer_whose_tokens_are_bytes_and_words() -> None:
     begins = len(tokenizer.encode("Say the digit", add_special_tokens=False))
     assert len(ids) > begins + 4, "the characters are cut into bytes"
     for seam in range(len(ids) - 5, len(ids)):
-        matcher = SeamMatcher(ids[:seam], ["🙂é"], tokenizer.decode)
+        matcher = ResumedStopMatcher(ids[:seam], ["🙂é"], tokenizer.decode)
         got = matcher.cut(chunk([*ids[seam:], ids[0]]))
         assert got.output_ids == ids[seam:], seam
         assert got.matched_stop == "🙂é"

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from any_agent.engine import SGLangEngine
-from any_agent.engine.model_fingerprint import ModelShape, shape_of
+from any_agent.engine.model_fingerprint import ModelFingerprint, shape_of
 from any_agent.errors import ConfigError, EngineUnavailable, InvalidRequest
 from tests.engine.sglang_lab import BOTH, all_of, client_of, request, until
 from tests.fakes.scripted_engine import ScriptedEngine
 
-SHAPE = ModelShape(100, "qwen3", ("Qwen3ForCausalLM",))
+SHAPE = ModelFingerprint(100, "qwen3", ("Qwen3ForCausalLM",))
 
 
 def folder(path: Path, **config: object) -> str:
@@ -28,11 +28,11 @@ def test_of_a_folder(tmp_path: Path, tiny_model_dir: Path) -> None:
     assert (tiny.model_type, tiny.architectures) == ("qwen3", ("Qwen3ForCausalLM",))
     assert tiny.vocab_size is not None and tiny.vocab_size > 100
     seeing = folder(tmp_path / "vl", model_type="vl", text_config={"vocab_size": 7})
-    assert shape_of(seeing) == ModelShape(7, "vl", None)
+    assert shape_of(seeing) == ModelFingerprint(7, "vl", None)
 
 
 def test_what_is_not_here_or_not_readable(tmp_path: Path) -> None:
-    assert shape_of("nobody/has-this-model") == ModelShape()
+    assert shape_of("nobody/has-this-model") == ModelFingerprint()
     (tmp_path / "config.json").write_text("[")
     with pytest.raises(ConfigError, match="cannot be read"):
         shape_of(str(tmp_path))
@@ -82,7 +82,7 @@ async def test_how_many_ids_it_knows_is_seen_from_what_it_refuses(size: int) -> 
     """SGLang does not tell it."""
     scripted = ScriptedEngine(incremental=True)
     scripted.vocabulary = size
-    async with scripted.serve(), client_of(scripted, shape=ModelShape(100)) as client:
+    async with scripted.serve(), client_of(scripted, shape=ModelFingerprint(100)) as client:
         if size == 100:
             await client.require_model()
             return

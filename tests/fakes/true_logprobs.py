@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from any_agent.engine.embedded.generate_schema import parse_generate
-from any_agent.engine.embedded.logits_processors import Bend
+from any_agent.engine.embedded.logits_processors import LogitsProcessor
 
 
 class TrueModel:
@@ -50,7 +50,7 @@ class TrueModel:
         """
         asked = {k: v for k, v in params.items() if k not in ("json_schema", "regex")}
         body = {"input_ids": [0], "sampling_params": asked}
-        bend = Bend(parse_generate(body).request.gconfig)
+        bend = LogitsProcessor(parse_generate(body).request.gconfig)
 
         ids = torch.tensor([[*prompt, *output]])
         with torch.inference_mode():

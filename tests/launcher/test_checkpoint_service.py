@@ -10,7 +10,7 @@ import yaml
 
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
-from any_agent.launcher.checkpoint_service import Kept, find_kept, served
+from any_agent.launcher.checkpoint_service import StoredCheckpoint, find_kept, served
 from any_agent.launcher.trial import kept_weights, trial_dir
 from any_agent.rundir.layout import RunDir
 
@@ -56,7 +56,7 @@ def checkpoint(run: RunDir, step: int, version: int) -> Path:
     return path
 
 
-def find(run: RunDir, name: str, *more: str) -> Kept:
+def find(run: RunDir, name: str, *more: str) -> StoredCheckpoint:
     return find_kept(name, [f"root={run.path.parents[2]}", "user=me", *more])
 
 

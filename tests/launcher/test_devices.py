@@ -86,30 +86,32 @@ SGLANG = ("engine.kind=sglang", "engine.device=cuda")
 
 def test_each_engine_has_gpus_of_its_own_and_the_trainer_the_first_ones() -> None:
     two = settings(*SGLANG, "engine.gpus=2")
-    dealt = devices.deal(two, NAMES, engines=2, trains=True)
+    dealt = devices.assign_gpus(two, NAMES, engines=2, trains=True)
     assert dealt.engines == (("1", "2"), ("3", "4"))
     assert dealt.trainer == ("0",)
     assert dealt.sharing == "none"
-    assert devices.deal(two, NAMES, engines=2, trains=False).trainer is None
+    assert devices.assign_gpus(two, NAMES, engines=2, trains=False).trainer is None
 
 
 def test_where_none_is_left_the_trainer_shares_the_engines() -> None:
-    dealt = devices.deal(settings(*SGLANG), NAMES[:2], engines=2, trains=True)
+    dealt = devices.assign_gpus(settings(*SGLANG), NAMES[:2], engines=2, trains=True)
     assert dealt.engines == (("0",), ("1",))
     assert dealt.sharing == "some"
-    alone = devices.deal(settings(*SGLANG), NAMES[:1], engines=1, trains=True)
+    alone = devices.assign_gpus(settings(*SGLANG), NAMES[:1], engines=1, trains=True)
     assert (alone.trainer, alone.sharing) == (None, "all")
     # A script trains in the process that starts them, and takes the first.
-    assert devices.deal(settings(*SGLANG), NAMES[:3], engines=2, trains=False).sharing == "none"
+    assert (
+        devices.assign_gpus(settings(*SGLANG), NAMES[:3], engines=2, trains=False).sharing == "none"
+    )
 
 
 def test_too_few_are_told_by_name() -> None:
     with pytest.raises(ConfigError, match=r"engine\.gpus=2 need 6 GPUs, and there are 5"):
-        devices.deal(settings(*SGLANG, "engine.gpus=2"), NAMES, engines=3, trains=True)
+        devices.assign_gpus(settings(*SGLANG, "engine.gpus=2"), NAMES, engines=3, trains=True)
 
 
 def test_our_own_engines_share_what_there_is() -> None:
-    dealt = devices.deal(settings(), NAMES[:2], engines=3, trains=True)
+    dealt = devices.assign_gpus(settings(), NAMES[:2], engines=3, trains=True)
     assert dealt.engines == (("0",), ("1",), ("0",))
     assert dealt.sharing == "some"
 
@@ -118,9 +120,9 @@ def test_our_own_engines_share_what_there_is() -> None:
     "given", ["engine.device=cpu", "engine.urls=http://10.0.0.1:3,http://10.0.0.2:3"]
 )
 def test_engines_that_need_none_leave_them_to_the_trainer(given: str) -> None:
-    dealt = devices.deal(settings(given), NAMES, engines=1, trains=True)
-    assert dealt == devices.Deal((None,), None)
-    assert devices.deal(settings(), (), engines=1, trains=True) == dealt
+    dealt = devices.assign_gpus(settings(given), NAMES, engines=1, trains=True)
+    assert dealt == devices.GpuAssignment((None,), None)
+    assert devices.assign_gpus(settings(), (), engines=1, trains=True) == dealt
 
 
 def test_which_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.errors import ConfigError
-from any_agent.launcher.journal_storage import bring, leave
+from any_agent.launcher.journal_storage import fetch_journals, store_journals
 from any_agent.rundir.layout import RunDir, read_json
 from tests.launcher.standins import Lab
 
@@ -45,30 +45,30 @@ def nothing(line: str) -> None:
 
 def test_what_one_machine_leaves_another_one_goes_on_with(tmp_path: Path) -> None:
     one, two = on("n1", tmp_path), on("n2", tmp_path)
-    bring(one, [0, 1], "n1", nothing)
+    fetch_journals(one, [0, 1], "n1", nothing)
     write(one.journal(0), "a").close()
-    leave(one, [0, 1], "n1", nothing)
-    bring(two, [0, 1], "n2", nothing)
+    store_journals(one, [0, 1], "n1", nothing)
+    fetch_journals(two, [0, 1], "n2", nothing)
     assert rows_of(two.journal(0)) == ["a"]
     assert not two.journal(1).exists()
     write(two.journal(0), "b").close()
-    leave(two, [0, 1], "n2", nothing)
+    store_journals(two, [0, 1], "n2", nothing)
     # What lies there still is old by now.
-    bring(one, [0, 1], "n1", nothing)
+    fetch_journals(one, [0, 1], "n1", nothing)
     assert rows_of(one.journal(0)) == ["a", "b"]
 
 
 def test_a_copy_has_all_of_it_while_somebody_reads(tmp_path: Path) -> None:
     """A backup, say, or a shell that was left open: SQLite keeps its log for that reader."""
     one, two = on("n1", tmp_path), on("n2", tmp_path)
-    bring(one, [0], "n1", nothing)
+    fetch_journals(one, [0], "n1", nothing)
     write(one.journal(0), "a").close()
     with closing(sqlite3.connect(one.journal(0))) as reader:
         reader.execute("BEGIN")
         assert reader.execute("SELECT count(*) FROM said").fetchone() == (1,)
         write(one.journal(0), "b").close()
-        leave(one, [0], "n1", nothing)
-    bring(two, [0], "n2", nothing)
+        store_journals(one, [0], "n1", nothing)
+    fetch_journals(two, [0], "n2", nothing)
     assert rows_of(two.journal(0)) == ["a", "b"]
     assert [path.name for path in one.journal(0).parent.iterdir() if "partial" in path.name] == []
 
@@ -76,11 +76,11 @@ def test_a_copy_has_all_of_it_while_somebody_reads(tmp_path: Path) -> None:
 def test_what_did_not_end_well_is_lost_elsewhere_and_told(tmp_path: Path) -> None:
     one, two = on("n1", tmp_path), on("n2", tmp_path)
     said: list[str] = []
-    bring(one, [0], "n1", nothing)
+    fetch_journals(one, [0], "n1", nothing)
     write(one.journal(0), "a").close()
-    bring(one, [0], "n1", nothing)
+    fetch_journals(one, [0], "n1", nothing)
     assert rows_of(one.journal(0)) == ["a"], "after a crash it is still here"
-    bring(two, [0], "n2", said.append)
+    fetch_journals(two, [0], "n2", said.append)
     assert not two.journal(0).exists()
     assert said == [
         f"rank 0    its sessions are lost: they are at n1:{one.journal(0)}, which did not end well"
@@ -92,7 +92,7 @@ def test_a_journal_of_an_earlier_run_of_the_name_is_not_this_ones(tmp_path: Path
     for turn, text in enumerate(("a", "b"), start=1):
         run = on("n1", tmp_path)
         said: list[str] = []
-        bring(run, [0], "n1", said.append)
+        fetch_journals(run, [0], "n1", said.append)
         assert not run.journal(0).exists()
         aside = Path(f"{run.journal(0)}.earlier-{turn - 1}")
         assert turn == 1 or said == [
@@ -107,7 +107,7 @@ def test_a_journal_of_an_earlier_run_of_the_name_is_not_this_ones(tmp_path: Path
         (tmp_path / "log").replace(log)
         shutil.rmtree(run.path)
     run = on("n1", tmp_path)
-    bring(run, [0], "n1", lambda _: None)
+    fetch_journals(run, [0], "n1", lambda _: None)
     for number, text in ((1, "a"), (2, "b")):
         assert rows_of(Path(f"{run.journal(0)}.earlier-{number}")) == [text]
 
@@ -133,7 +133,7 @@ def test_their_folder_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="is not yours"):
         run.create()
     with pytest.raises(ConfigError, match="is not yours"):
-        bring(run, [0], "n1", nothing)
+        fetch_journals(run, [0], "n1", nothing)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -148,12 +148,12 @@ def test_a_service_brings_and_leaves_them_wherever_it_runs(lab: Lab, tmp_path: P
     two = on("n2", tmp_path)
     settings = ["server.ranks=2", f"root={tmp_path / 'shared'}", "user=me", "experiment=exp"]
     settings += ["trial=trial", f"server.journal_dir={tmp_path / 'n1' / 'disk'}"]
-    bring(two, [0, 1], "n2", nothing)
+    fetch_journals(two, [0, 1], "n2", nothing)
     write(two.journal(1), "a").close()
-    leave(two, [0, 1], "n2", nothing)
+    store_journals(two, [0, 1], "n2", nothing)
     with lab.node(*settings, train=False) as node:
         assert rows_of(node.dir.journal(1)) == ["a"]
         assert read_json(node.dir.path / "journal" / "rank-1.json")["kept"] is False
         write(node.dir.journal(1), "b").close()
-    bring(two, [0, 1], "n2", nothing)
+    fetch_journals(two, [0, 1], "n2", nothing)
     assert rows_of(two.journal(1)) == ["a", "b"]

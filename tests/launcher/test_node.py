@@ -16,10 +16,10 @@ import yaml
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher import Node
 from any_agent.launcher import hang_detector as silence
-from any_agent.launcher.process import Process
+from any_agent.launcher.process import SupervisedProcess
 from any_agent.launcher.served_model import check_model
-from any_agent.launcher.trial import SavedWeights, Weights, trial_dir
-from any_agent.rundir.registry import Entry, publish
+from any_agent.launcher.trial import SavedWeights, TrialWeights, trial_dir
+from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.runtime.ports import listen
 from tests.launcher.children import is_alive, until
 from tests.launcher.standins import Lab, checked_until, flag, kill_and_wait
@@ -130,7 +130,7 @@ def test_engines_log_as_the_settings_say(lab: Lab) -> None:
 
 
 def test_without_training_the_given_weights_are_served_for_good(lab: Lab, tmp_path: Path) -> None:
-    weights = Weights(tmp_path / "checkpoint", 5)
+    weights = TrialWeights(tmp_path / "checkpoint", 5)
     with lab.node(train=False, weights=weights) as node:
         assert list(node.parts) == [*ENGINES, *RANKS, "router"]
         (node.dir.weights / "v00000010").mkdir()
@@ -307,7 +307,7 @@ def test_what_an_earlier_start_registered_is_gone(lab: Lab) -> None:
     run = trial_dir(lab.config())
     run.create()
     for name in ("rank-7", "router"):
-        publish(run.registry, Entry(name=name, boot_id="old", url="http://x", pid=1))
+        publish(run.registry, RegistryEntry(name=name, boot_id="old", url="http://x", pid=1))
     with lab.node("server.ranks=1") as node:
         assert {p.name for p in node.dir.registry.iterdir()} == {"rank-0.json", "router.json"}
 
@@ -316,13 +316,13 @@ def test_only_the_process_itself_can_say_that_it_is_ready(lab: Lab) -> None:
     """By its address it could be its predecessor."""
     node = Node(lab.config())
     node.dir.create()
-    process = Process("me", ["x"], lab.home / "log")
+    process = SupervisedProcess("me", ["x"], lab.home / "log")
     process._popen = subprocess.Popen([sys.executable, "-c", ""])
     process._popen.wait()
     starter = node._make_starter()
     ready = starter.registered("me")
     assert not ready(process)
-    told = Entry(name="me", boot_id="b", url="http://127.0.0.1:1", pid=process.pid)
+    told = RegistryEntry(name="me", boot_id="b", url="http://127.0.0.1:1", pid=process.pid)
     for wrong in ({"pid": 1}, {"state": "starting"}, {"state": "stopping"}):
         publish(node.dir.registry, told.model_copy(update=wrong))
         assert not ready(process), wrong
@@ -334,7 +334,7 @@ def test_only_the_process_itself_can_say_that_it_is_ready(lab: Lab) -> None:
 
 def test_a_model_that_is_gone_is_not_needed_for_serving_its_weights(lab: Lab) -> None:
     """Its tokenizer is where the weights are; while it is there, its folder is the safer one."""
-    weights = Weights(lab.home / "checkpoint", 5)
+    weights = TrialWeights(lab.home / "checkpoint", 5)
     for model, tokenizer in ((lab.home / "model", lab.home / "model"), ("/gone", weights.path)):
         settings = (f"model.path={model}", "server.ranks=1")
         with lab.node(*settings, train=False, weights=weights) as node:

@@ -22,10 +22,10 @@ from any_agent.launcher.component import (
     MAX_FAILURES,
     MAX_RESTARTS,
     WINDOW,
-    Part,
+    Component,
     how_it_ended,
 )
-from any_agent.launcher.process import Process
+from any_agent.launcher.process import SupervisedProcess
 from tests.launcher.children import until
 
 SERVES = "import os, signal\nprint(f'serves as {os.getpid()}', flush=True)\nsignal.pause()"
@@ -46,46 +46,46 @@ class Lab:
         self._folder = folder
         self.now = 0.0
         self.said: list[str] = []
-        self.parts: list[Part] = []
-        self.processes: list[Process] = []
+        self.parts: list[Component] = []
+        self.processes: list[SupervisedProcess] = []
 
-    def part(self, source: str, name: str = "part-0", **options: Any) -> Part:
+    def part(self, source: str, name: str = "part-0", **options: Any) -> Component:
         module = self._module(name.replace("-", "_"), source)
         log = self._folder / f"{name}.log"
 
-        def make() -> Process:
-            process = Process(name, [module], log)
+        def make() -> SupervisedProcess:
+            process = SupervisedProcess(name, [module], log)
             self.processes.append(process)
             return process
 
-        part = Part(name, make, say=self.said.append, clock=lambda: self.now, **options)
+        part = Component(name, make, say=self.said.append, clock=lambda: self.now, **options)
         self.parts.append(part)
         return part
 
-    def write(self, part: Part, source: str) -> None:
+    def write(self, part: Component, source: str) -> None:
         """What the part runs from its next start on."""
         self._module(part.name.replace("-", "_"), source)
 
-    def until_ready(self, part: Part) -> None:
+    def until_ready(self, part: Component) -> None:
         def ready() -> bool:
             part.check()
             return part.state == "ready"
 
         until(ready)
 
-    def until_ended(self, part: Part) -> None:
+    def until_ended(self, part: Component) -> None:
         def ended() -> bool:
             part.check()
             return part.state == "ended"
 
         until(ended)
 
-    def die(self, part: Part, number: signal.Signals = signal.SIGKILL) -> None:
+    def die(self, part: Component, number: signal.Signals = signal.SIGKILL) -> None:
         """Have it die, and the part notice."""
         os.kill(part.pid, number)
         self.until_noticed(part)
 
-    def until_noticed(self, part: Part) -> None:
+    def until_noticed(self, part: Component) -> None:
         """Until the part has noticed one more death; raises what it makes of it."""
         count = part.restarts
 
@@ -95,7 +95,7 @@ class Lab:
 
         until(noticed)
 
-    def again(self, part: Part) -> None:
+    def again(self, part: Component) -> None:
         """Let the longest delay pass, and have it ready."""
         self.now += 5
         self.until_ready(part)
@@ -109,7 +109,7 @@ def lab(module: Callable[[str, str], str], tmp_path: Path) -> Iterator[Lab]:
         part.stop(grace=1)
 
 
-def serves(process: Process) -> bool:
+def serves(process: SupervisedProcess) -> bool:
     """Whether just this process has told its log that it serves."""
     return f"serves as {process.pid}\n" in process.log.read_text()
 
@@ -135,9 +135,9 @@ def test_each_start_has_its_own_arguments(lab: Lab, tmp_path: Path) -> None:
     versions = iter(["v1", "v2"])
     (tmp_path / "tell.py").write_text("import sys\nprint(sys.argv[1:], flush=True)\n" + SERVES)
     log = tmp_path / "log"
-    part = Part(
+    part = Component(
         "engine-0",
-        lambda: Process("engine-0", ["tell", next(versions)], log),
+        lambda: SupervisedProcess("engine-0", ["tell", next(versions)], log),
         say=lab.said.append,
         clock=lambda: lab.now,
         ready=serves,
@@ -361,7 +361,7 @@ def test_a_part_that_hangs_is_to_blame_for_its_death(lab: Lab) -> None:
 def test_a_question_that_fails_is_asked_again(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     asked = 0
 
-    def ready(process: Process) -> bool:
+    def ready(process: SupervisedProcess) -> bool:
         nonlocal asked
         asked += 1
         if asked < 4:
@@ -414,7 +414,7 @@ def test_a_slow_answer_delays_nobody(lab: Lab) -> None:
     asked: list[threading.Thread] = []
     answer = threading.Event()
 
-    def slow(_: Process) -> bool:
+    def slow(_: SupervisedProcess) -> bool:
         asked.append(threading.current_thread())
         return answer.wait(60)
 
@@ -453,8 +453,8 @@ IMPOSSIBLE = pytest.mark.parametrize(
 )
 
 
-def never(error: Exception) -> Callable[[], Process]:
-    def make() -> Process:
+def never(error: Exception) -> Callable[[], SupervisedProcess]:
+    def make() -> SupervisedProcess:
         raise error
 
     return make
@@ -476,7 +476,7 @@ def test_a_start_that_is_impossible_for_a_while(lab: Lab, error: Exception) -> N
 
 @IMPOSSIBLE
 def test_a_first_start_that_is_impossible_is_told_as_such(error: Exception) -> None:
-    part = Part("part-0", never(error), say=print, ready=serves)
+    part = Component("part-0", never(error), say=print, ready=serves)
     with pytest.raises(StartupError) as raised:
         part.start()
     assert raised.value.message == f"part 0 could not be started: {error}"

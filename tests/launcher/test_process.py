@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from any_agent.errors import StartupError
-from any_agent.launcher.process import Process
+from any_agent.launcher.process import SupervisedProcess
 from any_agent.rundir.layout import RunDir
 from tests.launcher.children import is_alive, until
 
 
-def run(process: Process) -> str:
+def run(process: SupervisedProcess) -> str:
     """What it prints until it ends."""
     process.start()
     until(lambda: process.poll() is not None)
@@ -39,8 +39,8 @@ def test_settings_reach_children_as_given_secrets_only(
         " if v[0].startswith('ANY_AGENT_') or v[0] == 'OTHER'))",
     )
     secrets = {"ANY_AGENT_SERVER__ADMIN_KEY": "given"}
-    assert run(Process("bare", [name], tmp_path / "1.log")) == "[('OTHER', 'stays')]\n"
-    with_secrets = run(Process("told", [name], tmp_path / "2.log", secrets=secrets))
+    assert run(SupervisedProcess("bare", [name], tmp_path / "1.log")) == "[('OTHER', 'stays')]\n"
+    with_secrets = run(SupervisedProcess("told", [name], tmp_path / "2.log", secrets=secrets))
     assert with_secrets == "[('ANY_AGENT_SERVER__ADMIN_KEY', 'given'), ('OTHER', 'stays')]\n"
 
 
@@ -54,7 +54,7 @@ run = RunDir(Path(sys.argv[1]))
 with run.lock() as lock:
     orphaned = int(sys.argv[2]) if len(sys.argv) > 2 else None
     log = run.path / "child.log"
-    child = Process("child", ["stubborn"], log, lock=lock, orphaned=orphaned)
+    child = SupervisedProcess("child", ["stubborn"], log, lock=lock, orphaned=orphaned)
     child.start()
     while "ready" not in child.log.read_text():
         time.sleep(0.01)
@@ -133,7 +133,7 @@ def is_free(folder: RunDir) -> bool:
 def test_a_child_that_does_not_listen_is_killed(
     module: Callable[[str, str], str], tmp_path: Path
 ) -> None:
-    process = Process("child", [module("stubborn", STUBBORN)], tmp_path / "log")
+    process = SupervisedProcess("child", [module("stubborn", STUBBORN)], tmp_path / "log")
     process.start()
     until(lambda: "ready" in process.log.read_text())
     process.stop(grace=0.05)
@@ -155,7 +155,7 @@ signal.pause()
 def test_what_a_dead_child_started_is_ended(
     number: signal.Signals, module: Callable[[str, str], str], tmp_path: Path
 ) -> None:
-    process = Process("child", [module("parent", PARENT)], tmp_path / "log")
+    process = SupervisedProcess("child", [module("parent", PARENT)], tmp_path / "log")
     process.start()
     until(lambda: "ready" in process.log.read_text())
     grandchild = psutil.Process(int(process.log.read_text().split()[0]))
@@ -185,7 +185,7 @@ def test_who_passes_signals_on_has_a_helper_that_outlives_it(ours: bool, tmp_pat
     """It is to end what runs elsewhere, when the one that was killed cannot."""
     relay = tmp_path / "relay.py"
     relay.write_text(RELAY)
-    process = Process("child", [], tmp_path / "log", before=[sys.executable, str(relay)])
+    process = SupervisedProcess("child", [], tmp_path / "log", before=[sys.executable, str(relay)])
     process.start()
     until(lambda: "ready" in process.log.read_text())
     (helper,) = psutil.Process(process.pid).children()
@@ -208,7 +208,7 @@ def test_nobody_is_signalled_for_a_process_that_was_reaped(
     module: Callable[[str, str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By then its number may be another one's."""
-    process = Process("child", [module("short", "")], tmp_path / "log")
+    process = SupervisedProcess("child", [module("short", "")], tmp_path / "log")
     assert run(process) == ""
     signalled: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "killpg", lambda *call: signalled.append(call))
@@ -226,12 +226,12 @@ def test_no_library_is_loaded_between_fork_and_exec(
         raise AssertionError
 
     monkeypatch.setattr(ctypes, "CDLL", loaded)
-    assert run(Process("child", [module("short", "")], tmp_path / "log")) == ""
+    assert run(SupervisedProcess("child", [module("short", "")], tmp_path / "log")) == ""
 
 
 def test_the_end_of_a_long_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    process = Process("child", ["x"], log)
+    process = SupervisedProcess("child", ["x"], log)
     assert "its log is empty" in process.last_lines()
     log.write_bytes(b"first\n" + b"\xff" * 200_000 + b"\nlast but one\nlast\n")
     said = process.last_lines(2)

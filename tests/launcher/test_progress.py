@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from any_agent.launcher.training_progress import Progress
+from any_agent.launcher.training_progress import TrainingProgress
 from any_agent.runtime.atomic_files import write_atomic
 
 
@@ -17,7 +17,7 @@ def line(step: int) -> str:
 
 def test_steps_are_shown_once_and_whole(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    progress = Progress(metrics, 9)
+    progress = TrainingProgress(metrics, 9)
     assert progress.new_lines() == []
     metrics.write_text(line(1) + "\n" + line(2) + "\n" + line(3)[:20])
     assert [text.split()[1] for text in progress.new_lines()] == ["1/9", "2/9"]
@@ -30,7 +30,7 @@ def test_steps_are_shown_once_and_whole(tmp_path: Path) -> None:
 
 def test_what_a_trainer_that_died_left_of_a_line_harms_nothing(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    progress = Progress(metrics, 9)
+    progress = TrainingProgress(metrics, 9)
     metrics.write_text(line(1)[:20] + line(1) + "\n" + line(2) + "\n")
     assert [text.split()[1] for text in progress.new_lines()] == ["2/9"]
 
@@ -38,13 +38,13 @@ def test_what_a_trainer_that_died_left_of_a_line_harms_nothing(tmp_path: Path) -
 def test_an_earlier_runs_steps_are_not_shown(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(line(1) + "\n")
-    assert Progress(metrics, 9).new_lines() == []
+    assert TrainingProgress(metrics, 9).new_lines() == []
 
 
 def test_what_the_trainer_waits_for_is_shown_whenever_it_says_so(tmp_path: Path) -> None:
     waiting = tmp_path / "waiting.txt"
     waiting.write_text("waiting   of an earlier run\n")
-    progress = Progress(tmp_path / "metrics.jsonl", 9, waiting)
+    progress = TrainingProgress(tmp_path / "metrics.jsonl", 9, waiting)
     assert progress.new_lines() == []
     for seconds in (60, 120):
         write_atomic(waiting, f"waiting   {seconds} s\nwaiting   dull\n")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from any_agent.launcher.disk_space import Room
-from any_agent.rundir.registry import Entry, publish
+from any_agent.launcher.disk_space import DiskSpaceMonitor
+from any_agent.rundir.registry import RegistryEntry, publish
 
 
 def test_a_full_disk_and_its_end_are_said_once(tmp_path: Path) -> None:
     now, said = 0.0, list[str]()
-    room = Room(tmp_path, said.append, clock=lambda: now)
+    room = DiskSpaceMonitor(tmp_path, said.append, clock=lambda: now)
 
     def rank(full: bool) -> None:
         nonlocal now
-        publish(tmp_path, Entry(name="rank-0", boot_id="b", url="http://x", pid=1, store_full=full))
+        publish(
+            tmp_path,
+            RegistryEntry(name="rank-0", boot_id="b", url="http://x", pid=1, store_full=full),
+        )
         for _ in range(3):
             now += 2.0
             room.look()

@@ -8,10 +8,10 @@ from typing import cast
 
 import pytest
 
-from any_agent.launcher.component import Part
-from any_agent.launcher.hang_detector import PATIENCE, Silence
+from any_agent.launcher.component import Component
+from any_agent.launcher.hang_detector import TIMEOUT, HangDetector
 
-KILLED = f"has not been heard of for {PATIENCE:g} s"
+KILLED = f"has not been heard of for {TIMEOUT:g} s"
 
 
 class FakePart:
@@ -41,8 +41,8 @@ class Lab:
         self.beats = 0
         self.parts = {name: FakePart(self, name) for name in ("engine-0", "rank-0", "trainer")}
         self.rank, self.trainer = self.parts["rank-0"], self.parts["trainer"]
-        parts = cast(dict[str, Part], self.parts)
-        self.silence = Silence(registry, parts, clock=lambda: self.now)
+        parts = cast(dict[str, Component], self.parts)
+        self.silence = HangDetector(registry, parts, clock=lambda: self.now)
         self.rank.beat()
         self.trainer.beat()
 
@@ -67,7 +67,7 @@ def lab(tmp_path: Path) -> Lab:
 def test_who_is_silent_too_long_is_killed(lab: Lab) -> None:
     lab.pass_(100, lab.rank, lab.trainer)
     # The last beat is heard at the next look.
-    lab.pass_(PATIENCE - 1, lab.trainer)
+    lab.pass_(TIMEOUT - 1, lab.trainer)
     assert lab.killed == []
     lab.pass_(3, lab.trainer)
     assert lab.rank.killed == [KILLED]
@@ -75,21 +75,21 @@ def test_who_is_silent_too_long_is_killed(lab: Lab) -> None:
 
 
 def test_one_that_cannot_be_killed_is_not_killed_all_the_time(lab: Lab) -> None:
-    lab.pass_(3 * (PATIENCE + 5), lab.trainer)
+    lab.pass_(3 * (TIMEOUT + 5), lab.trainer)
     assert lab.killed == ["rank-0"] * 3
 
 
 def test_when_nobody_is_heard_nobody_is_killed(lab: Lab) -> None:
     """A full disk silences all of them."""
     lab.pass_(100, lab.rank, lab.trainer)
-    lab.pass_(10 * PATIENCE)
+    lab.pass_(10 * TIMEOUT)
     assert lab.killed == []
 
 
 def test_time_in_which_nobody_looked_does_not_count(lab: Lab) -> None:
     """A machine that was suspended, or a container: its parts were, too."""
     lab.pass_(10, lab.rank, lab.trainer)
-    lab.now += 100 * PATIENCE
+    lab.now += 100 * TIMEOUT
     lab.trainer.beat()
     lab.silence.look()
     lab.pass_(10, lab.rank, lab.trainer)
@@ -97,16 +97,16 @@ def test_time_in_which_nobody_looked_does_not_count(lab: Lab) -> None:
 
 
 def test_a_part_that_starts_is_not_listened_to(lab: Lab) -> None:
-    lab.pass_(PATIENCE - 5, lab.trainer)
+    lab.pass_(TIMEOUT - 5, lab.trainer)
     lab.rank.state = "restarting"
-    lab.pass_(2 * PATIENCE, lab.trainer)
+    lab.pass_(2 * TIMEOUT, lab.trainer)
     lab.rank.state = "ready"
-    lab.pass_(PATIENCE - 5, lab.trainer)
+    lab.pass_(TIMEOUT - 5, lab.trainer)
     assert lab.killed == []
 
 
 def test_each_life_has_its_own_time(lab: Lab) -> None:
-    lab.pass_(PATIENCE - 5, lab.trainer)
+    lab.pass_(TIMEOUT - 5, lab.trainer)
     lab.rank.pid = 2
-    lab.pass_(PATIENCE - 5, lab.trainer)
+    lab.pass_(TIMEOUT - 5, lab.trainer)
     assert lab.killed == []

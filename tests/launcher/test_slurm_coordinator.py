@@ -14,14 +14,14 @@ import yaml
 
 from any_agent.config import Config
 from any_agent.launcher import journal_storage as journals
-from any_agent.launcher.slurm.head_node import Coordinator, run_job
-from any_agent.launcher.slurm.job import Job
+from any_agent.launcher.slurm.head_node import HeadNode, run_job
+from any_agent.launcher.slurm.job import SlurmJob
 from any_agent.launcher.trial import trial_dir
 from any_agent.runtime.ports import listen
 from tests.launcher.slurm_programs import ADDRESS, Programs
 from tests.launcher.standins import Lab
 
-JOB = Job(id="7", nodes=("n1",), gpus=0, restarts=0)
+JOB = SlurmJob(id="7", nodes=("n1",), gpus=0, restarts=0)
 
 
 @pytest.fixture
@@ -54,16 +54,16 @@ def run(lab: Lab, config: Config, say: Callable[[str], None] = lambda _: None) -
 
 def warned_when_up(monkeypatch: pytest.MonkeyPatch, *, first: Callable[[], Any]) -> None:
     """The job's time is almost over when all of it has begun."""
-    real = Coordinator.check
+    real = HeadNode.check
 
-    def check(self: Coordinator) -> bool:
+    def check(self: HeadNode) -> bool:
         trained = real(self)
         if self.came_up:
             first()
             os.kill(os.getpid(), signal.SIGUSR1)
         return trained
 
-    monkeypatch.setattr(Coordinator, "check", check)
+    monkeypatch.setattr(HeadNode, "check", check)
 
 
 def test_a_job_that_had_begun_is_queued_again(
@@ -97,15 +97,15 @@ def test_one_whose_trainer_never_has_its_model_is_not(
     state = '"state": "starting" if NAME == "trainer" else "ready"'
     standin.write_text(source.replace('"boot_id": "b"', f'"boot_id": "b", {state}'))
     assert standin.read_text() != source
-    real = Coordinator.check
+    real = HeadNode.check
 
-    def check(self: Coordinator) -> bool:
+    def check(self: HeadNode) -> bool:
         trained = real(self)
         if (self.dir.registry / "trainer.json").exists():
             os.kill(os.getpid(), signal.SIGUSR1)
         return trained
 
-    monkeypatch.setattr(Coordinator, "check", check)
+    monkeypatch.setattr(HeadNode, "check", check)
     assert run(lab, settings(lab)) == 1
     assert programs.requeued == []
 
@@ -136,7 +136,7 @@ def test_nothing_breaks_into_the_copy_of_the_journals(
     lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied = []
-    real = journals.leave
+    real = journals.store_journals
 
     def leave(*arguments: Any) -> None:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):

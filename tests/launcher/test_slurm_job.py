@@ -8,7 +8,7 @@ import pytest
 
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.slurm import job as jobs
-from any_agent.launcher.slurm.job import Job, ask, current_job, node_address, require_program
+from any_agent.launcher.slurm.job import SlurmJob, ask, current_job, node_address, require_program
 from any_agent.launcher.slurm.shared_folder import mark, require_shared
 from any_agent.rundir.layout import RunDir
 
@@ -32,9 +32,9 @@ def test_no_job() -> None:
 def test_a_job_as_its_variables_tell_it(scontrol: Path) -> None:
     scontrol.write_text("n1\nn2\n")
     told = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
-    assert current_job(told) == Job("7", ("n1", "n2"), 0, 0)
+    assert current_job(told) == SlurmJob("7", ("n1", "n2"), 0, 0)
     told |= {"SLURM_GPUS_ON_NODE": "8", "SLURM_RESTART_COUNT": "3"}
-    assert current_job(told) == Job("7", ("n1", "n2"), 8, 3)
+    assert current_job(told) == SlurmJob("7", ("n1", "n2"), 8, 3)
     with pytest.raises(ConfigError, match=r"a step of a Slurm job \(srun\)"):
         current_job(told | {"SLURM_STEP_ID": "0"})
     scontrol.write_text("")
@@ -97,7 +97,7 @@ def test_a_folder_that_all_nodes_see(tmp_path: Path) -> None:
 
 def test_a_job_is_queued_again_by_its_number(scontrol: Path, tmp_path: Path) -> None:
     scontrol.write_text("")
-    jobs.requeue(Job("7", ("n1",), 0, 0))
+    jobs.requeue(SlurmJob("7", ("n1",), 0, 0))
     (tmp_path / "fails").touch()
     with pytest.raises(StartupError, match="scontrol requeue 7 failed"):
-        jobs.requeue(Job("7", ("n1",), 0, 0))
+        jobs.requeue(SlurmJob("7", ("n1",), 0, 0))

@@ -77,7 +77,7 @@ def test_nothing_breaks_into_the_copy_of_the_journals(
 ) -> None:
     """The first node tells a member twice to end at once, when it has no more time."""
     copied = []
-    real = journals.leave
+    real = journals.store_journals
 
     def leave(*arguments: Any) -> None:
         for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM):

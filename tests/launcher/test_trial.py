@@ -12,7 +12,7 @@ from any_agent.auth.key_store import create_key
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
 from any_agent.launcher.trial import (
-    Weights,
+    TrialWeights,
     latest_weights,
     newest_weights,
     resolve_config,
@@ -191,9 +191,9 @@ def test_an_engine_starts_with_what_was_published_last(config: Config, checkpoin
     newest = publish(config, 8, 9)
     for name in (".partial-v00000010", ".partial-removed-v00000011", "v12", "other"):
         (newest.parent / name).mkdir()
-    assert newest_weights(config) == Weights(newest, 9)
+    assert newest_weights(config) == TrialWeights(newest, 9)
     longest = publish(config, 123_456_789)
-    assert newest_weights(config) == Weights(longest, 123_456_789)
+    assert newest_weights(config) == TrialWeights(longest, 123_456_789)
 
 
 def test_a_checkpoint_of_later_weights_wins(config: Config, checkpoint: Path) -> None:
@@ -204,4 +204,4 @@ def test_a_checkpoint_of_later_weights_wins(config: Config, checkpoint: Path) ->
 def test_published_weights_before_the_first_checkpoint(config: Config) -> None:
     assert newest_weights(config) is None
     path = publish(config, 1, 2)
-    assert newest_weights(config) == Weights(path, 2)
+    assert newest_weights(config) == TrialWeights(path, 2)

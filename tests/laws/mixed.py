@@ -12,10 +12,10 @@ import orjson
 
 from any_agent.chat import ChatFormat
 from any_agent.completions import Completion, Head
-from any_agent.completions.encoders import Answer
-from any_agent.completions.messages import messages_asked
-from any_agent.completions.parsed_request import Asked as Checked
-from any_agent.completions.parsed_request import Rules, chat_asked
+from any_agent.completions.encoders import ResponseEncoder
+from any_agent.completions.messages import parse_messages_request
+from any_agent.completions.parsed_request import ParsedRequest as Checked
+from any_agent.completions.parsed_request import ParseRules, parse_chat_request
 from any_agent.record import InteractionTree
 from any_agent.types import GenerationHyperparameters, Message, SessionMode
 from tests.families import Family
@@ -26,7 +26,7 @@ from tests.laws.record import heard
 from tests.laws.talk import Session, Tally, Thread
 
 CONTEXT = 4096
-RULES = Rules(SessionMode.TRAIN, GenerationHyperparameters(max_new_tokens=512), "m")
+RULES = ParseRules(SessionMode.TRAIN, GenerationHyperparameters(max_new_tokens=512), "m")
 HABITS: dict[str, tuple[Api, ...]] = {
     "responses": (RESPONSES,),
     "named": (RESPONSES,),
@@ -67,7 +67,7 @@ class MixedSession(Session):
         done, deltas = await self._sampled(prepared, stream=stream)
         node = done.interaction
 
-        def answer() -> Answer:
+        def answer() -> ResponseEncoder:
             return call.answer(Head.of(prepared), self.voice.version)
 
         (whole,) = api.whole(answer().whole([node]))
@@ -84,13 +84,13 @@ def checked(api: Api, body: Any, chat: ChatFormat, tree: InteractionTree) -> Che
     """As the service does; raises AnyAgentError."""
     match api.name:
         case "responses":
-            from any_agent.completions.responses import responses_asked
+            from any_agent.completions.responses import parse_responses_request
 
-            return responses_asked(body, RULES, chat, tree, context_length=CONTEXT)
+            return parse_responses_request(body, RULES, chat, tree, context_length=CONTEXT)
         case "messages":
-            return messages_asked(body, RULES, chat)
+            return parse_messages_request(body, RULES, chat)
         case _:
-            return chat_asked(body, RULES, chat)
+            return parse_chat_request(body, RULES, chat)
 
 
 def require_same(given: Given, whole: Given) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from proxy_ext.archive.files import Writer
+from proxy_ext.archive.files import ArchiveWriter
 from proxy_ext.journal import ArchiveContent, PutMeta
 from tests.proxy_ext.archive_lab import Rank
 
@@ -20,13 +20,13 @@ def die(*_: Any) -> Any:
 
 async def main(folder: Path, where: str) -> None:
     rank = await Rank(folder, oldest_step=99).start()
-    commit, finish, add = rank.journal.commit, Writer.finish, Writer.add
+    commit, finish, add = rank.journal.commit, ArchiveWriter.finish, ArchiveWriter.add
     if where == "writing":
-        Writer.add = lambda *args: (add(*args), die())[1]  # type: ignore[method-assign]
+        ArchiveWriter.add = lambda *args: (add(*args), die())[1]  # type: ignore[method-assign]
     elif where == "unnamed":
-        Writer.finish = die  # type: ignore[method-assign,assignment]
+        ArchiveWriter.finish = die  # type: ignore[method-assign,assignment]
     elif where == "named":
-        Writer.finish = lambda self: (finish(self), die())[1]  # type: ignore[method-assign]
+        ArchiveWriter.finish = lambda self: (finish(self), die())[1]  # type: ignore[method-assign]
 
     async def committed(*statements: Any) -> None:
         archives = any(isinstance(s, ArchiveContent) for s in statements)

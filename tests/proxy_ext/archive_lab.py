@@ -12,10 +12,10 @@ from typing import Any
 
 from any_agent.config import Config, load_config
 from any_agent.types import SessionState
-from proxy_ext.archive.archiver import Archive
+from proxy_ext.archive.archiver import Archiver
 from proxy_ext.journal import PutInteraction, PutSession, SetReward, SQLiteJournal
-from proxy_ext.sessions.ids import Names
-from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.sessions.ids import SessionIds
+from proxy_ext.sessions.session_store import SessionStore
 from tests.proxy_ext.journal_lab import make_interaction, make_row
 from tests.proxy_ext.proxy_lab import Proxy
 
@@ -34,9 +34,11 @@ class Rank:
     async def start(self) -> Rank:
         self.journal = SQLiteJournal(self.folder / "journal" / f"rank-{self.number}.sqlite")
         config = load_config(None, [], {}).sessions
-        self.sessions = Sessions(self.journal, config, Names(self.number), rank=self.number)
+        self.sessions = SessionStore(
+            self.journal, config, SessionIds(self.number), rank=self.number
+        )
         await self.sessions.recover(lease_ttl=60)
-        self.archive = Archive(
+        self.archive = Archiver(
             self.sessions,
             self.folder / "archive",
             about={"experiment": "e", "trial": "t"},

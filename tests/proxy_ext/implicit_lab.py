@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 
-from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session import RecordedSession
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import LIMIT, Proxy, until
 
@@ -47,7 +47,7 @@ def will_say(engine: ScriptedEngine, proxy: Proxy, *texts: str) -> None:
         engine.say([*chat.tokenizer.encode(text), chat.stop_token_ids[0]])
 
 
-def session(proxy: Proxy, id: str) -> Session:
+def session(proxy: Proxy, id: str) -> RecordedSession:
     return proxy.service.sessions.live[id]
 
 

@@ -29,8 +29,8 @@ from any_agent.record import unpack_trajectories
 from any_agent.types import Trajectory
 from proxy_ext.app import create_app
 from proxy_ext.in_process import RankApp
-from proxy_ext.service import Service
-from proxy_ext.web.exchange import Client
+from proxy_ext.service import RankService
+from proxy_ext.web.exchange import ClientConnection
 
 LIMIT = 60.0
 """Seconds until a test gives up on what must happen in a moment."""
@@ -53,13 +53,13 @@ async def until(condition: Callable[[], Any], what: str = "the condition") -> An
 def noticed_hang_up(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set once the proxy has noticed that a client left."""
     noticed = asyncio.Event()
-    watch = Client._watch
+    watch = ClientConnection._watch
 
-    async def watch_and_tell(client: Client) -> None:
+    async def watch_and_tell(client: ClientConnection) -> None:
         await watch(client)
         noticed.set()
 
-    monkeypatch.setattr(Client, "_watch", watch_and_tell)
+    monkeypatch.setattr(ClientConnection, "_watch", watch_and_tell)
     return noticed
 
 
@@ -104,7 +104,9 @@ def our_app() -> Any:
 class Proxy:
     """A running proxy: its URL, its parts, and the calls that tests make."""
 
-    def __init__(self, service: Service, front: RankApp, url: str, admin_key: str | None) -> None:
+    def __init__(
+        self, service: RankService, front: RankApp, url: str, admin_key: str | None
+    ) -> None:
         self.service = service
         self.front = front
         self.url = url

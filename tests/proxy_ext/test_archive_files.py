@@ -15,8 +15,8 @@ import pytest
 
 from any_agent.types import Interaction, id_array, logprob_array
 from proxy_ext.archive.files import (
-    Archives,
-    Writer,
+    ArchiveFolder,
+    ArchiveWriter,
     head_of,
     list_archives,
     read_lines,
@@ -35,7 +35,7 @@ def line(number: int, text: str = "x") -> bytes:
 
 
 def write(folder: Path, *numbers: int, text: str = "x", rank: int = 0) -> Path:
-    writer = Writer(folder, rank, {"experiment": "e"})
+    writer = ArchiveWriter(folder, rank, {"experiment": "e"})
     for number in numbers:
         writer.add(number, line(number, text))
     size = writer.finish()
@@ -49,8 +49,8 @@ def numbers(lines: list[bytes]) -> list[int | None]:
     return [None if head is None else head.number for head in heads]
 
 
-def archives_of(folder: Path) -> Archives:
-    return Archives(lambda: list_archives(folder, 0), pytest.fail)
+def archives_of(folder: Path) -> ArchiveFolder:
+    return ArchiveFolder(lambda: list_archives(folder, 0), pytest.fail)
 
 
 def test_a_record_is_what_was_recorded() -> None:
@@ -103,13 +103,13 @@ def test_any_tool_can_read_a_file(tmp_path: Path) -> None:
 
 
 def test_a_file_is_not_there_before_it_is_whole(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, 0, {})
+    writer = ArchiveWriter(tmp_path, 0, {})
     writer.add(1, line(1))
     assert list_archives(tmp_path, 0) == []
     writer.abandon()
     assert list(tmp_path.iterdir()) == []
-    left = Writer(tmp_path, 0, {})
-    other = Writer(tmp_path, 1, {})
+    left = ArchiveWriter(tmp_path, 0, {})
+    other = ArchiveWriter(tmp_path, 1, {})
     remove_partial(tmp_path, 0)
     assert list(tmp_path.iterdir()) == [other.partial]
     left.abandon()
@@ -119,7 +119,7 @@ def test_a_file_is_not_there_before_it_is_whole(tmp_path: Path) -> None:
 def test_nothing_is_left_of_a_file_without_room(tmp_path: Path) -> None:
     """Also of what was not even written when it was given up."""
     with open("/dev/full", "wb") as full:
-        writer = Writer(tmp_path, 0, {})
+        writer = ArchiveWriter(tmp_path, 0, {})
         writer._file.close()
         writer._file = full
         writer.add(1, b"x")
@@ -131,7 +131,7 @@ def test_nothing_is_left_of_a_file_without_room(tmp_path: Path) -> None:
 
 def test_damage_costs_one_line(tmp_path: Path) -> None:
     texts = ["".join(Random(k).choices("abcdefghij", k=3000)) for k in range(5)]
-    writer = Writer(tmp_path, 0, {})
+    writer = ArchiveWriter(tmp_path, 0, {})
     for k, text in enumerate(texts):
         writer.add(k + 1, line(k + 1, text))
     writer.finish()
@@ -175,7 +175,7 @@ def test_one_pass_in_the_order_of_numbers(tmp_path: Path) -> None:
 def test_a_number_that_two_journals_used(tmp_path: Path) -> None:
     """The first one was lost, and counting began anew."""
     write(tmp_path, 1, 2)
-    writer = Writer(tmp_path, 0, {})
+    writer = ArchiveWriter(tmp_path, 0, {})
     other = record_line(1, make_row("other"), [], [])
     writer.add(1, other)
     writer.finish()

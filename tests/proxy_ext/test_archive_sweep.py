@@ -15,11 +15,11 @@ from any_agent.errors import Conflict, StoreUnavailable
 from any_agent.types import Interaction, SessionState
 from proxy_ext.archive import archiver as sweep
 from proxy_ext.archive import files
-from proxy_ext.archive.files import Writer
+from proxy_ext.archive.files import ArchiveWriter
 from proxy_ext.archive.records import read_record
 from proxy_ext.journal import ArchiveContent, EraseContent, sqlite
 from proxy_ext.leases.fence import Fence
-from proxy_ext.leases.leases import Leases
+from proxy_ext.leases.leases import LeaseManager
 from proxy_ext.sessions.lease_owners import EXPORT_OWNER
 from tests.proxy_ext.archive_lab import CALLS, Rank
 from tests.proxy_ext.test_archive_files import archives_of
@@ -77,7 +77,7 @@ async def test_what_a_resume_needs_stays(rank: Rank) -> None:
     rank.oldest_step = 4
     assert await rank.archive.sweep() == 1
     assert archived(rank) == ["old", "dull"]
-    leases = Leases(rank.sessions, Fence(rank.journal), ttl=60)
+    leases = LeaseManager(rank.sessions, Fence(rank.journal), ttl=60)
     replayed = await leases.replay(["new", "stale"], "again")
     assert [(t.session_id, len(t.interactions)) for t in replayed] == [("new", 3), ("stale", 3)]
     # They are the trainer's again, whatever the oldest checkpoint is by now.
@@ -126,16 +126,16 @@ async def test_a_replay_waits_for_the_sweep_and_is_refused(
     """Or comes first, and the sweep leaves the session alone."""
     rank.oldest_step = 4
     await rank.add("a", SessionState.TRAINED, step=4)
-    leases = Leases(rank.sessions, Fence(rank.journal), ttl=60)
-    finish, reached, go = Writer.finish, asyncio.Event(), asyncio.Event()
+    leases = LeaseManager(rank.sessions, Fence(rank.journal), ttl=60)
+    finish, reached, go = ArchiveWriter.finish, asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def slow(writer: Writer) -> int:
+    def slow(writer: ArchiveWriter) -> int:
         loop.call_soon_threadsafe(reached.set)
         asyncio.run_coroutine_threadsafe(go.wait(), loop).result(10)
         return finish(writer)
 
-    monkeypatch.setattr(Writer, "finish", slow)
+    monkeypatch.setattr(ArchiveWriter, "finish", slow)
     sweeping = asyncio.create_task(rank.archive.sweep())
     await reached.wait()
     replay = asyncio.create_task(leases.replay(["a"], "again"))
@@ -153,7 +153,7 @@ async def test_one_that_is_trained_on_again_is_left_alone(
     rank.oldest_step = 4
     await rank.add("a", SessionState.TRAINED, step=4)
     await rank.add("b")
-    leases = Leases(rank.sessions, Fence(rank.journal), ttl=60)
+    leases = LeaseManager(rank.sessions, Fence(rank.journal), ttl=60)
     found = rank.archive._batch
 
     async def late() -> Any:
@@ -198,7 +198,7 @@ async def test_a_full_disk_leaves_all_in_the_journal(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Writer, "add", full)
+        patched.setattr(ArchiveWriter, "add", full)
         with pytest.raises(OSError, match="No space"):
             await rank.archive.sweep()
     assert rank.files == []

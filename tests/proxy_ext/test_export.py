@@ -19,10 +19,10 @@ from any_agent.cli.export import _STATES
 from any_agent.config import load_config
 from any_agent.protocol import rl as protocol
 from any_agent.types import SessionState
-from proxy_ext.archive.files import Archives, Writer, read_lines
+from proxy_ext.archive.files import ArchiveFolder, ArchiveWriter, read_lines
 from proxy_ext.archive.records import read_record
 from proxy_ext.export import reader as reading
-from proxy_ext.export.reader import Wanted
+from proxy_ext.export.reader import ExportFilter
 from proxy_ext.journal import EraseContent
 from tests.proxy_ext.archive_lab import CALLS, Exported, Rank, archive_now
 from tests.proxy_ext.conftest import Start
@@ -94,7 +94,11 @@ async def test_filters(rank: Rank, tmp_path: Path) -> None:
 
 async def test_each_filter_is_one_pass_over_the_sessions(rank: Rank) -> None:
     with closing(sqlite3.connect(rank.folder / "journal" / "rank-0.sqlite")) as connection:
-        for wanted in (Wanted(), Wanted(("trained", "open")), Wanted(task_id="t", since=1.0)):
+        for wanted in (
+            ExportFilter(),
+            ExportFilter(("trained", "open")),
+            ExportFilter(task_id="t", since=1.0),
+        ):
             sql, values = reading._query(wanted)
             values |= {"number": 1, "last": 9}
             plan = connection.execute(f"EXPLAIN QUERY PLAN {sql}", values).fetchall()
@@ -233,17 +237,17 @@ async def test_what_is_deleted_meanwhile_is_not_missed(
         await rank.add(id)
     await rank.archive.sweep()
     journal = rank.folder / "journal" / "rank-0.sqlite"
-    find = Archives.find
+    find = ArchiveFolder.find
 
-    def deleted(self: Archives, number: int, session_id: str) -> bytes | None:
+    def deleted(self: ArchiveFolder, number: int, session_id: str) -> bytes | None:
         if session_id == "b":
             return find(self, number, session_id)
         change(journal, "UPDATE sessions SET content = 'deleted' WHERE id = 'a'")
         return None
 
-    monkeypatch.setattr(Archives, "find", deleted)
+    monkeypatch.setattr(ArchiveFolder, "find", deleted)
     said: list[str] = []
-    found = reading.read_rank(journal, rank.folder / "archive", 0, Wanted(), said.append)
+    found = reading.read_rank(journal, rank.folder / "archive", 0, ExportFilter(), said.append)
     assert [each.session_id for each in found] == ["b"]
     assert said == []
 
@@ -276,7 +280,7 @@ async def test_more_files_at_once_than_a_process_may_usually_open(
     await rank.archive.sweep()
     (line,) = [line for line in read_lines(next(folder.iterdir()), print) if b'"number"' in line]
     for k in range(1, files):
-        writer = Writer(folder, 0, {})
+        writer = ArchiveWriter(folder, 0, {})
         for number in (k + 1, files + k):
             head = b'{"number":%d,"session":{"id": "s%d"' % (number, number)
             writer.add(number, line.replace(b'{"number":1,"session":{"id": "a"', head))

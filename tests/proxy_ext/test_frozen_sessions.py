@@ -18,8 +18,8 @@ from any_agent.types import Continuation
 from proxy_ext.archive.records import read_record, record_line
 from proxy_ext.export.styles import rows
 from proxy_ext.frozen.frozen_models import require_prices
-from proxy_ext.frozen.provider_responses import MessagesAnswer, ids_in
-from proxy_ext.frozen.spend_caps import Spending
+from proxy_ext.frozen.provider_responses import MessagesResponse, ids_in
+from proxy_ext.frozen.spend_caps import SpendCaps
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.frozen_lab import (
@@ -236,8 +236,8 @@ async def test_a_cap_without_sessions(
 async def test_caps_and_what_they_are_charged_to(proxy: Proxy) -> None:
     journal, sessions = proxy.service.sessions.journal, proxy.service.sessions
 
-    def spending(**caps: float) -> Spending:
-        return Spending(journal, FrozenConfig(**caps), ranks=1)  # type: ignore[arg-type]
+    def spending(**caps: float) -> SpendCaps:
+        return SpendCaps(journal, FrozenConfig(**caps), ranks=1)  # type: ignore[arg-type]
 
     opened = await proxy.open(task_id="t")
     session = await sessions.by_id(opened["session_id"])
@@ -285,7 +285,7 @@ async def test_a_usage_that_has_no_prompt(start: Start, provider: ScriptedProvid
 
 
 def test_what_counts_as_a_prompt_told() -> None:
-    answer = MessagesAnswer("x")
+    answer = MessagesResponse("x")
     answer.usage = {"input_tokens": 0, "output_tokens": 1}
     assert not answer.prompt_told()
     # All of it stood in the provider's cache.

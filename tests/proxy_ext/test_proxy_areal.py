@@ -20,7 +20,7 @@ from any_agent.chat import ChatFormat
 from any_agent.errors import StoreUnavailable
 from any_agent.launcher.trial import trial_dir
 from any_agent.types import SessionState
-from proxy_ext.admission.open_session import Opening
+from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.api.rl import areal
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.areal_client import ArealClient
@@ -275,14 +275,14 @@ async def test_an_open_that_is_refused_at_once_is_not_asked_for_again_and_again(
     key, _ = create_key(path, "tenant", tenant="alice", limits=TenantLimits(open_sessions=1))
     monkeypatch.setattr(areal, "_REFRESH_WAIT", 0.3)
     asked = 0
-    open_one = Opening.open
+    open_one = SessionOpener.open
 
-    async def counted(self: Opening, *args: Any, **fields: Any) -> Any:
+    async def counted(self: SessionOpener, *args: Any, **fields: Any) -> Any:
         nonlocal asked
         asked += 1
         return await open_one(self, *args, **fields)
 
-    monkeypatch.setattr(Opening, "open", counted)
+    monkeypatch.setattr(SessionOpener, "open", counted)
     with pytest.raises(httpx.HTTPStatusError) as error:
         await client.post(
             "rl/start_session", {"task_id": "task", "api_key": opened[0]["api_key"]}, key

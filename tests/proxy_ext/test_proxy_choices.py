@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from any_agent.chat import ChatFormat
-from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.sessions.session_store import SessionStore
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Restart, Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
@@ -319,14 +319,14 @@ async def test_a_call_that_has_failed_is_taken_up_by_nobody(
     """Its client leaves while its other choice is being recorded."""
     agent = await agent_of(proxy, engine, n=2)
     recording, go_on = asyncio.Event(), asyncio.Event()
-    record = Sessions.record
+    record = SessionStore.record
 
     async def slowly(*args: Any) -> Any:
         recording.set()
         await go_on.wait()
         return await record(*args)
 
-    monkeypatch.setattr(Sessions, "record", slowly)
+    monkeypatch.setattr(SessionStore, "record", slowly)
     engine.fail("status", status=500)
     asked = agent.begin(0)
     await recording.wait()

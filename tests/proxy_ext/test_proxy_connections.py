@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 from proxy_ext.web import protocol as connections
-from proxy_ext.web.protocol import Connection
+from proxy_ext.web.protocol import BoundedProtocol
 from tests.proxy_ext.proxy_lab import LIMIT, until
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -33,7 +33,7 @@ async def count(scope: Any, receive: Any, send: Any) -> None:
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
     options = uvicorn.Config(
-        count, port=0, http=Connection, lifespan="off", access_log=False, log_config=None
+        count, port=0, http=BoundedProtocol, lifespan="off", access_log=False, log_config=None
     )
     server = uvicorn.Server(options)
     task = asyncio.create_task(server._serve(None))
@@ -100,13 +100,13 @@ async def test_a_head_must_come(
 
 async def test_a_body_may_take_its_time(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     timers: list[asyncio.TimerHandle | None] = []
-    expect = Connection._expect_head
+    expect = BoundedProtocol._expect_head
 
-    def noted(connection: Connection) -> None:
+    def noted(connection: BoundedProtocol) -> None:
         expect(connection)
         timers.append(connection._timer)
 
-    monkeypatch.setattr(Connection, "_expect_head", noted)
+    monkeypatch.setattr(BoundedProtocol, "_expect_head", noted)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nab")
     await until(lambda: timers and all(timer and timer.cancelled() for timer in timers))

@@ -21,21 +21,21 @@ from any_agent.errors import StoreUnavailable
 from any_agent.keys import KeySigner
 from any_agent.protocol.rl import Ack, Lease, Rejection, StartSession
 from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
-from proxy_ext.admission.open_session import Opening
-from proxy_ext.archive.archiver import Archive
+from proxy_ext.admission.open_session import SessionOpener
+from proxy_ext.archive.archiver import Archiver
 from proxy_ext.archive.records import read_record
 from proxy_ext.journal import PutSession, SetState, SQLiteJournal, Statement
 from proxy_ext.leases.fence import Fence
-from proxy_ext.leases.leases import Leases
+from proxy_ext.leases.leases import LeaseManager
 from proxy_ext.run_state import RunState
-from proxy_ext.sessions.endings import Endings
-from proxy_ext.sessions.expiry import Expiry
-from proxy_ext.sessions.ids import Names
-from proxy_ext.sessions.late_rewards import LateRewards
-from proxy_ext.sessions.rewards import Rewards
-from proxy_ext.sessions.session import Session
-from proxy_ext.sessions.session_store import Sessions
-from proxy_ext.web.quotas import Limits, Quotas
+from proxy_ext.sessions.endings import SessionEnder
+from proxy_ext.sessions.expiry import SessionExpirer
+from proxy_ext.sessions.ids import SessionIds
+from proxy_ext.sessions.late_rewards import LateRewardWaiter
+from proxy_ext.sessions.rewards import RewardBook
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore
+from proxy_ext.web.quotas import QuotaLimits, TenantQuotas
 from tests.proxy_ext.journal_lab import make_interaction, make_row
 from tests.proxy_ext.test_archive_files import archives_of
 
@@ -56,12 +56,12 @@ class Rank:
     async def start(self) -> None:
         """A proxy's start; what an earlier one had in memory is gone."""
         self.journal = SQLiteJournal(self._folder / "rank-0.sqlite")
-        self.sessions = Sessions(self.journal, self._config.sessions, Names(0), rank=0)
+        self.sessions = SessionStore(self.journal, self._config.sessions, SessionIds(0), rank=0)
         await self.sessions.recover(lease_ttl=60)
         self.sessions.admission.set_limit(10**6, 3600)
         settings = self._config.sessions
-        rewards = Rewards(self.sessions, settings)
-        self.archive = Archive(
+        rewards = RewardBook(self.sessions, settings)
+        self.archive = Archiver(
             self.sessions,
             self._folder / "archive",
             about={},
@@ -69,28 +69,28 @@ class Rank:
             oldest_step=lambda: self.oldest_step,
         )
         await self.archive.recover()
-        self.endings = Endings(
+        self.endings = SessionEnder(
             self.sessions,
             rewards,
             settings,
             needed=lambda row: False,
             unarchive=self.archive.remove,
         )
-        late = LateRewards(self.sessions, self.endings, settings, None)
-        self.expiry = Expiry(self.sessions, self.endings, late)
-        self.leases = Leases(self.sessions, Fence(self.journal), ttl=60)
-        self.opening = Opening(
+        late = LateRewardWaiter(self.sessions, self.endings, settings, None)
+        self.expiry = SessionExpirer(self.sessions, self.endings, late)
+        self.leases = LeaseManager(self.sessions, Fence(self.journal), ttl=60)
+        self.opening = SessionOpener(
             self.sessions,
             self.endings,
             KeySigner(bytes(32)),
             settings,
             run=cast(RunState, SimpleNamespace(version=0, require_training=lambda: None)),
-            quotas=Quotas(lambda _: Limits(), ranks=1, open_sessions=lambda _: 0),
+            quotas=TenantQuotas(lambda _: QuotaLimits(), ranks=1, open_sessions=lambda _: 0),
             largest_group=8,
             public_url="http://x",
         )
 
-    def some(self, state: SessionState, random: Random, most: int) -> list[Session]:
+    def some(self, state: SessionState, random: Random, most: int) -> list[RecordedSession]:
         found = [s for s in self.sessions.live.values() if s.state is state]
         random.shuffle(found)
         return found[:most]
@@ -184,7 +184,7 @@ def require_index(rank: Rank) -> None:
     live = list(sessions.live.values())
     leased = {s.id for s in live if s.state is SessionState.LEASED}
     assert {s.id for s in sessions.leasable.leased} == leased
-    waiting: dict[str, list[Session]] = {}
+    waiting: dict[str, list[RecordedSession]] = {}
     for s in live:
         if s.mode is SessionMode.TRAIN and s.state is SessionState.FINALIZED:
             group = sessions.groups.get(s.row.group_id) if s.row.group_id else None

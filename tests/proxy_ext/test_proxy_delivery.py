@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from any_agent.record import unpack_trajectories
-from proxy_ext.web.exchange import Client
+from proxy_ext.web.exchange import ClientConnection
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
 
@@ -101,7 +101,7 @@ async def test_a_handler_that_is_cancelled_while_it_stops_watching_is_cancelled(
     went_on = []
 
     async def handler() -> None:
-        async with Client(Request({"type": "http"}, receive), on_leave=lambda: None):
+        async with ClientConnection(Request({"type": "http"}, receive), on_leave=lambda: None):
             # The watch has begun.
             await asyncio.sleep(0)
         went_on.append("after the client")

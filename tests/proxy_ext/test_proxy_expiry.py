@@ -15,10 +15,10 @@ from any_agent.types import SessionState
 from proxy_ext.journal import PutSession, SQLiteJournal
 from proxy_ext.sessions import expiry
 from proxy_ext.sessions import session_age as clock
-from proxy_ext.sessions.deadlines import Deadlines
-from proxy_ext.sessions.ids import Names
-from proxy_ext.sessions.session import Session
-from proxy_ext.sessions.session_store import Sessions
+from proxy_ext.sessions.deadlines import DeadlineQueue
+from proxy_ext.sessions.ids import SessionIds
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.journal_lab import make_row
@@ -216,7 +216,7 @@ def test_a_boot_clock_that_began_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_deadlines_come_in_order_and_once() -> None:
-    deadlines = Deadlines()
+    deadlines = DeadlineQueue()
     for at, id in [(3.0, "c"), (1.0, "a"), (2.0, "b"), (9.0, "z")]:
         deadlines.add(id, at)
     deadlines.add("b", 5.0)
@@ -231,7 +231,7 @@ def test_deadlines_come_in_order_and_once() -> None:
 
 def test_deadlines_against_a_plain_dictionary() -> None:
     generator = random.Random(0)
-    deadlines, model, now = Deadlines(), dict[str, float](), 0.0
+    deadlines, model, now = DeadlineQueue(), dict[str, float](), 0.0
     for _ in range(20_000):
         id = str(generator.randrange(50))
         match generator.randrange(4):
@@ -254,7 +254,7 @@ def test_deadlines_against_a_plain_dictionary() -> None:
 async def test_a_sweep_looks_at_none_of_ten_thousand(tmp_path: Path) -> None:
     """Sessions whose time is not over are not touched, also when they are renewed all the time."""
     journal = SQLiteJournal(tmp_path / "j.sqlite")
-    sessions = Sessions(journal, load_config(None, [], {}).sessions, Names(0), rank=0)
+    sessions = SessionStore(journal, load_config(None, [], {}).sessions, SessionIds(0), rank=0)
     now = time.time()
     rows = [
         make_row(f"s{k}", clock=clock.stamp(), created_at=now, expires_at=now + 3600)
@@ -262,7 +262,7 @@ async def test_a_sweep_looks_at_none_of_ten_thousand(tmp_path: Path) -> None:
     ]
     await journal.commit(*(PutSession(row) for row in rows))
     for row in rows:
-        sessions.add(Session(row, 1800.0))
+        sessions.add(RecordedSession(row, 1800.0))
     for _ in range(3):
         for session in sessions.live.values():
             session.touch()
@@ -282,7 +282,7 @@ async def test_one_that_cannot_be_ended_holds_up_no_other(
     sessions = [await proxy.open() for _ in range(3)]
     expire, failures = proxy.service.endings.expire, [RuntimeError("a fault of ours")]
 
-    async def failing(session: Session, reason: str) -> None:
+    async def failing(session: RecordedSession, reason: str) -> None:
         if failures:
             raise failures.pop()
         await expire(session, reason)

@@ -29,23 +29,23 @@ from any_agent.protocol.rl import Ack, Lease, Rejection, StartSession
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.admission import close_groups as closing
 from proxy_ext.admission.close_groups import close_groups
-from proxy_ext.admission.open_session import Opening
+from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.auth import Caller, Scope
 from proxy_ext.journal import SessionRow, SQLiteJournal, Statement
 from proxy_ext.leases.fence import Fence
-from proxy_ext.leases.leases import Leases
+from proxy_ext.leases.leases import LeaseManager
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions import groups
 from proxy_ext.sessions import session_age as clock
-from proxy_ext.sessions.endings import Endings
-from proxy_ext.sessions.expiry import Expiry
+from proxy_ext.sessions.endings import SessionEnder
+from proxy_ext.sessions.expiry import SessionExpirer
 from proxy_ext.sessions.groups import Group
-from proxy_ext.sessions.ids import Names
-from proxy_ext.sessions.late_rewards import LateRewards
-from proxy_ext.sessions.rewards import Rewards
-from proxy_ext.sessions.session import Session
-from proxy_ext.sessions.session_store import Sessions
-from proxy_ext.web.quotas import Limits, Quotas
+from proxy_ext.sessions.ids import SessionIds
+from proxy_ext.sessions.late_rewards import LateRewardWaiter
+from proxy_ext.sessions.rewards import RewardBook
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore
+from proxy_ext.web.quotas import QuotaLimits, TenantQuotas
 from tests.proxy_ext.journal_lab import make_interaction
 
 OWNER = "trainer"
@@ -98,23 +98,23 @@ class Rank:
         """A proxy's start; what an earlier one had in memory is gone."""
         config = self._config.sessions
         self.journal = SQLiteJournal(self._path)
-        self.sessions = sessions = Sessions(self.journal, config, Names(0), rank=0)
+        self.sessions = sessions = SessionStore(self.journal, config, SessionIds(0), rank=0)
         await sessions.recover(lease_ttl=3600)
         sessions.admission.set_limit(self.limit, 3600)
-        self.leases = Leases(sessions, Fence(self.journal), ttl=3600)
-        rewards = Rewards(sessions, config)
-        self.endings = Endings(
+        self.leases = LeaseManager(sessions, Fence(self.journal), ttl=3600)
+        rewards = RewardBook(sessions, config)
+        self.endings = SessionEnder(
             sessions, rewards, config, needed=lambda _: False, unarchive=_nothing_archived
         )
-        late = LateRewards(sessions, self.endings, config, None)
-        self.expiry = Expiry(sessions, self.endings, late)
+        late = LateRewardWaiter(sessions, self.endings, config, None)
+        self.expiry = SessionExpirer(sessions, self.endings, late)
         run = cast(RunState, SimpleNamespace(version=0, require_training=lambda: None))
-        quotas = Quotas(
-            lambda _: Limits(open_sessions=20),
+        quotas = TenantQuotas(
+            lambda _: QuotaLimits(open_sessions=20),
             ranks=1,
             open_sessions=sessions.counts.undecided_of,
         )
-        self.opening = Opening(
+        self.opening = SessionOpener(
             sessions,
             self.endings,
             KeySigner(bytes(32)),
@@ -214,7 +214,7 @@ class Rank:
             patch.setattr(self.journal, "commit", slow)
             await self._opened(0.0)
 
-    def _some(self, *states: SessionState) -> list[Session]:
+    def _some(self, *states: SessionState) -> list[RecordedSession]:
         found = [s for s in self.sessions.live.values() if s.state in states]
         self._random.shuffle(found)
         return found[: self._random.randint(1, 3)]
@@ -290,8 +290,8 @@ class Rank:
             self._may_come_again.add(group[0].row.group_id or group[0].id)
         await self.leases.expire()
 
-    def _leased_groups(self) -> list[list[Session]]:
-        by_group: dict[str, list[Session]] = {}
+    def _leased_groups(self) -> list[list[RecordedSession]]:
+        by_group: dict[str, list[RecordedSession]] = {}
         for session in self.sessions.live.values():
             if session.state is SessionState.LEASED:
                 by_group.setdefault(session.row.group_id or session.id, []).append(session)

@@ -481,7 +481,7 @@ async def test_a_disk_that_is_gone_ends_no_writer(
     monkeypatch.setattr(os, "statvfs", gone)
     async with asyncio.timeout(60):
         with pytest.raises(StoreUnavailable, match="cannot be written"):
-            await journal._writer.submit(writer.Job(fails, writes=True))
+            await journal._writer.submit(writer.JournalJob(fails, writes=True))
         await journal.commit(PutMeta("a", 1))
 
 

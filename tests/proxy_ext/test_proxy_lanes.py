@@ -10,7 +10,7 @@ import pytest
 
 from any_agent.types import SessionState
 from proxy_ext.journal import PutSession, SQLiteJournal, Statement
-from proxy_ext.journal.writer import Job
+from proxy_ext.journal.writer import JournalJob
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
 
 
@@ -37,7 +37,7 @@ class HeldOpens:
         first = statements[0] if statements else None
         if isinstance(first, PutSession) and first.row.state is SessionState.OPEN:
             self._go.clear()
-            self._journal._writer.submit(Job(lambda _: self._go.wait(60), writes=True))
+            self._journal._writer.submit(JournalJob(lambda _: self._go.wait(60), writes=True))
             self.looking, self.opening = 0, first.row.id
         await self._commit(*statements)
 

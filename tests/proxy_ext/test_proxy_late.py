@@ -15,7 +15,7 @@ from any_agent.errors import ConfigError
 from any_agent.types import SessionState
 from proxy_ext.sessions import late_rewards as late
 from proxy_ext.sessions.grading import Grader, GraderFailed
-from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session import RecordedSession
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import Proxy, until
 from tests.proxy_ext.test_proxy_metrics import scrape
@@ -320,7 +320,7 @@ async def test_nothing_is_read_for_a_grade_whose_turn_is_far_off(
     read: list[str] = []
     given = late.graded_session
 
-    def counted(session: Session) -> dict[str, Any]:
+    def counted(session: RecordedSession) -> dict[str, Any]:
         read.append(session.id)
         return given(session)
 

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from any_agent.chat import ChatFormat, MessageDelta, load_chat_format, merge_deltas
-from any_agent.completions.encoders.output_order import Part, parts_of
+from any_agent.completions.encoders.output_order import OutputPart, parts_of
 from any_agent.completions.messages.tool_use_ids import tool_use_id
 from any_agent.types import Interaction
 from proxy_ext.calls.call import Call
@@ -191,7 +191,7 @@ def _check_logprobs(events: Events) -> None:
         assert told == texts[0]["content"][0]["logprobs"]
 
 
-def _check_messages(events: Events, parts: list[Part]) -> None:
+def _check_messages(events: Events, parts: list[OutputPart]) -> None:
     blocks: list[Any] = []
     for event in events:
         if event["type"] == "content_block_start":

@@ -8,20 +8,20 @@ import pytest
 
 from any_agent.types import SessionState
 from proxy_ext.sessions import lease_index as module
-from proxy_ext.sessions.groups import Groups
-from proxy_ext.sessions.ids import Names
-from proxy_ext.sessions.lease_index import Leasable
-from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.groups import GroupBook
+from proxy_ext.sessions.ids import SessionIds
+from proxy_ext.sessions.lease_index import LeaseIndex
+from proxy_ext.sessions.session import RecordedSession
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.journal_lab import make_row
 
 
 def test_polls_among_ten_thousand_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     live = {
-        f"s{k}": Session(make_row(f"s{k}", created_at=float(k), state=SessionState.OPEN))
+        f"s{k}": RecordedSession(make_row(f"s{k}", created_at=float(k), state=SessionState.OPEN))
         for k in range(10_000)
     }
-    leasable = Leasable(live, Groups(Names(0), timeout=60, least=1))
+    leasable = LeaseIndex(live, GroupBook(SessionIds(0), timeout=60, least=1))
     looked: list[object] = []
     members = leasable._members
     monkeypatch.setattr(leasable, "_members", lambda key: (looked.append(key), members(key))[1])
@@ -53,10 +53,12 @@ def test_polls_among_ten_thousand_sessions(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_where_nobody_polls_nothing_piles_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_NOTED", 10)
-    live: dict[str, Session] = {}
-    leasable = Leasable(live, Groups(Names(0), timeout=60, least=1))
+    live: dict[str, RecordedSession] = {}
+    leasable = LeaseIndex(live, GroupBook(SessionIds(0), timeout=60, least=1))
     for k in range(100):
-        session = Session(make_row(f"s{k}", created_at=float(k), state=SessionState.FINALIZED))
+        session = RecordedSession(
+            make_row(f"s{k}", created_at=float(k), state=SessionState.FINALIZED)
+        )
         live[session.id] = session
         leasable.note(session)
         if k != 50:

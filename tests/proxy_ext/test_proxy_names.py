@@ -13,7 +13,7 @@ from any_agent.chat import ChatFormat
 from any_agent.errors import StoreUnavailable
 from any_agent.keys import rank_of_session
 from any_agent.protocol.rl import StartSession
-from proxy_ext.sessions.ids import Names
+from proxy_ext.sessions.ids import SessionIds
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, config_for, running_proxy, until
@@ -23,7 +23,7 @@ DETERMINISTIC = ("rollout.deterministic=true", "train.seed=7")
 
 def test_names_follow_from_the_seed() -> None:
     def some(rank: int, seed: int) -> list[Any]:
-        names = Names(rank, seed)
+        names = SessionIds(rank, seed)
         sessions = [names.single() for _ in range(3)]
         sessions += [names.member(group, number) for group in ("g", "h") for number in range(3)]
         return [*sessions, *(names.sampling_seed(sessions[0], number) for number in range(3))]
@@ -37,7 +37,7 @@ def test_names_follow_from_the_seed() -> None:
 
 def test_a_members_name_follows_from_its_group_alone() -> None:
     """So openers of other groups may come before it, or after."""
-    names, other = Names(0, 7), Names(0, 7)
+    names, other = SessionIds(0, 7), SessionIds(0, 7)
     for k in range(3):
         other.single()
         other.member(other.generation("another", ()), k)
@@ -47,12 +47,12 @@ def test_a_members_name_follows_from_its_group_alone() -> None:
 
 
 def test_generations_of_one_moment_differ() -> None:
-    names = Names(0, 7)
+    names = SessionIds(0, 7)
     taken: list[str] = []
     for _ in range(3):
         taken.append(names.generation("t", taken))
     assert len(set(taken)) == 3
-    again = Names(0, 7)
+    again = SessionIds(0, 7)
     # What nobody got into does not count; what somebody did is used once.
     assert again.generation("t", ()) == again.generation("t", ()) == taken[0]
     again.member(taken[0], 0)
@@ -60,7 +60,7 @@ def test_generations_of_one_moment_differ() -> None:
 
 
 def test_without_a_seed_they_are_random() -> None:
-    one, other = Names(0), Names(0)
+    one, other = SessionIds(0), SessionIds(0)
     assert one.single() != other.single()
     assert one.member("g", 0) != other.member("g", 0)
     assert one.generation("t", ()) != other.generation("t", ())

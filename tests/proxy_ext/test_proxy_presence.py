@@ -14,9 +14,9 @@ import pytest
 import uvicorn
 
 from any_agent.rundir import heartbeat as presence
-from any_agent.rundir.registry import Entry, Load, Registry
+from any_agent.rundir.registry import PartLoad, Registry, RegistryEntry
 from any_agent.runtime.ports import listen
-from proxy_ext.server import PresentServer, entry_of
+from proxy_ext.server import DrainingServer, entry_of
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import Proxy, until
 
@@ -27,9 +27,9 @@ class Rank:
     def __init__(self) -> None:
         self.told = 0
 
-    def __call__(self) -> Entry:
+    def __call__(self) -> RegistryEntry:
         self.told += 1
-        return Entry(name="rank-3", boot_id="b", url="http://x", pid=1, version=self.told)
+        return RegistryEntry(name="rank-3", boot_id="b", url="http://x", pid=1, version=self.told)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "HEARTBEAT", 0.01)
 
 
-def entry(folder: Path) -> Entry | None:
+def entry(folder: Path) -> RegistryEntry | None:
     registry = Registry(folder)
     registry.refresh()
     return registry.get("rank-3")
@@ -79,13 +79,13 @@ async def app() -> AsyncIterator[App]:
     app.answer.set()
 
 
-def present(app: Any, folder: Path, *, drain_timeout: float = 30) -> PresentServer:
+def present(app: Any, folder: Path, *, drain_timeout: float = 30) -> DrainingServer:
     config = uvicorn.Config(app, lifespan="on", log_config=None, timeout_graceful_shutdown=1)
 
     async def drain() -> None:
         pass
 
-    return PresentServer(config, folder, Rank(), drain, drain_timeout=drain_timeout)
+    return DrainingServer(config, folder, Rank(), drain, drain_timeout=drain_timeout)
 
 
 async def test_a_server_is_present_from_when_it_listens_until_it_is_told_to_stop(
@@ -231,7 +231,7 @@ async def test_an_entry_tells_load_and_version(proxy: Proxy, engine: ScriptedEng
         os.getpid(),
     )
     assert (told.state, told.engine_url, told.version) == ("ready", engine.url, 7)
-    assert told.load == Load(open=2, waiting=0, calls=0)
+    assert told.load == PartLoad(open=2, waiting=0, calls=0)
     release = engine.hold(at=1)
     call = asyncio.create_task(proxy.complete(session["api_key"]))
     await until(lambda: entry_of(proxy.service, url="", boot_id="").load.calls == 1)

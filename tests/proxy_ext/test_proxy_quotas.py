@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from any_agent.errors import TooManyRequests
-from proxy_ext.web.quotas import Limits, Quotas
+from proxy_ext.web.quotas import QuotaLimits, TenantQuotas
 
 
 class Lab:
     def __init__(self, *, ranks: int = 1, **limits: float) -> None:
         self.now = 1000.0
-        self.limits = {"alice": Limits(**limits)}  # type: ignore[arg-type]
+        self.limits = {"alice": QuotaLimits(**limits)}  # type: ignore[arg-type]
         self.open = 0
-        self.quotas = Quotas(
-            lambda tenant: self.limits.get(tenant, Limits()),
+        self.quotas = TenantQuotas(
+            lambda tenant: self.limits.get(tenant, QuotaLimits()),
             ranks=ranks,
             open_sessions=lambda _: self.open,
             clock=lambda: self.now,
@@ -103,8 +103,8 @@ def test_open_sessions_count_those_being_opened() -> None:
 
 
 def test_each_rank_enforces_its_share_rounded_up() -> None:
-    limits = Limits(open_sessions=5, requests_per_second=4, tokens_per_second=1).share(3)
-    assert limits == Limits(open_sessions=2, requests_per_second=2, tokens_per_second=1)
+    limits = QuotaLimits(open_sessions=5, requests_per_second=4, tokens_per_second=1).share(3)
+    assert limits == QuotaLimits(open_sessions=2, requests_per_second=2, tokens_per_second=1)
     lab = Lab(ranks=3, requests_per_second=4)
     assert lab.allowed() == 10
 
@@ -126,20 +126,20 @@ def test_nobody_else_is_held_up() -> None:
 def test_a_changed_limit_holds_at_once() -> None:
     lab = Lab(requests_per_second=1)
     assert lab.allowed() == 5
-    lab.limits["alice"] = Limits()
+    lab.limits["alice"] = QuotaLimits()
     assert lab.allowed(100) == 100
-    lab.limits["alice"] = Limits(requests_per_second=2)
+    lab.limits["alice"] = QuotaLimits(requests_per_second=2)
     assert lab.allowed() == 10
-    lab.limits["alice"] = Limits(requests_per_second=4)
+    lab.limits["alice"] = QuotaLimits(requests_per_second=4)
     lab.now += 1
     assert lab.allowed() == 2, "the second before was at the old rate, and what was used stays used"
 
 
 def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy_ext.web.quotas._MOST_BUCKETS", 8)
+    monkeypatch.setattr("proxy_ext.web.quotas._MAX_BUCKETS", 8)
     now = 0.0
-    quotas = Quotas(
-        lambda _: Limits(requests_per_second=1),
+    quotas = TenantQuotas(
+        lambda _: QuotaLimits(requests_per_second=1),
         ranks=1,
         open_sessions=lambda _: 0,
         clock=lambda: now,

@@ -13,9 +13,9 @@ import pytest
 from any_agent.chat import ChatFormat
 from any_agent.config import Config
 from any_agent.launcher.trial import trial_dir
-from any_agent.rollout import Ranks, RolloutExecutor
+from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rollout import capacity_keeper as module
-from any_agent.rundir.registry import Entry, publish, rank_name
+from any_agent.rundir.registry import RegistryEntry, publish, rank_name
 from any_agent.workflow import ProxyWorkflow
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import Proxy, config_for, running_proxy, until
@@ -35,15 +35,15 @@ async def proxies(
         running_proxy(config, chat, engine_url=engine.url, rank=1) as one,
     ):
         for rank, proxy in enumerate((zero, one)):
-            entry = Entry(name=rank_name(rank), boot_id="b", url=proxy.url, pid=os.getpid())
+            entry = RegistryEntry(name=rank_name(rank), boot_id="b", url=proxy.url, pid=os.getpid())
             publish(trial_dir(config).registry, entry)
         yield [zero, one]
 
 
 @pytest.fixture
-async def executor(config: Config, proxies: list[Proxy]) -> AsyncIterator[RolloutExecutor]:
-    executor = RolloutExecutor(
-        lambda: Ranks(trial_dir(config).registry, 2, retry_for=5),
+async def executor(config: Config, proxies: list[Proxy]) -> AsyncIterator[LeaseExecutor]:
+    executor = LeaseExecutor(
+        lambda: RankClients(trial_dir(config).registry, 2, retry_for=5),
         lambda client, owner: ProxyWorkflow(client, owner=owner, poll=5),
         config.rollout,
         owner="trainer",
@@ -65,7 +65,7 @@ async def finish(proxy: Proxy, session: dict[str, Any], reward: float) -> None:
 
 
 async def test_slots_go_to_the_rank_that_is_asked(
-    proxies: list[Proxy], executor: RolloutExecutor
+    proxies: list[Proxy], executor: LeaseExecutor
 ) -> None:
     zero, one = proxies
     await asyncio.to_thread(executor.begin)
@@ -91,7 +91,7 @@ async def test_slots_go_to_the_rank_that_is_asked(
 
 
 async def test_a_trainer_that_stops_leaves_opens_a_429(
-    proxies: list[Proxy], executor: RolloutExecutor, monkeypatch: pytest.MonkeyPatch
+    proxies: list[Proxy], executor: LeaseExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_TTL", 2.0)
     await asyncio.to_thread(executor.begin)
@@ -111,7 +111,7 @@ async def test_a_trainer_that_stops_leaves_opens_a_429(
 
 
 async def test_before_the_trainer_begins_nothing_is_admitted(
-    proxies: list[Proxy], executor: RolloutExecutor
+    proxies: list[Proxy], executor: LeaseExecutor
 ) -> None:
     # An earlier trainer's word would still hold.
     for proxy in proxies:

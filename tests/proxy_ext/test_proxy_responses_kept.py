@@ -11,7 +11,7 @@ import pytest
 
 from any_agent.chat import ChatFormat
 from any_agent.completions import parsed_request as completions_asked
-from any_agent.completions.responses import ResponsesAnswer
+from any_agent.completions.responses import ResponsesEncoder
 from any_agent.types import Continuation
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Restart, Start
@@ -120,14 +120,14 @@ async def test_a_long_answer_is_told_again_off_the_loop(
         for most, more in ((8, fields), (7, fields), (8, {"top_logprobs": 3}))
     ]
     threads: list[threading.Thread] = []
-    whole = ResponsesAnswer.whole
+    whole = ResponsesEncoder.whole
 
     def noted(*args: Any) -> bytes:
         threads.append(threading.current_thread())
         return whole(*args)
 
     monkeypatch.setattr(completions_asked, "_MANY_ENTRIES", 8 * 4 - 1)
-    monkeypatch.setattr(ResponsesAnswer, "whole", noted)
+    monkeypatch.setattr(ResponsesEncoder, "whole", noted)
     for body in bodies:
         told = await proxy.http.get(f"{PATH}/{body['id']}", headers={"x-api-key": key})
         assert told.json() == body

@@ -14,7 +14,7 @@ import pytest
 
 from any_agent.chat import ChatFormat
 from any_agent.completions import parsed_request as completions_asked
-from any_agent.completions.encoders.chat import ChatAnswer
+from any_agent.completions.encoders.chat import ChatEncoder
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, until
 from tests.proxy_ext.retry_lab import agent_of, stream_of
@@ -162,14 +162,14 @@ async def test_a_long_answer_is_written_off_the_loop(
     fields = {"logprobs": True, "top_logprobs": 3, "temperature": 0}
     at_once = await proxy.complete(key, **fields)
     threads: list[threading.Thread] = []
-    whole = ChatAnswer.whole
+    whole = ChatEncoder.whole
 
     def noted(*args: Any) -> bytes:
         threads.append(threading.current_thread())
         return whole(*args)
 
     monkeypatch.setattr(completions_asked, "_MANY_ENTRIES", 8 * 4 - 1)
-    monkeypatch.setattr(ChatAnswer, "whole", noted)
+    monkeypatch.setattr(ChatEncoder, "whole", noted)
     later = await proxy.complete(key, **fields)
     assert later["choices"] == at_once["choices"]
     await proxy.complete(key, max_tokens=7, **fields)

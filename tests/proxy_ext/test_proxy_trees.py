@@ -11,11 +11,11 @@ import pytest
 
 from any_agent.chat import chain_keys
 from any_agent.errors import StoreUnavailable
-from any_agent.record import InteractionTree, without_texts
+from any_agent.record import InteractionTree, strip_content
 from any_agent.types import Interaction, Trajectory
 from proxy_ext.journal import StoredInteraction
-from proxy_ext.sessions.session import Session, add_to_tree
-from proxy_ext.sessions.tree_cache import Trees
+from proxy_ext.sessions.session import RecordedSession, add_to_tree
+from proxy_ext.sessions.tree_cache import TreeCache
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
@@ -168,7 +168,7 @@ class Reads:
         return await self._read(session_id)
 
 
-async def one(proxy: Proxy) -> tuple[Session, Trees]:
+async def one(proxy: Proxy) -> tuple[RecordedSession, TreeCache]:
     """A session with a call, let go."""
     opened = await proxy.open()
     await proxy.complete(opened["api_key"])
@@ -240,7 +240,7 @@ async def test_what_is_in_use_is_not_let_go(cold: Proxy, engine: ScriptedEngine)
     assert trees.bytes == len(trees) == 0
 
 
-def lane_of(session: Session) -> Any:
+def lane_of(session: RecordedSession) -> Any:
     from any_agent.keys import Lane
 
     return Lane(0, session.row.lane)
@@ -293,7 +293,7 @@ def test_keys_of_earlier_journals_are_reckoned_anew(key: bytes | None, texts: bo
     child = make_interaction("c", "r", message_delta=results, output_message=said[1])
     tree = InteractionTree()
     for interaction in (root, child):
-        kept = interaction if texts else without_texts(interaction)
+        kept = interaction if texts else strip_content(interaction)
         add_to_tree(tree, StoredInteraction(kept, key))
     expected = chain_keys([*asked, said[0], *results, said[1]], None)
     assert (tree.key("r"), tree.key("c")) == ((expected[2], expected[5]) if texts else (key, key))

@@ -14,8 +14,8 @@ from proxy_ext import service
 from proxy_ext.api import model_call as wire
 from proxy_ext.calls import retries
 from proxy_ext.journal import PutInteraction
-from proxy_ext.sessions.delivery import Deliveries
-from proxy_ext.web.exchange import Client
+from proxy_ext.sessions.delivery import DeliveryTracker
+from proxy_ext.web.exchange import ClientConnection
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.conftest import Restart, Start
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
@@ -85,7 +85,7 @@ async def test_what_was_delivered_stays_so(
 ) -> None:
     """Its mark is written at once; if the store fails, with the next write, soon, or at the end."""
     if how != "at once":
-        monkeypatch.setattr(Deliveries, "_write", nothing)
+        monkeypatch.setattr(DeliveryTracker, "_write", nothing)
     if how != "later":
         monkeypatch.setattr(service, "_SWEEP_SECONDS", 3600.0)
     first = await restart()
@@ -170,11 +170,11 @@ async def leave_unheard(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def noted(request: Request, body: bytes) -> Any:
         asked.append(request)
-        return retries.mark_of(request, body)
+        return retries.retry_mark(request, body)
 
     async def late(*args: Any) -> Any:
         await until(asked[0].is_disconnected, "the client is gone")
-        return await retries.take_up(*args)
+        return await retries.join_retried_call(*args)
 
     with monkeypatch.context() as patched:
         patched.setattr(wire, "mark_of", noted)
@@ -201,14 +201,14 @@ async def test_an_answer_that_is_cut_off_before_it_is_sent_is_not_delivered(
     proxy: Proxy, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = await agent_of(proxy, engine)
-    stop_watching: Callable[..., Any] = Client.__aexit__
+    stop_watching: Callable[..., Any] = ClientConnection.__aexit__
 
-    async def cut_off(self: Client, *args: object) -> None:
+    async def cut_off(self: ClientConnection, *args: object) -> None:
         await stop_watching(self, *args)
         raise asyncio.CancelledError
 
     with monkeypatch.context() as patched:
-        patched.setattr(Client, "__aexit__", cut_off)
+        patched.setattr(ClientConnection, "__aexit__", cut_off)
         asked = agent.begin(0)
         await agent.vacant()
         await hang_up(asked)

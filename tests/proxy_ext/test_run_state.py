@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from any_agent.engine import SGLangEngine
-from any_agent.engine.model_fingerprint import ModelShape
+from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import Conflict, EngineUnavailable
 from proxy_ext.__main__ import _check_engine
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -58,7 +58,7 @@ async def test_a_pause_of_an_engine_that_is_away(proxy: Proxy, engine: ScriptedE
 async def test_a_pause_after_a_failed_resume_holds(
     proxy: Proxy, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy_ext.run_state._RESUME_EVERY", 0.01)
+    monkeypatch.setattr("proxy_ext.run_state._RESUME_INTERVAL", 0.01)
     await proxy.client.pause(ttl=600)
     await engine.die()
     with pytest.raises(EngineUnavailable):
@@ -142,14 +142,14 @@ async def test_an_engine_that_is_half_loaded_waits_for_its_trainer(
     proxy: Proxy, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its proxy was restarted amid an update, bucket by bucket."""
-    monkeypatch.setattr("proxy_ext.run_state._RESUME_EVERY", 0.01)
+    monkeypatch.setattr("proxy_ext.run_state._RESUME_INTERVAL", 0.01)
     await proxy.client.pause(ttl=600)
     engine.weight_version = "loading-5"
     client = proxy.service.engine
-    again = SGLangEngine(engine.url, decode=client._decode, shape=ModelShape(100))
+    again = SGLangEngine(engine.url, decode=client._decode, shape=ModelFingerprint(100))
     monkeypatch.setattr(proxy.service.run, "_engine", again)
     try:
-        await _check_engine(engine.url, 0, ModelShape(100))
+        await _check_engine(engine.url, 0, ModelFingerprint(100))
         await again.info()
         await proxy.service.run.recover()
         await until(lambda: again.paused)

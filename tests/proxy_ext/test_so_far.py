@@ -9,7 +9,7 @@ import pytest
 
 from any_agent.chat import MessageDelta
 from any_agent.completions import Delta
-from proxy_ext.calls.stream_buffer import SoFar
+from proxy_ext.calls.stream_buffer import StreamBuffer
 
 
 def call_of(index: int, name: str) -> MessageDelta:
@@ -26,7 +26,7 @@ def arguments(index: int, text: str) -> MessageDelta:
 @pytest.mark.parametrize("length", [0, 1, 40, 300])
 def test_the_steps_of_a_part_are_one(length: int) -> None:
     """However many there are: what is put together in between changes nothing."""
-    so_far = SoFar(2)
+    so_far = StreamBuffer(2)
     assert so_far.empty
     steps = [MessageDelta(reasoning_content=f"r{k}") for k in range(length)]
     steps += [MessageDelta(f"t{k}") for k in range(length)]
@@ -75,7 +75,7 @@ def test_the_steps_of_a_part_are_one(length: int) -> None:
 
 def test_a_long_stream_is_kept_small() -> None:
     """Every stream of an SDK that marks its retries is kept, to its end."""
-    so_far = SoFar(0)
+    so_far = StreamBuffer(0)
     tracemalloc.start()
     try:
         for k in range(8192):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from proxy_ext.calls.loop_fairness import Turns
+from proxy_ext.calls.loop_fairness import LoopTurns
 
 
-async def rounds_of(count: int, turns: Turns) -> list[int]:
+async def rounds_of(count: int, turns: LoopTurns) -> list[int]:
     """In which round of the event loop each of so many went on."""
     loop, number, out = asyncio.get_running_loop(), 0, list[int]()
 
@@ -27,12 +27,12 @@ async def rounds_of(count: int, turns: Turns) -> list[int]:
 
 
 async def test_one_goes_on_in_each_round() -> None:
-    rounds = await rounds_of(20, Turns())
+    rounds = await rounds_of(20, LoopTurns())
     assert rounds == sorted(set(rounds))
 
 
 async def test_who_is_alone_does_not_wait() -> None:
-    turns = Turns()
+    turns = LoopTurns()
     for _ in range(3):
         coroutine = turns.next()
         try:
@@ -46,7 +46,7 @@ async def test_who_is_alone_does_not_wait() -> None:
 
 
 async def test_who_leaves_holds_nobody_up() -> None:
-    turns = Turns()
+    turns = LoopTurns()
     done = list[int]()
 
     async def work(k: int) -> None:

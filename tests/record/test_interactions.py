@@ -11,7 +11,7 @@ from any_agent.record import (
     InteractionWithTokenLogpReward,
     chat_completion_of,
     propagate_rewards,
-    without_texts,
+    strip_content,
 )
 from any_agent.types import ModelResponse
 from tests.workflow.tensors_lab import interaction
@@ -135,7 +135,7 @@ def test_a_completion_is_cut_off_or_not_kept() -> None:
     cut.finish_reason = "an engine's own"
     said = chat_completion_of(cut, 1)
     assert said is not None and said["choices"][0]["finish_reason"] == "stop"
-    assert chat_completion_of(without_texts(cut), 1) is None
+    assert chat_completion_of(strip_content(cut), 1) is None
 
 
 def test_it_can_be_made_by_hand() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from record_lab import Make
 
 from any_agent.record import lacks_texts, pack_interaction
-from any_agent.record.content_removal import has_reasoning, without_texts
+from any_agent.record.content_removal import has_reasoning, strip_content
 from any_agent.types import GenerationHyperparameters
 
 SECRET = "the combination is 1234"
@@ -24,7 +24,7 @@ def test_nothing_that_was_said_is_left(make: Make) -> None:
         request={"recorded": {"user": SECRET}, "overridden": {"x": SECRET}, "mixed_cache": True},
         untrainable_reason="grammar",
     )
-    kept = without_texts(whole)
+    kept = strip_content(whole)
     assert SECRET.encode() in pack_interaction(whole)
     assert SECRET.encode() not in pack_interaction(kept)
     assert lacks_texts(kept)

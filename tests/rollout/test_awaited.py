@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.protocol.rl import Capacity, Unfilled
-from any_agent.rollout.awaited import what_is_there
+from any_agent.rollout.awaited import describe_waiting
 from any_agent.rollout.slot_allocation import RankView, total
 
 
@@ -20,12 +20,12 @@ def group(name: str, closes_in: float, members: int = 1) -> Unfilled:
 
 def test_nobody_is_there() -> None:
     said = "no agent has a session open, or waits for one"
-    assert what_is_there(now()) == what_is_there(now(buffered=3)) == said
+    assert describe_waiting(now()) == describe_waiting(now(buffered=3)) == said
 
 
 def test_sessions_are_open_or_asked_for() -> None:
-    assert what_is_there(now(running=3)) == "3 open, 0 asked for"
-    assert what_is_there(now(waiting=8)) == "0 open, 8 asked for"
+    assert describe_waiting(now(running=3)) == "3 open, 0 asked for"
+    assert describe_waiting(now(waiting=8)) == "0 open, 8 asked for"
 
 
 def test_groups_that_are_not_full_are_named_whatever_their_rank() -> None:
@@ -33,7 +33,7 @@ def test_groups_that_are_not_full_are_named_whatever_their_rank() -> None:
         RankView(now(running=2, unfilled=[group("late", 500.4), group("later", 600)]), limit=9),
         RankView(now(unfilled=[group("g~1", 20, members=3), group("last", 700)]), limit=9),
     ]
-    assert what_is_there(total(views)) == (
+    assert describe_waiting(total(views)) == (
         "2 open, 0 asked for"
         "; group g~1 has 3 of 4 sessions, and up to 20 s for the others (sessions.group_timeout)"
         "; group late has 1 of 4 sessions, and up to 500 s for the others (sessions.group_timeout)"

@@ -13,7 +13,7 @@ import pytest
 from any_agent.config import RolloutConfig
 from any_agent.errors import ServiceUnavailable, Unauthenticated
 from any_agent.protocol.rl import Capacity
-from any_agent.rollout import Ranks
+from any_agent.rollout import RankClients
 from any_agent.rollout import capacity_keeper as module
 from any_agent.rollout.capacity_keeper import CapacityKeeper
 from proxy_ext.sessions.slots import Admission, Ticket
@@ -105,7 +105,7 @@ class Rank:
     async def close(self) -> None: ...
 
 
-class Fleet(Ranks):
+class Fleet(RankClients):
     """Ranks without addresses."""
 
     def __init__(self, *ranks: Rank) -> None:

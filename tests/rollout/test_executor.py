@@ -21,7 +21,7 @@ from any_agent.errors import (
     from_response,
 )
 from any_agent.protocol.rl import Rejection
-from any_agent.rollout import Ranks, RolloutExecutor
+from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rollout import lease_executor as module
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode
@@ -34,7 +34,7 @@ def episode(name: str, size: int = 2) -> Episode:
 
 
 class OneRank:
-    """Stands for `Ranks`: whatever the session's name."""
+    """Stands for `RankClients`: whatever the session's name."""
 
     def __init__(self, service: Service) -> None:
         self.clients = (service,)
@@ -45,7 +45,7 @@ class OneRank:
     def home(self, session_id: str) -> int:
         return 0
 
-    all = Ranks.all
+    all = RankClients.all
 
     async def close(self) -> None:
         await self.clients[0].close()
@@ -58,7 +58,7 @@ class Lab:
         workflow: Scripted | None = None,
     ) -> None:
         self.service, self.workflow = Service(), workflow or Scripted()
-        self.executor = RolloutExecutor(
+        self.executor = LeaseExecutor(
             lambda: OneRank(self.service),  # type: ignore[arg-type,return-value]
             lambda _, owner: self.workflow,
             CONFIG,

@@ -15,7 +15,7 @@ from any_agent.config import RolloutConfig
 from any_agent.errors import Conflict, NotFound, ServiceUnavailable
 from any_agent.protocol.rl import Rejection
 from any_agent.record import pack_trajectories
-from any_agent.rollout import Consumed, Ranks, RolloutExecutor
+from any_agent.rollout import Consumed, LeaseExecutor, RankClients
 from any_agent.rollout import lease_executor as module
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode, RolloutWorkflow
@@ -52,7 +52,7 @@ class Home(Service):
         return pack_trajectories([Trajectory(id, "g", []) for id in session_ids])
 
 
-class Fleet(Ranks):
+class Fleet(RankClients):
     def __init__(self, *services: Service) -> None:
         super().__init__(Path("nowhere"), 0)
         self.clients = services
@@ -64,7 +64,7 @@ class Lab:
         self.services = (Home(), Home())
         self.workflows: dict[RLClient, Scripted] = {s: Scripted() for s in self.services}
         config = {"batch_size": 4, "max_concurrent": 8, "eta": 1, **settings}
-        self.executor = RolloutExecutor(
+        self.executor = LeaseExecutor(
             lambda: Fleet(*self.services),
             self.workflow,
             RolloutConfig(**config),
@@ -138,7 +138,7 @@ def test_a_rank_that_is_back_soon_is_told_before_the_end(
 
 def test_a_step_waits_only_a_moment_for_a_rank_that_is_away() -> None:
     """One that restarts may take a minute; with a step a second, that would be most of the run."""
-    assert module._ACK_PATIENCE <= 5
+    assert module._ACK_TIMEOUT <= 5
 
 
 def test_a_session_that_is_gone_does_not_keep_the_others(lab: Lab) -> None:

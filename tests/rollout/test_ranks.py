@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 
 from any_agent.errors import NotFound, ServiceUnavailable
-from any_agent.rollout import Ranks
+from any_agent.rollout import RankClients
 from any_agent.rollout import rank_clients as module
-from any_agent.rundir.registry import Entry, publish, rank_name
+from any_agent.rundir.registry import RegistryEntry, publish, rank_name
 
 INFO = {
     "experiment": "e",
@@ -49,17 +49,19 @@ class Rank:
 
 
 def tell(folder: Path, rank: int, url: str) -> None:
-    entry = Entry(name=rank_name(rank), boot_id="b", url=url, pid=os.getpid(), engine_url="e")
+    entry = RegistryEntry(
+        name=rank_name(rank), boot_id="b", url=url, pid=os.getpid(), engine_url="e"
+    )
     publish(folder, entry)
 
 
-async def versions(ranks: Ranks) -> list[int]:
+async def versions(ranks: RankClients) -> list[int]:
     infos = await ranks.all(lambda rank: ranks.clients[rank].run_info())
     return [info.version for info in infos]
 
 
 async def test_a_rank_is_waited_for_and_followed(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path, 2, retry_for=15)
+    ranks = RankClients(tmp_path, 2, retry_for=15)
     async with Rank(10) as zero, Rank(11) as one, Rank(12) as moved:
         tell(tmp_path, 0, zero.url)
         waiting = asyncio.create_task(versions(ranks))
@@ -79,7 +81,7 @@ async def test_a_rank_is_waited_for_and_followed(tmp_path: Path) -> None:
 
 
 async def test_a_rank_that_never_comes(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path, 2, retry_for=0.2)
+    ranks = RankClients(tmp_path, 2, retry_for=0.2)
     async with Rank(10) as zero:
         tell(tmp_path, 0, zero.url)
         with pytest.raises(ServiceUnavailable):
@@ -88,7 +90,7 @@ async def test_a_rank_that_never_comes(tmp_path: Path) -> None:
 
 
 async def test_all_of_them_end_before_one_fails() -> None:
-    ranks = Ranks(Path("nowhere"), 3)
+    ranks = RankClients(Path("nowhere"), 3)
     ended: list[int] = []
 
     async def call(rank: int) -> int:
@@ -105,7 +107,7 @@ async def test_all_of_them_end_before_one_fails() -> None:
 
 
 def test_a_session_names_its_rank(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path, 2)
+    ranks = RankClients(tmp_path, 2)
     assert [ranks.home(f"ses-{rank}-{'0' * 16}") for rank in (0, 1)] == [0, 1]
     for wrong in (f"ses-2-{'0' * 16}", "ses-0-x", ""):
         with pytest.raises(NotFound, match="none of 2 ranks"):
@@ -114,7 +116,7 @@ def test_a_session_names_its_rank(tmp_path: Path) -> None:
 
 async def test_many_calls_look_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
-    ranks = Ranks(tmp_path, 4)
+    ranks = RankClients(tmp_path, 4)
     refresh = ranks._registry.refresh
 
     def counted() -> None:

@@ -13,7 +13,7 @@ from any_agent.engine import EnginePool
 from any_agent.engine.base import Capabilities
 from any_agent.errors import InvalidTrajectory
 from any_agent.record import InteractionWithTokenLogpReward
-from any_agent.rollout.jobs import Stream
+from any_agent.rollout.jobs import JobStream
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import GenerationChunk, ModelRequest
 from any_agent.workflow.tensors import rows_of
@@ -132,6 +132,6 @@ def test_an_item_is_under_way_before_it_is_no_longer_waiting() -> None:
             over.append(stream.over())
             return item
 
-    stream = Stream(iter(()), Doing(), 1, 1, exhausted=True, waiting=Asked([(0, {})]))
+    stream = JobStream(iter(()), Doing(), 1, 1, exhausted=True, waiting=Asked([(0, {})]))
     assert stream.next_job().position == 0
     assert (over, stream.under_way) == ([False], 1)

@@ -22,7 +22,7 @@ from any_agent.errors import (
     ServiceUnavailable,
     TrainingError,
 )
-from any_agent.rollout.failure_budget import Failures, is_passing
+from any_agent.rollout.failure_budget import FailureBudget, is_passing
 from tests.rollout.workflow_lab import Doing, executor, items, numbers
 from tests.workflow.tensors_lab import tensors
 
@@ -143,7 +143,7 @@ def test_what_an_agent_did_wrong_is_told_without_our_frames(
 ) -> None:
     error = AgentFailed("mine.Agent.run returned None", code="no_reward")
     error.add_note("a hint")
-    Failures(2).tell(error, "task 0")
+    FailureBudget(2).tell(error, "task 0")
     (told,) = caplog.records
     assert told.getMessage().endswith("only counted: mine.Agent.run returned None; a hint")
     assert told.exc_info is None
@@ -260,7 +260,7 @@ def test_a_service_that_is_away_is_tried_gently() -> None:
 
 
 def test_the_count_of_failures_in_a_row() -> None:
-    failures = Failures(3)
+    failures = FailureBudget(3)
     under_way = [failures.begin() for _ in range(10)]
     for number in under_way:
         assert failures.failed(number, ValueError("x"), "it") is None

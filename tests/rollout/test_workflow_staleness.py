@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from any_agent.config import RolloutConfig
 from any_agent.record import InteractionWithTokenLogpReward
-from any_agent.rollout.episode_runner import Episodes
-from any_agent.rollout.episode_scheduler import Crew
-from any_agent.rollout.jobs import Job, Stream
-from any_agent.rollout.result_queue import Board
+from any_agent.rollout.episode_runner import EpisodeRunner
+from any_agent.rollout.episode_scheduler import EpisodeScheduler
+from any_agent.rollout.jobs import EpisodeJob, JobStream
+from any_agent.rollout.result_queue import ResultQueue
 from any_agent.workflow import RolloutWorkflow
 
 ITEMS = 24
@@ -70,15 +70,15 @@ class Bench:
     trained: list[tuple[int, int]] = field(default_factory=list)
     """Positions and the steps that took them."""
     dropped: list[int] = field(default_factory=list)
-    in_training: list[Job] = field(default_factory=list)
+    in_training: list[EpisodeJob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.board = Board()
-        episodes = Episodes(
+        self.board = ResultQueue()
+        episodes = EpisodeRunner(
             None, lambda: self.step, sampling=None, eval_sampling=None, timeout=None, discount=1.0
         )
-        self.crew = Crew(episodes, self.config, self.board)
-        self.stream = Stream(
+        self.crew = EpisodeScheduler(episodes, self.config, self.board)
+        self.stream = JobStream(
             ((n, {"n": n}) for n in range(ITEMS)),
             Controlled(self),
             self.group_size,

@@ -16,7 +16,7 @@ import httpx
 from any_agent.config import Config
 from any_agent.keys import KeySigner
 from any_agent.launcher.trial import trial_dir
-from any_agent.rundir.registry import Entry, Load, publish, rank_name
+from any_agent.rundir.registry import PartLoad, RegistryEntry, publish, rank_name
 from router.app import Router, running_router
 from tests.proxy_ext.proxy_lab import LIMIT, config_for
 
@@ -87,7 +87,7 @@ class FakeRank:
         """Set once the router has ended a connection that a handler was at work on."""
         self.port = 0
         self.boots = 0
-        self.load = Load()
+        self.load = PartLoad()
         self.version = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -117,8 +117,8 @@ class FakeRank:
             writer.transport.abort()
         await asyncio.sleep(0)
 
-    def entry(self) -> Entry:
-        return Entry(
+    def entry(self) -> RegistryEntry:
+        return RegistryEntry(
             name=rank_name(self.number),
             boot_id=f"boot-{self.boots}",
             url=self.url,

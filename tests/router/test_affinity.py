@@ -15,11 +15,11 @@ from any_agent.errors import (
     SessionMismatch,
 )
 from any_agent.keys import KeySigner, Lane
-from router.affinity import Affinity, home_of
+from router.affinity import SessionAffinity, home_of
 
 RANKS = 3
 SIGNER = KeySigner(b"s" * 32)
-AFFINITY = Affinity(SIGNER, RANKS)
+AFFINITY = SessionAffinity(SIGNER, RANKS)
 KEYS = [SIGNER.mint(rank)[1] for rank in range(RANKS)]
 IDS = [f"ses-{rank}-0123456789abcdef" for rank in range(RANKS)]
 BAD_KEYS = {
@@ -97,7 +97,7 @@ def test_genuine_keys_are_checked_once_and_others_are_not_kept() -> None:
             checked.append(key)
             return super().verify(key)
 
-    affinity = Affinity(Signer(b"s" * 32), RANKS)
+    affinity = SessionAffinity(Signer(b"s" * 32), RANKS)
     for _ in range(2):
         assert affinity.rank_of(KEYS[1]) == 1
         assert affinity.rank_of(BAD_KEYS["forged"]) is None

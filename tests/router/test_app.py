@@ -13,10 +13,10 @@ from aiohttp import web
 
 from any_agent.protocol.rl import API_HEADER, API_VERSION
 from any_agent.rundir import heartbeat as presence
-from any_agent.rundir.registry import Entry, publish
+from any_agent.rundir.registry import RegistryEntry, publish
 from router import app
 from router.affinity import home_of
-from router.client_response import Replies
+from router.client_response import ClientResponder
 from tests.proxy_ext.proxy_lab import LIMIT, until
 from tests.router.conftest import StartLab
 from tests.router.router_lab import Lab, Received, Wire, serving
@@ -140,14 +140,16 @@ async def test_nothing_is_kept_back_for_a_client_that_takes_none(
 ) -> None:
     """Also the last piece of an answer is either the kernel's or waited for."""
     limits = []
-    whole = Replies.whole
+    whole = ClientResponder.whole
 
-    async def looked_at(self: Replies, request: web.BaseRequest, *rest: Any, **more: Any) -> Any:
+    async def looked_at(
+        self: ClientResponder, request: web.BaseRequest, *rest: Any, **more: Any
+    ) -> Any:
         assert request.transport is not None
         limits.append(request.transport.get_write_buffer_limits())
         return await whole(self, request, *rest, **more)
 
-    monkeypatch.setattr(Replies, "whole", looked_at)
+    monkeypatch.setattr(ClientResponder, "whole", looked_at)
     await lab.get("/v1/models")
     assert limits == [(0, 0)]
 
@@ -347,7 +349,7 @@ async def test_its_own_answers_name_their_version(pair: Lab) -> None:
 
 async def test_it_writes_its_own_entry(lab: Lab) -> None:
     path = lab.registry / "router.json"
-    entry = Entry.model_validate_json(path.read_bytes())
+    entry = RegistryEntry.model_validate_json(path.read_bytes())
     assert (entry.name, entry.url) == ("router", f"http://127.0.0.1:{lab.port}")
     before = path.stat().st_mtime_ns
     await until(lambda: path.stat().st_mtime_ns > before, "it is written again")
@@ -357,7 +359,7 @@ async def test_it_writes_its_entry_in_a_thread(lab: Lab, monkeypatch: pytest.Mon
     """No stream waits for the disk."""
     writers: list[threading.Thread] = []
 
-    def told(folder: Path, entry: Entry) -> None:
+    def told(folder: Path, entry: RegistryEntry) -> None:
         writers.append(threading.current_thread())
         publish(folder, entry)
 
@@ -391,7 +393,7 @@ async def test_a_stop_finishes_what_is_under_way(lab: Lab, monkeypatch: pytest.M
         ending.add_done_callback(lambda _: go.set())
     await ending
     assert "200" in await wire.head()
-    entry = Entry.model_validate_json((lab.registry / "router.json").read_bytes())
+    entry = RegistryEntry.model_validate_json((lab.registry / "router.json").read_bytes())
     assert entry.state in ("stopping", "ready")
     with pytest.raises(ConnectionRefusedError):
         await lab.connect()

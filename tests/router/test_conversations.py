@@ -15,7 +15,7 @@ from any_agent.auth.key_store import create_key
 from any_agent.protocol.conversation_key import rank_tag, task_of
 from router import implicit_affinity as conversations
 from router.affinity import home_of
-from router.implicit_affinity import Conversations, Held
+from router.implicit_affinity import HomeRank, ImplicitAffinity
 from tests.proxy_ext.proxy_lab import until
 from tests.router.conftest import StartLab
 from tests.router.router_lab import Lab, Received
@@ -113,7 +113,7 @@ async def test_only_for_those_whose_calls_open_sessions(start_lab: StartLab) -> 
 LONG = {"messages": said(4, "x" * 190_000)}
 
 
-def held(lab: Lab) -> Held:
+def held(lab: Lab) -> HomeRank:
     return lab.router._conversations.held
 
 
@@ -203,7 +203,7 @@ async def test_a_thread_has_the_body_until_its_end(
         go_on.wait(30)
         return 0
 
-    monkeypatch.setattr(Conversations, "_rank", read)
+    monkeypatch.setattr(ImplicitAffinity, "_rank", read)
     asked = asyncio.create_task(tight.post(PATH, LONG))
     try:
         await until(begun.is_set)

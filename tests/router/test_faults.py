@@ -11,7 +11,7 @@ from aiohttp import web
 from any_agent.errors import ReplyLost
 from any_agent.rundir.registry import publish
 from router import rank_health as health
-from router.client_response import Replies
+from router.client_response import ClientResponder
 from tests.proxy_ext.proxy_lab import LIMIT, until
 from tests.router.conftest import StartLab
 from tests.router.router_lab import END, Lab, Received
@@ -277,7 +277,7 @@ async def test_a_client_that_leaves_ends_the_ranks_work(lab: Lab, begun: bool) -
 async def test_a_client_that_leaves_before_the_last_empty_chunk_is_no_fault(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ended = Replies._ended
+    ended = ClientResponder._ended
 
     async def after_it_left(self: Any, request: web.BaseRequest, *rest: Any) -> Any:
         assert request.transport is not None
@@ -289,7 +289,7 @@ async def test_a_client_that_leaves_before_the_last_empty_chunk_is_no_fault(
         await received.chunk(b"data: [DONE]\n\n")
         await received.send(END)
 
-    monkeypatch.setattr(Replies, "_ended", after_it_left)
+    monkeypatch.setattr(ClientResponder, "_ended", after_it_left)
     lab.ranks[0].handler = answer
     wire = await lab.connect()
     await wire.send(POST)

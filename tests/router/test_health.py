@@ -12,28 +12,28 @@ import pytest
 
 from any_agent.errors import ServiceUnavailable
 from any_agent.rundir import registry
-from any_agent.rundir.registry import Entry, Registry, publish, rank_name
+from any_agent.rundir.registry import Registry, RegistryEntry, publish, rank_name
 from router import rank_health as health
-from router.rank_health import Ranks
+from router.rank_health import RankHealth
 from tests.proxy_ext.proxy_lab import until
 
 
 def tell(folder: Path, rank: int, **fields: Any) -> None:
     url = f"http://127.0.0.1:{9000 + rank}/"
-    entry = Entry(name=rank_name(rank), boot_id="b", url=url, pid=1)
+    entry = RegistryEntry(name=rank_name(rank), boot_id="b", url=url, pid=1)
     publish(folder, entry.model_copy(update=fields))
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Ranks:
-    return Ranks(Registry(tmp_path), 3, wait=5)
+def ranks(tmp_path: Path) -> RankHealth:
+    return RankHealth(Registry(tmp_path), 3, wait=5)
 
 
 def soon(seconds: float = 15) -> float:
     return time.monotonic() + seconds
 
 
-async def test_ranks_come_and_go(tmp_path: Path, ranks: Ranks) -> None:
+async def test_ranks_come_and_go(tmp_path: Path, ranks: RankHealth) -> None:
     await ranks.refresh()
     assert ranks.live == []
     tell(tmp_path, 2)
@@ -50,14 +50,16 @@ async def test_ranks_come_and_go(tmp_path: Path, ranks: Ranks) -> None:
     assert ranks.live == [2]
 
 
-async def test_ranks_beyond_the_configured_ones_do_not_count(tmp_path: Path, ranks: Ranks) -> None:
+async def test_ranks_beyond_the_configured_ones_do_not_count(
+    tmp_path: Path, ranks: RankHealth
+) -> None:
     tell(tmp_path, 7)
     await ranks.refresh()
     assert ranks.live == []
 
 
 async def test_a_silent_rank_is_away(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ranks: RankHealth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell(tmp_path, 0)
     await ranks.refresh()
@@ -67,7 +69,9 @@ async def test_a_silent_rank_is_away(
     assert ranks.live == []
 
 
-async def test_a_failed_rank_is_away_until_it_writes_again(tmp_path: Path, ranks: Ranks) -> None:
+async def test_a_failed_rank_is_away_until_it_writes_again(
+    tmp_path: Path, ranks: RankHealth
+) -> None:
     tell(tmp_path, 0)
     tell(tmp_path, 1)
     await ranks.refresh()
@@ -84,7 +88,7 @@ async def test_a_failed_rank_is_away_until_it_writes_again(tmp_path: Path, ranks
 
 
 async def test_a_rank_that_fails_while_the_registry_is_read_is_away(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ranks: RankHealth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What that look finds is from before the failure."""
     tell(tmp_path, 0)
@@ -113,7 +117,7 @@ async def test_a_rank_that_fails_while_the_registry_is_read_is_away(
 
 
 async def test_a_disk_that_hangs_holds_nobody_up(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ranks: RankHealth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The view stands still meanwhile, and a failure counts all the same."""
     tell(tmp_path, 0)
@@ -144,7 +148,7 @@ async def test_a_disk_that_hangs_holds_nobody_up(
 
 
 async def test_after_a_failure_the_registry_is_read_at_once(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ranks: RankHealth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that what the rank writes next is news."""
     monkeypatch.setattr(health, "_REFRESH", 3600.0)
@@ -154,7 +158,7 @@ async def test_after_a_failure_the_registry_is_read_at_once(
         await until(lambda: ranks._failed_at[0] < float("inf"), "the registry is read")
 
 
-async def test_half_an_entry_keeps_the_last_good_one(tmp_path: Path, ranks: Ranks) -> None:
+async def test_half_an_entry_keeps_the_last_good_one(tmp_path: Path, ranks: RankHealth) -> None:
     tell(tmp_path, 0, version=4)
     await ranks.refresh()
     (tmp_path / "rank-0.json").write_text('{"name": "rank-0", "boo')
@@ -165,7 +169,7 @@ async def test_half_an_entry_keeps_the_last_good_one(tmp_path: Path, ranks: Rank
     assert ranks.live == [0]
 
 
-async def test_reaching(tmp_path: Path, ranks: Ranks) -> None:
+async def test_reaching(tmp_path: Path, ranks: RankHealth) -> None:
     async with ranks.watched():
         one = asyncio.create_task(ranks.reach(1, soon()))
         some = asyncio.create_task(ranks.reach_any(soon()))
@@ -178,7 +182,7 @@ async def test_reaching(tmp_path: Path, ranks: Ranks) -> None:
         assert ranks.waiting == 0
 
 
-async def test_waiting_ends(ranks: Ranks) -> None:
+async def test_waiting_ends(ranks: RankHealth) -> None:
     for deadline in (0.0, soon(0.05)):
         with pytest.raises(ServiceUnavailable) as error:
             await ranks.reach(2, deadline)
@@ -190,7 +194,7 @@ async def test_waiting_ends(ranks: Ranks) -> None:
 
 
 async def test_the_watch_survives_a_fault(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ranks: RankHealth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "_REFRESH", 0.01)
     refresh, faults = Registry.refresh, 0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from any_agent.rundir.registry import Load
+from any_agent.rundir.registry import PartLoad
 from router.affinity import home_of
 from tests.proxy_ext.proxy_lab import until
 from tests.router.conftest import StartLab
@@ -218,7 +218,7 @@ async def test_it_waits_where_fewer_do_now(pair: Lab) -> None:
 
 async def test_it_waits_where_others_do_not(pair: Lab) -> None:
     """Waiting opens that did not come through this router are known from the registry."""
-    pair.ranks[0].load = Load(waiting=8)
+    pair.ranks[0].load = PartLoad(waiting=8)
     pair.tell()
     more = [slots(rank) for rank in pair.ranks]
     await until(lambda: pair.router.ranks.entry(0).load.waiting == 8, "the load is read")  # type: ignore[union-attr]

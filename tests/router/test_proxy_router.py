@@ -24,7 +24,7 @@ from any_agent.keys import rank_of_session
 from any_agent.runtime.ports import free_port
 from router import ProxyRouter
 from router.proxy_router import _Proxies
-from router.rank_health import Ranks
+from router.rank_health import RankHealth
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, config_for, running_proxy
 from tests.proxy_ext.real_parts import await_url, environment
@@ -245,7 +245,7 @@ async def test_a_proxy_that_dies_is_away_and_comes_back() -> None:
     rank.handler = health
     await rank.start()
     proxies = _Proxies([rank.url])
-    ranks = Ranks(proxies, 1, wait=LIMIT)
+    ranks = RankHealth(proxies, 1, wait=LIMIT)
     try:
         await ranks.refresh()
         assert ranks.live == [0]

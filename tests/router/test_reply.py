@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.http import StreamWriter
 
-from router.client_response import Replies
+from router.client_response import ClientResponder
 
 
 class Transport:
@@ -45,7 +45,7 @@ class Writer:
             await self._drained.wait()
 
 
-async def wait_for_client(replies: Replies, transport: Any, drained: asyncio.Event) -> None:
+async def wait_for_client(replies: ClientResponder, transport: Any, drained: asyncio.Event) -> None:
     request = cast(web.BaseRequest, Request(transport))
     await replies._taken(request, cast(StreamWriter, Writer(drained)))
 
@@ -54,14 +54,14 @@ async def wait_for_client(replies: Replies, transport: Any, drained: asyncio.Eve
     ("sizes", "looks"), [([100], 2), ([100, 90, 80, 80], 4), ([100, 99, 1, 1], 4)]
 )
 async def test_cut_once_nothing_is_taken(sizes: list[int], looks: int) -> None:
-    replies, transport = Replies(timeout=0.01), Transport(sizes)
+    replies, transport = ClientResponder(timeout=0.01), Transport(sizes)
     await wait_for_client(replies, transport, transport.aborted)
     assert transport.looks == looks
     assert replies.cut == 1
 
 
 async def test_no_look_after_the_wait() -> None:
-    replies, transport = Replies(timeout=0.01), Transport([100, 0])
+    replies, transport = ClientResponder(timeout=0.01), Transport([100, 0])
     drained = asyncio.Event()
     drained.set()
     await wait_for_client(replies, transport, drained)
@@ -72,4 +72,4 @@ async def test_no_look_after_the_wait() -> None:
 
 
 async def test_a_client_that_has_left_is_not_waited_for() -> None:
-    await wait_for_client(Replies(timeout=60), None, asyncio.Event())
+    await wait_for_client(ClientResponder(timeout=60), None, asyncio.Event())

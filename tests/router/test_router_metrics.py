@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import router.metrics as metrics_module
 from any_agent.auth.key_store import create_key
 from any_agent.launcher.trial import trial_dir
-from any_agent.rundir.registry import Entry, publish
+from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.runtime.metrics import CONTENT_TYPE, Exposition, Metric
 from router.metrics import METRICS, merged
 from router.stats import CLIENT_LEFT
@@ -66,7 +66,7 @@ def shows_metrics(rank: FakeRank, sessions: int) -> None:
 def present(lab: Lab, url: str, state: str = "ready") -> None:
     """Write the trainer's registry entry."""
     fields = {"name": "trainer", "boot_id": "t", "url": url, "pid": 1, "state": state}
-    publish(lab.registry, Entry.model_validate(fields))
+    publish(lab.registry, RegistryEntry.model_validate(fields))
     lab.router.ranks._registry.refresh()
 
 

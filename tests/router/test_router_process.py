@@ -18,7 +18,7 @@ import pytest
 from any_agent.config import load_config
 from any_agent.keys import KeySigner
 from any_agent.launcher.trial import trial_dir
-from any_agent.rundir.registry import Entry, publish
+from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.runtime.ports import reserve
 from tests.proxy_ext.real_parts import await_url, environment, write_config
 from tests.router.router_lab import FakeRank
@@ -128,7 +128,7 @@ def test_it_tells_its_public_url(config: Path) -> None:
         while not path.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        entry = Entry.model_validate_json(path.read_bytes())
+        entry = RegistryEntry.model_validate_json(path.read_bytes())
         assert (entry.url, entry.pid) == ("https://rl.example.org", process.pid)
 
 

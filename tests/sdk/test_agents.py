@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from any_agent.errors import AgentFailed, ConfigError
-from any_agent.sdk.agent_callable import Agent
+from any_agent.sdk.agent_callable import AgentCallable
 
 URL = "http://s/k/v1"
 SESSION: Any = SimpleNamespace(session_url=URL, api_key="k", blocking="blocking session")
@@ -18,7 +18,7 @@ HTTP: Any = object()
 
 
 async def given(agent: Any, **kwargs: Any) -> Any:
-    return await Agent(agent, kwargs or None)("item", SESSION, HTTP)
+    return await AgentCallable(agent, kwargs or None)("item", SESSION, HTTP)
 
 
 class Trained:
@@ -70,9 +70,9 @@ async def test_what_it_is_given() -> None:
 
 
 def test_its_name_says_what_is_called() -> None:
-    assert Agent(Trained()).name == f"{__name__}.Trained.run"
-    assert Agent(named).name == f"{__name__}.named"
-    assert Agent(Trained()).wants_http_client and not Agent(named).wants_http_client
+    assert AgentCallable(Trained()).name == f"{__name__}.Trained.run"
+    assert AgentCallable(named).name == f"{__name__}.named"
+    assert AgentCallable(Trained()).wants_http_client and not AgentCallable(named).wants_http_client
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_its_name_says_what_is_called() -> None:
 )
 def test_what_is_no_agent(agent: Any, kwargs: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Agent(agent, kwargs)
+        AgentCallable(agent, kwargs)
 
 
 async def test_what_blocks_has_the_context_of_its_run() -> None:
@@ -132,7 +132,7 @@ async def test_a_thread_that_nobody_waits_for_is_counted_until_it_ends() -> None
         go_on.wait(60)
         ended.set()
 
-    one = Agent(agent)
+    one = AgentCallable(agent)
     running = asyncio.ensure_future(one("item", SESSION, None))
     await asyncio.to_thread(begun.wait, 60)
     running.cancel()
@@ -143,6 +143,6 @@ async def test_a_thread_that_nobody_waits_for_is_counted_until_it_ends() -> None
     await asyncio.wait_for(_until_none_hangs(one), 60)
 
 
-async def _until_none_hangs(one: Agent) -> None:
+async def _until_none_hangs(one: AgentCallable) -> None:
     while one.hanging:  # noqa: ASYNC110  (a thread says so)
         await asyncio.sleep(0.005)

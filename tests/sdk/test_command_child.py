@@ -16,17 +16,17 @@ import pytest
 
 from any_agent.errors import AgentFailed
 from any_agent.sdk.program import process as command_child
-from any_agent.sdk.program.process import Ended, Program, run_program
+from any_agent.sdk.program.process import Program, ProgramExit, run_program
 from tests.launcher.children import is_alive as alive
 from tests.launcher.children import until
 
 LONG = 30.0
-Run: TypeAlias = Callable[..., Awaitable[Ended]]
+Run: TypeAlias = Callable[..., Awaitable[ProgramExit]]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    async def run(*argv: str, limit: float = LONG) -> Ended:
+    async def run(*argv: str, limit: float = LONG) -> ProgramExit:
         return await run_program(program(tmp_path, *argv), limit=limit)
 
     return run

@@ -11,7 +11,7 @@ import pytest
 from any_agent.errors import AgentFailed, ConfigError
 from any_agent.protocol.rl import InteractionContent, SessionContent
 from any_agent.sdk.program.reward import (
-    Graded,
+    ProgramReward,
     RewardFile,
     RewardSource,
     check_source,
@@ -37,11 +37,11 @@ SAID = SessionContent(
 )
 
 
-def graded(folder: Path, printed: str = "") -> Graded:
+def graded(folder: Path, printed: str = "") -> ProgramReward:
     out = folder / "s-0-1.out"
     out.write_text(printed)
     variables = {"ANY_AGENT_RUN_INDEX": "3"}
-    return Graded(f"ANY_AGENT_SESSION_ID={folder}", variables, folder / "s-0-1", out, SAID)
+    return ProgramReward(f"ANY_AGENT_SESSION_ID={folder}", variables, folder / "s-0-1", out, SAID)
 
 
 @pytest.mark.parametrize(

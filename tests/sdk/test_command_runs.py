@@ -15,41 +15,41 @@ import psutil
 import pytest
 
 from any_agent.errors import ConfigError
-from any_agent.sdk.find_service import Service
-from any_agent.sdk.program.group import CommandRuns
+from any_agent.sdk.find_service import ServiceAddress
+from any_agent.sdk.program.group import ProgramGroup
 from any_agent.sdk.program.report import as_json, exit_code, table
 from any_agent.sdk.program.reward import RewardSource
-from any_agent.sdk.program.run import CommandRun, RunOptions
+from any_agent.sdk.program.run import ProgramRun, RunOptions
 from tests.proxy_ext.proxy_lab import until
 from tests.sdk.command_lab import agent, marks_itself
 from tests.sdk.conftest import Serve, Served
 
-Make: TypeAlias = Callable[..., CommandRuns]
+Make: TypeAlias = Callable[..., ProgramGroup]
 
 
 @pytest.fixture
 def make(tmp_path: Path, served: Served) -> Make:
-    def make(does: str = "ask()", **fields: Any) -> CommandRuns:
+    def make(does: str = "ask()", **fields: Any) -> ProgramGroup:
         options = {
             "command": agent(tmp_path, does),
-            "service": Service(served.url, served.tenant_key),
+            "service": ServiceAddress(served.url, served.tenant_key),
             "folder": tmp_path,
             "limit": 60.0,
             "wait": 5.0,
         }
-        return CommandRuns(RunOptions(**options | fields))
+        return ProgramGroup(RunOptions(**options | fields))
 
     return make
 
 
-async def only(runs: CommandRuns) -> CommandRun:
+async def only(runs: ProgramGroup) -> ProgramRun:
     """The result of the only run."""
     await runs.run()
     (result,) = runs.results
     return result
 
 
-async def reason(served: Served, result: CommandRun) -> str:
+async def reason(served: Served, result: ProgramRun) -> str:
     """Why its session was thrown away."""
     assert result.session_id is not None
     info = await served.info(result.session_id)
@@ -234,10 +234,10 @@ async def test_a_program_that_cannot_be_started(make: Make, served: Served, tmp_
 
 
 async def test_no_service(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("any_agent.sdk.program.group._ANSWERS_WITHIN", 0.1)
+    monkeypatch.setattr("any_agent.sdk.program.group._ANSWERS_TIMEOUT", 0.1)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        runs = make(n=4, service=Service(f"http://127.0.0.1:{unused.getsockname()[1]}"))
+        runs = make(n=4, service=ServiceAddress(f"http://127.0.0.1:{unused.getsockname()[1]}"))
         await runs.run()
     assert runs.stopped is not None and "is it running?" in runs.stopped.message
     assert exit_code(runs) == 3
@@ -246,7 +246,7 @@ async def test_no_service(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_key_that_is_not_taken(make: Make, served: Served) -> None:
     for key in (None, "sk-tenant.none.of.theirs"):
-        runs = make(n=2, service=Service(served.url, key))
+        runs = make(n=2, service=ServiceAddress(served.url, key))
         await runs.run()
         assert runs.stopped is not None and runs.stopped.status == 401
         assert exit_code(runs) == 3
@@ -262,7 +262,7 @@ async def test_something_else_at_the_url(make: Make) -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        runs = make(service=Service(f"http://127.0.0.1:{port}"))
+        runs = make(service=ServiceAddress(f"http://127.0.0.1:{port}"))
         await runs.run()
     assert runs.stopped is not None and "is no service of any-agent" in runs.stopped.message
     assert exit_code(runs) == 3
@@ -283,7 +283,7 @@ async def test_a_service_of_another_version(make: Make, tmp_path: Path) -> None:
     async with server:
         port = server.sockets[0].getsockname()[1]
         does = f"open({str(tmp_path / 'started')!r}, 'w')"
-        runs = make(does, service=Service(f"http://127.0.0.1:{port}"))
+        runs = make(does, service=ServiceAddress(f"http://127.0.0.1:{port}"))
         await runs.run()
     assert runs.stopped is not None and "speaks version 2" in runs.stopped.message
     assert exit_code(runs) == 3
@@ -311,7 +311,7 @@ async def test_no_slot_is_a_run_that_failed(
     make: Make, serve: Serve, served: Served, tmp_path: Path
 ) -> None:
     full = await serve(f"root={tmp_path / 'full'}", slots=0)
-    runs = make(service=Service(full.url, full.tenant_key), wait=0.2)
+    runs = make(service=ServiceAddress(full.url, full.tenant_key), wait=0.2)
     result = await only(runs)
     assert result.state == "failed" and exit_code(runs) == 1
 

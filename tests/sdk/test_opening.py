@@ -11,9 +11,9 @@ import pytest
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import TooManyRequests
 from any_agent.sdk import open_session as opening
-from any_agent.sdk.find_service import Service
+from any_agent.sdk.find_service import ServiceAddress
 
-SERVICE = Service("http://there:8000", None)
+SERVICE = ServiceAddress("http://there:8000", None)
 
 
 class Full:
@@ -36,7 +36,7 @@ class Full:
 def full(monkeypatch: pytest.MonkeyPatch) -> Full:
     full = Full()
     monkeypatch.setattr(opening, "time", full)
-    monkeypatch.setattr(opening, "_said", opening._Said())
+    monkeypatch.setattr(opening, "_said", opening._WaitNotice())
     monkeypatch.setattr(opening, "jittered", lambda *_: 0.0)
     return full
 

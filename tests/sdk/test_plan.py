@@ -8,27 +8,27 @@ import pytest
 
 from any_agent.config import NAME_PATTERN
 from any_agent.data import get_custom_dataset
-from any_agent.sdk.run_plan import Header, Items, Place, Plan, new_run
+from any_agent.sdk.run_plan import ItemSource, PlanHeader, RunId, RunPlan, new_run
 
-HEADER = Header(new_run(), "00", items=12, group_size=2, mode="train", service="e/t")
+HEADER = PlanHeader(new_run(), "00", items=12, group_size=2, mode="train", service="e/t")
 
 
 def test_every_place_once_and_groups_together() -> None:
-    plan = Plan(HEADER, epochs=2)
+    plan = RunPlan(HEADER, epochs=2)
     places = list(plan)
     assert len(places) == len(plan) == len(set(places)) == 48
     assert places == sorted(places)
-    assert places[:3] == [Place(0, 0, 0), Place(0, 0, 1), Place(0, 1, 0)]
+    assert places[:3] == [RunId(0, 0, 0), RunId(0, 0, 1), RunId(0, 1, 0)]
 
 
 def test_names_are_each_ones_own() -> None:
     """12-1 and 1-21 must not be the same, nor may a name be too long for the service."""
-    plan = Plan(HEADER, epochs=12)
+    plan = RunPlan(HEADER, epochs=12)
     places = list(plan)
     groups = {(p.epoch, p.item, g): plan.group(p, g) for p in places for g in range(3)}
     assert len(set(groups.values())) == len(groups)
     assert all(re.fullmatch(NAME_PATTERN, name) for name in groups.values())
-    far = Place(10**6, 10**9, 10**4)
+    far = RunId(10**6, 10**9, 10**4)
     assert re.fullmatch(NAME_PATTERN, plan.group(far, 4))
     keys = {plan.key(p, a, what) for p in places for a in range(3) for what in ("open", "end")}
     assert len(keys) == len(places) * 6
@@ -48,7 +48,7 @@ def test_names_are_each_ones_own() -> None:
     ],
 )
 def test_items_own_tasks(own: Any, task: str | None) -> None:
-    assert Items([{"task_id": own}]).task(0) == task
+    assert ItemSource([{"task_id": own}]).task(0) == task
 
 
 def test_datasets_of_all_kinds(tmp_path: Path) -> None:
@@ -56,18 +56,18 @@ def test_datasets_of_all_kinds(tmp_path: Path) -> None:
     file.write_text('{"a": 1}\n\n{"a": 2}\n')
     rows = [{"a": 1}, {"a": 2}]
     kinds = [file, str(file), rows, iter(rows), get_custom_dataset(path=file), tuple(rows)]
-    assert {Items(kind).fingerprint() for kind in kinds} == {Items(rows).fingerprint()}
-    assert [Items(range(3))[k] for k in range(3)] == [0, 1, 2]
+    assert {ItemSource(kind).fingerprint() for kind in kinds} == {ItemSource(rows).fingerprint()}
+    assert [ItemSource(range(3))[k] for k in range(3)] == [0, 1, 2]
 
 
 def test_the_fingerprint_tells_datasets_apart() -> None:
     of = [
-        Items(rows).fingerprint()
+        ItemSource(rows).fingerprint()
         for rows in ([{"a": 1}], [{"a": 2}], [{"a": 1}] * 2, [{"a": 1, "b": object()}], ["a"])
     ]
     assert len(set(of)) == len(of)
     # What no JSON can say goes by its kind.
     odd = [{1: "a", "b": 2}], [{("a", "b"): 1}]
-    assert len({Items(rows).fingerprint() for rows in odd}) == 1
+    assert len({ItemSource(rows).fingerprint() for rows in odd}) == 1
     # The order of fields is nobody's business, nor is where an object lies.
-    assert Items([{"b": object(), "a": 1}]).fingerprint() == of[3]
+    assert ItemSource([{"b": object(), "a": 1}]).fingerprint() == of[3]

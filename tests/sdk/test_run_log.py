@@ -11,15 +11,15 @@ import pytest
 
 from any_agent.errors import ConfigError
 from any_agent.sdk.results import RunResult
-from any_agent.sdk.results_log import Begun, RunLog
-from any_agent.sdk.run_plan import Header, Place
+from any_agent.sdk.results_log import ResultsLog, StartedRun
+from any_agent.sdk.run_plan import PlanHeader, RunId
 
-HEADER = Header("run-1", "00", items=2, group_size=2, mode="train", service="e/t")
+HEADER = PlanHeader("run-1", "00", items=2, group_size=2, mode="train", service="e/t")
 DONE = RunResult(item=0, epoch=0, member=1, state="finalized", reward=1.0, session_id="s-2")
 
 
-def opened(file: Path) -> RunLog:
-    log = RunLog(file)
+def opened(file: Path) -> ResultsLog:
+    log = ResultsLog(file)
     log.open()
     return log
 
@@ -28,10 +28,10 @@ async def written(file: Path) -> None:
     log = opened(file)
     await log.begin(HEADER)
     await asyncio.gather(
-        log.opened(Place(0, 0, 0), 0, "s-1"),
-        log.opened(Place(0, 0, 1), 2, "s-2"),
-        log.void(Place(0, 1, 0), 1),
-        log.regrouped([Place(0, 1, 0), Place(0, 1, 1)], 1),
+        log.opened(RunId(0, 0, 0), 0, "s-1"),
+        log.opened(RunId(0, 0, 1), 2, "s-2"),
+        log.void(RunId(0, 1, 0), 1),
+        log.regrouped([RunId(0, 1, 0), RunId(0, 1, 1)], 1),
         log.ended(DONE),
     )
     await log.end()
@@ -42,13 +42,13 @@ async def test_what_is_written_is_known_again(tmp_path: Path) -> None:
     await written(file)
     log = opened(file)
     assert log.header == HEADER
-    assert log.known.results == {Place(0, 0, 1): DONE}
+    assert log.known.results == {RunId(0, 0, 1): DONE}
     assert log.known.begun == {
-        Place(0, 0, 0): Begun(0, "s-1"),
-        Place(0, 0, 1): Begun(2, "s-2"),
-        Place(0, 1, 0): Begun(1, None),
+        RunId(0, 0, 0): StartedRun(0, "s-1"),
+        RunId(0, 0, 1): StartedRun(2, "s-2"),
+        RunId(0, 1, 0): StartedRun(1, None),
     }
-    assert log.known.regrouped == {Place(0, 1, 0): (1, 2), Place(0, 1, 1): (1, 2)}
+    assert log.known.regrouped == {RunId(0, 1, 0): (1, 2), RunId(0, 1, 1): (1, 2)}
     await log.end()
 
 
@@ -111,7 +111,7 @@ async def test_half_a_character(tmp_path: Path) -> None:
         await log.ended(replace(DONE, item=1, state="failed", error="no file \udcff"))
     await log.end()
     log = opened(file)
-    assert log.known.results[Place(0, 1, 1)].error == "no file ?"
+    assert log.known.results[RunId(0, 1, 1)].error == "no file ?"
     await log.end()
 
 
@@ -178,7 +178,7 @@ async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_without_a_file() -> None:
-    log = RunLog(None)
+    log = ResultsLog(None)
     log.open()
     await log.begin(HEADER)
     await log.ended(DONE)

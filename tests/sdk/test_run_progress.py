@@ -4,13 +4,13 @@ import io
 
 import pytest
 
-from any_agent.sdk.progress import Bar, Progress, shown
+from any_agent.sdk.progress import ProgressBar, RunProgress, shown
 
 
 def test_a_bar_is_one_line_that_is_drawn_over() -> None:
     stream = io.StringIO()
-    bar = Bar(stream)
-    state = Progress(total=4)
+    bar = ProgressBar(stream)
+    state = RunProgress(total=4)
     bar(state)
     state.done, state.running, state.rewarded, state.rewards = 4, 2, 3, 1.5
     state.failed = 1
@@ -28,8 +28,8 @@ def test_it_is_drawn_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     stream = io.StringIO()
-    bar = Bar(stream)
-    state = Progress(total=1000)
+    bar = ProgressBar(stream)
+    state = RunProgress(total=1000)
     for done in range(100):
         state.done, now = done, done * 0.01
         bar(state)
@@ -37,12 +37,12 @@ def test_it_is_drawn_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Progress] = []
-    state = Progress(total=1)
+    told: list[RunProgress] = []
+    state = RunProgress(total=1)
     shown(told.append)(state)
     assert told == [state]
-    assert isinstance(shown(True), Bar)
+    assert isinstance(shown(True), ProgressBar)
     shown(False)(state)
     for terminal in (True, False):
         monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
-        assert isinstance(shown(None), Bar) is terminal
+        assert isinstance(shown(None), ProgressBar) is terminal

@@ -20,7 +20,7 @@ from any_agent.errors import (
     TooManyRequests,
     Unauthenticated,
 )
-from any_agent.sdk import AsyncSession, Progress, RunResults, Session
+from any_agent.sdk import AsyncSession, RunProgress, RunResults, Session
 from tests.sdk.conftest import Serve, Served
 from tests.sdk.runner_lab import ITEMS, asker, leased, places
 
@@ -34,7 +34,7 @@ def codes(results: RunResults) -> list[str | None]:
 
 
 async def test_each_item_is_a_group_of_runs(served: Served, tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[RunProgress] = []
     async with asker() as one:
 
         async def agent(item: dict[str, Any]) -> float:

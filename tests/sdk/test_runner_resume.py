@@ -16,7 +16,7 @@ import pytest
 from any_agent import AgentRunner
 from any_agent.errors import ConfigError
 from any_agent.sdk import AsyncSession
-from any_agent.sdk.run_plan import Items
+from any_agent.sdk.run_plan import ItemSource
 from tests.proxy_ext.proxy_lab import until
 from tests.sdk.conftest import Served
 from tests.sdk.runner_killed import GROUP
@@ -117,7 +117,9 @@ async def test_sessions_that_a_runner_never_came_to_know_of(served: Served, tmp_
         await runner(file, group_size=1).arun(agent, ITEMS[:1])
         known = await runner(file, group_size=1).arun(agent, ITEMS[:1])
         header = lines_of(file)[0]
-        file.write_text(json.dumps({**header, "items": 2, "data": Items(ITEMS[:2]).fingerprint()}))
+        file.write_text(
+            json.dumps({**header, "items": 2, "data": ItemSource(ITEMS[:2]).fingerprint()})
+        )
         with file.open("a") as rest:
             rest.write(f"\n{json.dumps(known[0].as_dict())}\n")
         key = f"{known.run}-0-1-0-0-open"

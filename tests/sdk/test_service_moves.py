@@ -17,8 +17,8 @@ from aiohttp import web
 from openai import AsyncOpenAI
 
 from any_agent import AgentRunner, AgentSession
-from any_agent.client.aiohttp_transport import Answer, ManyRequests
-from any_agent.client.retry_transport import PatientTransport
+from any_agent.client.aiohttp_transport import AiohttpTransport, Response
+from any_agent.client.retry_transport import RetryTransport
 from any_agent.client.rl_client import RLClient
 from any_agent.client.service_url import moved, url_file
 from any_agent.errors import ConfigError, ServiceUnavailable
@@ -157,8 +157,8 @@ async def test_a_client_of_the_rl_routes(serve: Serve, place: Path) -> None:
     served = await serve()
     put(place, "http://127.0.0.1:9")
 
-    class Moves(ManyRequests):
-        async def request(self, *arguments: Any, **named: Any) -> Answer:
+    class Moves(AiohttpTransport):
+        async def request(self, *arguments: Any, **named: Any) -> Response:
             try:
                 return await super().request(*arguments, **named)
             except httpx.ConnectError:
@@ -226,7 +226,7 @@ async def test_the_client_that_waits(second: Server, place: Path) -> None:
                 write(place, second.url)
                 raise
 
-    transport = PatientTransport(Moves(trust_env=False), patience=10.0)
+    transport = RetryTransport(Moves(trust_env=False), patience=10.0)
     async with httpx.AsyncClient(transport=transport) as http:
         response = await http.post(
             "http://127.0.0.1:9/v1/x", json={"a": 1}, headers={"Authorization": f"Bearer {KEY}"}

@@ -13,12 +13,12 @@ import pytest
 from openai import APIStatusError
 
 from any_agent import AgentSession
-from any_agent.client.aiohttp_transport import ManyRequests
+from any_agent.client.aiohttp_transport import AiohttpTransport
 from any_agent.client.rl_client import RLClient
 from any_agent.protocol.rl import SessionStarted
 from any_agent.sdk import clients
 from any_agent.sdk import sdk_thread as background
-from any_agent.sdk.find_service import Service
+from any_agent.sdk.find_service import ServiceAddress
 from any_agent.sdk.heartbeats import Heartbeats
 from tests.proxy_ext.proxy_lab import until
 from tests.sdk.conftest import Served
@@ -95,14 +95,14 @@ async def test_it_is_used_on_another_event_loop(served: Served) -> None:
 async def test_behind_its_end_it_leaves_no_connection_open(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[ManyRequests] = []
-    make = ManyRequests.__init__
+    made: list[AiohttpTransport] = []
+    make = AiohttpTransport.__init__
 
-    def noted(http: ManyRequests, **options: Any) -> None:
+    def noted(http: AiohttpTransport, **options: Any) -> None:
         made.append(http)
         make(http, **options)
 
-    monkeypatch.setattr(ManyRequests, "__init__", noted)
+    monkeypatch.setattr(AiohttpTransport, "__init__", noted)
     async with AgentSession(mode="eval") as session:
         await session.abort()
     assert (await session.info()).state == "aborted"
@@ -179,7 +179,7 @@ async def test_sessions_of_one_id_have_beats_of_their_own(monkeypatch: pytest.Mo
         beats.append(session)
 
     monkeypatch.setattr(RLClient, "heartbeat", heartbeat)
-    hearts, service = Heartbeats(), Service("http://127.0.0.1:1")
+    hearts, service = Heartbeats(), ServiceAddress("http://127.0.0.1:1")
     first, second = started(0.6), started(0.6)
     hearts.add(service, first)
     hearts.add(service, second)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.demo.child_process import Child
+from any_agent.demo.child_process import ChildProcess
 from tests.slurm.lab import PATIENCE, Slurm, slurm
 
 
@@ -20,6 +20,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "model"
-    with Child("model", folder, "--seed", 0) as made:
+    with ChildProcess("model", folder, "--seed", 0) as made:
         made.output(PATIENCE)
     return folder

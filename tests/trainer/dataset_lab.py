@@ -12,7 +12,7 @@ from loop_lab import Lab
 from any_agent.config import Config
 from any_agent.rollout import WorkflowExecutor
 from any_agent.workflow import RolloutWorkflow, context
-from trainer.dataset_batches import DatasetFed
+from trainer.dataset_batches import DatasetBatches
 
 
 class Alternating(RolloutWorkflow):
@@ -56,7 +56,7 @@ class DataLab(Lab):
     ) -> None:
         super().__init__(config, [], before=before)
         self.workflow = workflow or Alternating()
-        self.source = DatasetFed(
+        self.source = DatasetBatches(
             config,
             [{"n": n} for n in range(items)],
             self.workflow,

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from any_agent.config import Config, load_config
 from any_agent.errors import Conflict, NotFound, ServiceUnavailable
 from any_agent.protocol.rl import Rejection
-from any_agent.rollout import Ranks
+from any_agent.rollout import RankClients
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode
-from trainer.batch_source import ProxyFed
+from trainer.batch_source import LeasedBatches
 from trainer.loop import TrainingLoop
-from trainer.parallel.trainer_group import Crew
+from trainer.parallel.trainer_group import TrainerGroup
 from trainer.policy import Policy
 from trainer.sync import NewWeights
 
@@ -56,7 +56,7 @@ class Service:
 
 
 class OneRank:
-    """Stands for `Ranks`."""
+    """Stands for `RankClients`."""
 
     def __init__(self, service: Service) -> None:
         self.clients = (service,)
@@ -64,7 +64,7 @@ class OneRank:
     def __len__(self) -> int:
         return 1
 
-    all = Ranks.all
+    all = RankClients.all
 
 
 class Sync:
@@ -156,7 +156,7 @@ class Lab:
         version: int = 0,
         *,
         before: Lab | None = None,
-        crew: Crew | None = None,
+        crew: TrainerGroup | None = None,
     ) -> None:
         """``before``: the start whose ranks and journals these are."""
         self.trainer = TrainingLoop(config, crew=crew)
@@ -165,7 +165,7 @@ class Lab:
         self.executor.journal = before.executor.journal if before else {}
         self.executor.settled = before.executor.settled if before else set()
         self.trainer._executor = self.executor  # type: ignore[assignment]
-        self.trainer._source = ProxyFed(self.executor)  # type: ignore[arg-type]
+        self.trainer._source = LeasedBatches(self.executor)  # type: ignore[arg-type]
         self.trainer._publisher._executor = self.executor  # type: ignore[assignment]
         self.trainer._publisher._sync = Sync()  # type: ignore[assignment]
 

@@ -15,7 +15,7 @@ from loop_lab import Killed, Lab, config_of, killed, outcome
 from any_agent import stats_tracker
 from any_agent.errors import ConfigError, TrainingError
 from trainer import loop
-from trainer.manifests import Manifests
+from trainer.manifests import ManifestStore
 
 STEPS = 5
 RUN = (
@@ -47,7 +47,7 @@ def uninterrupted(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 
 def positions(lab: DataLab) -> list[list[int]]:
     """Of each step whose manifest is kept."""
-    manifests = Manifests(lab.trainer.dir.manifests)
+    manifests = ManifestStore(lab.trainer.dir.manifests)
     return [manifests.read(step).positions for step in manifests.steps()]
 
 
@@ -86,7 +86,7 @@ def test_what_a_step_took_is_beside_its_manifest(settings: list[str]) -> None:
     with pytest.raises(Killed):
         lab.trainer.train()
     assert positions(lab) == [[0, 1], [2, 3]]
-    found = Manifests(lab.trainer.dir.manifests).sampled(2)
+    found = ManifestStore(lab.trainer.dir.manifests).sampled(2)
     assert [session.group_id for session in found.values()] == ["data-2"] * 2 + ["data-3"] * 2
     assert [row["versions"].tolist() for s in found.values() for row in s.rows] == [
         [-1, -1, -1, 1, 1]

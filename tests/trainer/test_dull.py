@@ -11,7 +11,7 @@ from loop_lab import Lab, config_of
 from any_agent.config import TrainConfig
 from any_agent.workflow import Episode
 from trainer import loop
-from trainer.zero_variance import DullGroups
+from trainer.zero_variance import ZeroVarianceGroups
 
 
 def alike(reward: float) -> Episode:
@@ -19,7 +19,7 @@ def alike(reward: float) -> Episode:
 
 
 def test_a_row_of_them() -> None:
-    dull = DullGroups(TrainConfig())  # type: ignore[call-arg]
+    dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
     assert [dull.without_signal(alike(0.25)) for _ in range(3)] == ["zero_variance"] * 3
     dull.dull("not_accepted")
     assert dull.in_a_row == 4

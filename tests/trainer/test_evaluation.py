@@ -17,14 +17,14 @@ from loop_lab import config_of
 from any_agent import stats_tracker, workflow_context
 from any_agent.config import EvalConfig
 from any_agent.data import as_dataset
-from any_agent.launcher.training_progress import Progress, shown_evaluation
+from any_agent.launcher.training_progress import TrainingProgress, shown_evaluation
 from any_agent.rollout import WorkflowExecutor
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import RolloutWorkflow
 from tests.rollout.workflow_lab import REJECT, Doing, Gated, executor, items, until
 from tests.workflow.tensors_lab import tensors
-from trainer.dataset_batches import DatasetFed
-from trainer.evaluation import Evaluation, Figures, score
+from trainer.dataset_batches import DatasetBatches
+from trainer.evaluation import EvaluationFigures, TrialEvaluation, score
 from trainer.metrics import TrainerMetrics
 
 
@@ -36,10 +36,12 @@ class Lab:
         self.executor = executor
         self.reported: list[dict[str, Any]] = []
 
-    def evaluation(self, workflow: RolloutWorkflow, count: int = 4, **settings: Any) -> Evaluation:
+    def evaluation(
+        self, workflow: RolloutWorkflow, count: int = 4, **settings: Any
+    ) -> TrialEvaluation:
         assert self.executor is not None
         config = EvalConfig(**({"every": 2} | settings))
-        return Evaluation(
+        return TrialEvaluation(
             config,
             as_dataset(items(count), "valid_dataset"),
             workflow,
@@ -108,11 +110,11 @@ def test_means_and_what_has_none(tmp_path: Path) -> None:
 
 
 def test_runs_of_one_item_are_no_independent_draws() -> None:
-    figures = Figures([[1.0, 0.0], [1.0, 1.0], [], [0.5]], Counter(failed=2))
+    figures = EvaluationFigures([[1.0, 0.0], [1.0, 1.0], [], [0.5]], Counter(failed=2))
     assert figures.reward == pytest.approx((0.5 + 1 + 0.5) / 3)
     assert figures.best == pytest.approx((1 + 1 + 0.5) / 3)
-    assert Figures([[1.0], []]).ci95 is None
-    assert (Figures().reward, Figures().best) == (None, None)
+    assert EvaluationFigures([[1.0], []]).ci95 is None
+    assert (EvaluationFigures().reward, EvaluationFigures().best) == (None, None)
 
 
 def test_the_score_of_a_run_is_that_of_training() -> None:
@@ -208,7 +210,7 @@ def test_it_is_in_the_metrics_and_seen_by_people(tmp_path: Path) -> None:
     metrics = TrainerMetrics(dict)
     with executor() as e:
         lab = Lab(tmp_path, e)
-        progress = Progress(lab.metrics, 10)
+        progress = TrainingProgress(lab.metrics, 10)
         lab.evaluation(by_item({0: 1.0, 1: 0.0, 2: RuntimeError("x")}), 3)(2, False)
     assert progress.new_lines() == lab.said
     metrics.evaluated(lab.reported[0])
@@ -231,7 +233,7 @@ def test_in_a_run_of_training(tiny_model_dir: Path, tmp_path: Path, stop_after: 
             continue
         lab = DataLab(config_of([*settings, f"train.steps={steps}"]), items=12, before=lab)
         workflow = Alternating()
-        evaluation = Evaluation(
+        evaluation = TrialEvaluation(
             EvalConfig(every=2, at_start=True),  # type: ignore[call-arg]
             as_dataset(items(3), "valid_dataset"),
             workflow,
@@ -255,7 +257,7 @@ def test_in_a_run_of_training(tiny_model_dir: Path, tmp_path: Path, stop_after: 
             assert stop_after or line["step"] == 5 or line["version"] == line["step"]
 
 
-def opened(source: DatasetFed) -> AbstractContextManager[WorkflowExecutor]:
+def opened(source: DatasetBatches) -> AbstractContextManager[WorkflowExecutor]:
     """The trainer's executor, or a fresh one after its end."""
     if source.begun:
         return nullcontext(source.executor)

@@ -18,7 +18,7 @@ from any_agent.config.script import GRPOConfig
 from any_agent.errors import ConfigError, StartupError
 from any_agent.workflow import RolloutWorkflow
 from trainer import GRPOTrainer, grpo_trainer
-from trainer.signals import Stopped
+from trainer.signals import StopRequested
 
 LIMIT = 60.0
 
@@ -214,7 +214,7 @@ def test_told_to_stop(config: Config, fakes: None, number: int, code: int, end: 
     FakeLoop.then = lambda: signal.raise_signal(number)
     said: list[str] = []
     trainer = GRPOTrainer(config, train_dataset=[{"n": 1}], say=said.append)
-    with pytest.raises(Stopped) as stopped, trainer:
+    with pytest.raises(StopRequested) as stopped, trainer:
         trainer.train(workflow=Nothing)
     assert stopped.value.code == code
     assert service_of(trainer).calls == ["start", end]

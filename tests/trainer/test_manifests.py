@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.errors import TrainingError
-from trainer.manifests import Manifest, Manifests
+from trainer.manifests import Manifest, ManifestStore
 
 ONE = Manifest(
     step=1,
@@ -25,28 +25,28 @@ ONE = Manifest(
 
 
 @pytest.fixture
-def manifests(tmp_path: Path) -> Manifests:
-    return Manifests(tmp_path)
+def manifests(tmp_path: Path) -> ManifestStore:
+    return ManifestStore(tmp_path)
 
 
-def write(manifests: Manifests, *steps: int) -> None:
+def write(manifests: ManifestStore, *steps: int) -> None:
     for step in steps:
         manifests.write(replace(ONE, step=step))
 
 
-def test_there_and_back(manifests: Manifests) -> None:
+def test_there_and_back(manifests: ManifestStore) -> None:
     manifests.write(ONE)
     assert manifests.read(1) == ONE
     assert ONE.sessions == ["b", "a", "c"]
 
 
-def test_later_ones_belong_to_a_history_that_was_given_up(manifests: Manifests) -> None:
+def test_later_ones_belong_to_a_history_that_was_given_up(manifests: ManifestStore) -> None:
     write(manifests, 1, 2, 3)
     write(manifests, 2)
     assert manifests.steps() == [1, 2]
 
 
-def test_what_came_after_a_checkpoint(manifests: Manifests, tmp_path: Path) -> None:
+def test_what_came_after_a_checkpoint(manifests: ManifestStore, tmp_path: Path) -> None:
     assert manifests.after(0) == []
     write(manifests, 3, 4, 5)
     (tmp_path / "step-00000009.json.tmp").write_text("x")
@@ -61,7 +61,7 @@ def test_what_came_after_a_checkpoint(manifests: Manifests, tmp_path: Path) -> N
         manifests.after(2)
 
 
-def test_those_that_no_resume_needs_go(manifests: Manifests) -> None:
+def test_those_that_no_resume_needs_go(manifests: ManifestStore) -> None:
     write(manifests, 1, 2, 3, 4)
     manifests.prune(2)
     assert manifests.steps() == [3, 4]
@@ -72,7 +72,7 @@ def test_those_that_no_resume_needs_go(manifests: Manifests) -> None:
     "text",
     ["", "{", "[]", "{}", json.dumps({"format": 2}), json.dumps({"format": 1, "step": 1})],
 )
-def test_a_file_that_is_no_manifest(manifests: Manifests, tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_manifest(manifests: ManifestStore, tmp_path: Path, text: str) -> None:
     (tmp_path / "step-00000001.json").write_text(text)
     with pytest.raises(TrainingError, match="cannot be read"):
         manifests.read(1)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from any_agent.chat import load_chat_format
 from any_agent.client.rl_client import RLClient
-from any_agent.rollout import Ranks, RolloutExecutor
+from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.workflow import ProxyWorkflow
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.proxy_ext.proxy_lab import LIMIT, Proxy, config_for, running_proxy, until
 from trainer.batch import without_signal
 
 
-class One(Ranks):
+class One(RankClients):
     """A rank whose URL is known."""
 
     def __init__(self, url: str) -> None:
@@ -48,7 +48,7 @@ async def test_groups_without_variance_are_dropped_and_refilled(
     settings = ("rollout.batch_size=2", "rollout.max_concurrent=2", "rollout.eta=0")
     config = config_for(tmp_path, *settings)
     async with engine.serve() as url, running_proxy(config, chat, engine_url=url) as proxy:
-        executor = RolloutExecutor(
+        executor = LeaseExecutor(
             lambda: One(proxy.url),
             lambda client, owner: ProxyWorkflow(client, owner=owner),
             config.rollout,

@@ -16,7 +16,7 @@ from loop_lab import Killed, Lab, config_of, killed, moments_of, outcome, same
 from any_agent.errors import Conflict, NotFound, TrainingError
 from any_agent.workflow import Episode
 from trainer.batch import TrainingBatch
-from trainer.manifests import Manifest, Manifests
+from trainer.manifests import Manifest, ManifestStore
 
 STEPS = 5
 RUN = (f"train.steps={STEPS}", "train.checkpoint_every=2", "rollout.eta=9")
@@ -56,7 +56,7 @@ def episodes() -> list[Episode]:
 
 def left_for(lab: Lab) -> list[Episode]:
     """What the ranks hand out again: sessions that no step took for good."""
-    manifests = Manifests(lab.trainer.dir.manifests)
+    manifests = ManifestStore(lab.trainer.dir.manifests)
     taken = {id for step in manifests.steps() for id in manifests.read(step).sessions}
     taken |= lab.executor.settled
     return [e for e in episodes() if not {t.session_id for t in e} & taken]
@@ -180,7 +180,7 @@ def test_the_masks_of_a_step_are_its_own(settings: list[str]) -> None:
     script = [pair("a"), [*pair("b"), *pair("old", version=99)], pair("c", version=1)]
     first = Lab(config, script)
     die_at(first, "step", 2)
-    manifest = Manifests(first.trainer.dir.manifests).read(2)
+    manifest = ManifestStore(first.trainer.dir.manifests).read(2)
     assert manifest.rejected == {"old-good": "stale", "old-bad": "stale"}
     more = ("train.steps=3", "rollout.eta=0", "train.discount=1")
     again = Lab(config_of(settings, *more), [], before=first)

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import pytest
 
 from any_agent.errors import StartupError
-from trainer.signals import Signals, Stopped
+from trainer.signals import StopRequested, StopSignals
 
 SAID: list[str] = []
 
 
 @pytest.fixture
-def signals() -> Iterator[Signals]:
+def signals() -> Iterator[StopSignals]:
     SAID.clear()
-    signals = Signals(SAID.append)
+    signals = StopSignals(SAID.append)
     signals.take()
     yield signals
     signals.give_back()
@@ -27,7 +27,7 @@ def signals() -> Iterator[Signals]:
     ("number", "code", "gently"), [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, True)]
 )
 def test_the_first_and_the_second(
-    signals: Signals, number: signal.Signals, code: int, gently: bool
+    signals: StopSignals, number: signal.Signals, code: int, gently: bool
 ) -> None:
     stopped: list[bool] = []
     signals.stop = lambda: stopped.append(True)
@@ -35,19 +35,19 @@ def test_the_first_and_the_second(
     assert (stopped, signals.asked) == ([True], number)
     (line,) = SAID
     assert "checkpoint" in line and "again" in line
-    with pytest.raises(Stopped) as ended:
+    with pytest.raises(StopRequested) as ended:
         signal.raise_signal(number)
     assert (ended.value.code, ended.value.gently) == (code, gently)
     assert stopped == [True]
 
 
-def test_while_there_is_nothing_to_keep(signals: Signals) -> None:
-    with pytest.raises(Stopped):
+def test_while_there_is_nothing_to_keep(signals: StopSignals) -> None:
+    with pytest.raises(StopRequested):
         signal.raise_signal(signal.SIGINT)
     assert SAID == []
 
 
-def test_a_part_that_is_gone_is_told_by_its_error(signals: Signals) -> None:
+def test_a_part_that_is_gone_is_told_by_its_error(signals: StopSignals) -> None:
     signals.failure = lambda: StartupError("engine 0 ended 6 times")
     with pytest.raises(StartupError, match="engine 0"):
         signal.raise_signal(signal.SIGINT)
@@ -55,7 +55,7 @@ def test_a_part_that_is_gone_is_told_by_its_error(signals: Signals) -> None:
 
 def test_what_was_before_is_given_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    signals = Signals(SAID.append)
+    signals = StopSignals(SAID.append)
     signals.take()
     assert signals.taken
     signals.give_back()
@@ -64,7 +64,7 @@ def test_what_was_before_is_given_back() -> None:
 
 
 def test_in_another_thread_nothing_is_taken() -> None:
-    signals = Signals(SAID.append)
+    signals = StopSignals(SAID.append)
     thread = threading.Thread(target=signals.take)
     thread.start()
     thread.join()

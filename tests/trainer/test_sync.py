@@ -18,8 +18,8 @@ from aiohttp import web
 
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import EngineUnavailable, ServiceUnavailable, TrainingError
-from any_agent.rollout import Ranks
-from any_agent.rundir.registry import Entry
+from any_agent.rollout import RankClients
+from any_agent.rundir.registry import RegistryEntry
 from any_agent.runtime.ports import free_port
 from trainer.sync import NewWeights, disk
 from trainer.sync.disk import DiskSync
@@ -100,13 +100,13 @@ class Proxy(RLClient):
         return SimpleNamespace(version=self.engine.version)
 
 
-class Fleet(Ranks):
+class Fleet(RankClients):
     def __init__(self, *engines: Engine) -> None:
         self.clients = tuple(Proxy(engine) for engine in engines)
 
-    def entry(self, rank: int) -> Entry | None:
+    def entry(self, rank: int) -> RegistryEntry | None:
         engine = self.clients[rank].engine
-        return Entry(
+        return RegistryEntry(
             name=f"rank-{rank}", boot_id="b", url="u", pid=os.getpid(), engine_url=engine.url
         )
 

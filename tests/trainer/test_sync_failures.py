@@ -11,23 +11,23 @@ import pytest
 import torch
 
 from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, NotFound, TrainingError
-from any_agent.rollout import Ranks
+from any_agent.rollout import RankClients
 from trainer.sync import group_transport as distributed
 from trainer.sync.base import NewWeights
-from trainer.sync.engine_client import About, Engine
+from trainer.sync.engine_client import EngineClient, EngineInfo
 from trainer.sync.group_transport import GroupTransport
-from trainer.sync.update_attempt import Attempt, Settings
-from trainer.sync.verify import Checks
+from trainer.sync.update_attempt import AttemptSettings, UpdateAttempt
+from trainer.sync.verify import WeightVerifier
 
 BUCKET = [("a", torch.zeros(2))]
 
 
-class Told(Engine):
+class Told(EngineClient):
     """An engine that does what it is told, and remembers it."""
 
     def __init__(self, started: str = "1", *, embedded: bool = False) -> None:
         super().__init__(0, "http://10.0.0.1:1", cast(Any, None), timeout=5)
-        self.about = About(embedded, True, "bfloat16", 1, started)
+        self.about = EngineInfo(embedded, True, "bfloat16", 1, started)
         self.posts: list[tuple[str, dict[str, Any]]] = []
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ async def test_nccl_that_has_worked_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_group_is_of_processes_and_ends_what_earlier_ones_left() -> None:
     way, engine = GroupTransport(timeout=5), Told()
     for started in ("1", "1", "2"):
-        engine.about = About(False, True, "bfloat16", 1, started)
+        engine.about = EngineInfo(False, True, "bfloat16", 1, started)
         await way.open([engine], cuda=False)
     # The same process keeps its group; another one at the same URL is not in it.
     wanted = ["/destroy_weights_update_group", "/init_weights_update_group"] * 2
@@ -114,7 +114,7 @@ async def test_a_group_is_of_processes_and_ends_what_earlier_ones_left() -> None
 
 
 def test_another_process_is_not_taken_on_trust() -> None:
-    checks, engine = Checks(), Told("1")
+    checks, engine = WeightVerifier(), Told("1")
     checks._proven.add(engine.identity)
     assert not checks.needs_proof(engine)
     assert checks.needs_proof(Told("2"))
@@ -127,7 +127,7 @@ async def test_garbage_of_an_engine_is_worth_another_try(told: dict[str, Any]) -
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
         with pytest.raises(EngineUnavailable, match="answered /server_info"):
-            await Engine(0, "http://10.0.0.1:1", http, timeout=5).look()
+            await EngineClient(0, "http://10.0.0.1:1", http, timeout=5).look()
 
 
 @pytest.mark.parametrize("ranks", [[{}], [1], 7, [{"checksums": 3}]], ids=str)
@@ -137,18 +137,23 @@ async def test_checksums_that_are_none(ranks: Any) -> None:
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
         with pytest.raises(EngineUnavailable, match="answered /weights_checker"):
-            await Engine(0, "http://10.0.0.1:1", http, timeout=5).checksums()
+            await EngineClient(0, "http://10.0.0.1:1", http, timeout=5).checksums()
 
 
 # -- one try ----------------------------------------------------------------------------------
 
 
-def attempt(*, alone: bool = False, load_timeout: float = 5) -> Attempt:
-    settings = Settings(
-        GroupTransport(timeout=5), Checks(), load_timeout, "bfloat16", in_place=False, cuda=False
+def attempt(*, alone: bool = False, load_timeout: float = 5) -> UpdateAttempt:
+    settings = AttemptSettings(
+        GroupTransport(timeout=5),
+        WeightVerifier(),
+        load_timeout,
+        "bfloat16",
+        in_place=False,
+        cuda=False,
     )
     new = NewWeights(7, 1, cast(Any, None), cast(Any, None), cast(Any, None))
-    return Attempt(cast(Any, None), settings, cast(Ranks, None), new, alone=alone)
+    return UpdateAttempt(cast(Any, None), settings, cast(RankClients, None), new, alone=alone)
 
 
 async def test_a_trainer_that_was_replaced_ends_and_leaves_its_successor_alone() -> None:
@@ -157,7 +162,7 @@ async def test_a_trainer_that_was_replaced_ends_and_leaves_its_successor_alone()
     one._open[0] = engine
     one._between.add(0)
 
-    async def replaced(_: Engine) -> None:
+    async def replaced(_: EngineClient) -> None:
         raise Conflict("another trainer has taken over")
 
     with pytest.raises(Conflict, match="taken over"):
@@ -179,7 +184,7 @@ async def test_what_an_engine_cannot_do_is_its_last_word(error: AnyAgentError) -
     one = attempt(alone=True)
     one._open[0] = Told()
 
-    async def refuse(_: Engine) -> None:
+    async def refuse(_: EngineClient) -> None:
         raise error
 
     await one._each(refuse)
@@ -190,7 +195,7 @@ async def test_no_stage_of_an_engine_is_endless() -> None:
     one = attempt(load_timeout=0.01)
     one._open[0] = Told()
 
-    async def hang(_: Engine) -> None:
+    async def hang(_: EngineClient) -> None:
         await asyncio.Event().wait()
 
     await asyncio.wait_for(one._each(hang), 60)

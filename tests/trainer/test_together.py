@@ -14,7 +14,7 @@ from trainer_lab import VOCAB, random_rows
 from any_agent.config import Config, TrainConfig, load_config
 from any_agent.demo.models.tiny import make_model
 from any_agent.errors import ConfigError
-from any_agent.launcher.node_role import Place, TrainingNodes
+from any_agent.launcher.node_role import NodeRole, TrainingNodes
 from any_agent.launcher.training import trainer_arguments
 from trainer.from_config import policy_config
 from trainer.parallel.network_interface import interface_of
@@ -56,13 +56,13 @@ def test_more_processes_than_gpus_are_refused_by_name(monkeypatch: pytest.Monkey
 def test_one_process_is_started_as_ever_and_more_by_one_that_watches_them(tmp_path: Path) -> None:
     settings = tmp_path / "resolved.yaml"
     each = ["--config", str(settings), "--host", "10.0.0.2"]
-    place = Place(host="10.0.0.2")
+    place = NodeRole(host="10.0.0.2")
     assert trainer_arguments(config_of(), settings, place) == ["trainer", *each]
     arguments = trainer_arguments(config_of("train.processes=2"), settings, place)
     assert arguments[:3] == ["trainer.parallel", "--processes", "2"]
     assert arguments[arguments.index("--") + 1 :] == each
     nodes = TrainingNodes(count=2, index=1, address="10.0.0.1", port=4711)
-    second = Place(host="10.0.0.2", training=nodes)
+    second = NodeRole(host="10.0.0.2", training=nodes)
     arguments = trainer_arguments(config_of(), settings, second)
     assert arguments[0] == "trainer.parallel"
     assert arguments[5:13] == [
@@ -75,7 +75,7 @@ def test_what_one_of_them_ends_with_all_end_with(tmp_path: Path) -> None:
     """A wrong setting is code 2, whoever finds it: the launcher does not try that again."""
     settings = tmp_path / "wrong.yaml"
     settings.write_text("train: {steps: many}\n")
-    arguments = trainer_arguments(config_of("train.processes=2"), settings, Place())
+    arguments = trainer_arguments(config_of("train.processes=2"), settings, NodeRole())
     ended = subprocess.run(
         [sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=300
     )

@@ -14,19 +14,19 @@ import pytest
 
 import trainer.metrics_server as presence_module
 from any_agent.keys import KeySigner
-from any_agent.rundir.registry import Entry, Registry
+from any_agent.rundir.registry import Registry, RegistryEntry
 from trainer.metrics import TrainerMetrics
-from trainer.metrics_server import Presence
+from trainer.metrics_server import TrainerHeartbeat
 
 SIGNER = KeySigner(bytes(range(32)))
 OWN = {"authorization": f"Bearer {SIGNER.run_key}"}
 
 
-def opened(folder: Path) -> Presence:
-    return Presence(folder, TrainerMetrics(dict), signer=SIGNER, ready=lambda: True)
+def opened(folder: Path) -> TrainerHeartbeat:
+    return TrainerHeartbeat(folder, TrainerMetrics(dict), signer=SIGNER, ready=lambda: True)
 
 
-def entry_in(folder: Path) -> Entry | None:
+def entry_in(folder: Path) -> RegistryEntry | None:
     registry = Registry(folder)
     registry.refresh()
     return registry.get("trainer")
@@ -48,7 +48,7 @@ def test_the_entry_lives_as_long_as_the_trainer(
 ) -> None:
     monkeypatch.setattr(presence_module, "HEARTBEAT", 0.01)
     metrics, loaded = TrainerMetrics(dict), threading.Event()
-    with Presence(tmp_path, metrics, signer=SIGNER, ready=loaded.is_set) as presence:
+    with TrainerHeartbeat(tmp_path, metrics, signer=SIGNER, ready=loaded.is_set) as presence:
         until(lambda: entry_in(tmp_path))
         first = entry_in(tmp_path)
         assert first is not None
@@ -99,7 +99,7 @@ def test_whatever_fails_the_next_beat_comes(
             raise RuntimeError("planted")
         return True
 
-    with Presence(tmp_path, TrainerMetrics(dict), signer=SIGNER, ready=ready):
+    with TrainerHeartbeat(tmp_path, TrainerMetrics(dict), signer=SIGNER, ready=ready):
         until(lambda: entry_in(tmp_path))
 
 

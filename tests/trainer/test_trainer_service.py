@@ -14,7 +14,7 @@ from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.gpu_assignment import SHARED_GPUS
 from any_agent.launcher.shutdown import Terminated
 from trainer import service as module
-from trainer.service import Service
+from trainer.service import LocalService
 
 LIMIT = 60.0
 
@@ -67,7 +67,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeNode]:
     return FakeNode
 
 
-def node_of(service: Service) -> FakeNode:
+def node_of(service: LocalService) -> FakeNode:
     node = service._node
     assert isinstance(node, FakeNode)
     return node
@@ -76,7 +76,7 @@ def node_of(service: Service) -> FakeNode:
 @pytest.mark.parametrize(("drain", "how"), [(False, None), (True, Terminated)])
 def test_its_life(config: Config, fake: type[FakeNode], drain: bool, how: Any) -> None:
     said: list[str] = []
-    service = Service(config, say=said.append)
+    service = LocalService(config, say=said.append)
     service.start()
     assert service.url == "http://here"
     node = node_of(service)
@@ -101,7 +101,7 @@ def test_what_ends_it_is_told(config: Config, fake: type[FakeNode]) -> None:
         told.append(error)
         heard.set()
 
-    service = Service(config, say=print, failed=failed)
+    service = LocalService(config, say=print, failed=failed)
     service.start()
     assert heard.wait(LIMIT)
     assert told == [error]
@@ -111,21 +111,21 @@ def test_what_ends_it_is_told(config: Config, fake: type[FakeNode]) -> None:
 
 
 def test_a_start_that_fails_raises(config: Config) -> None:
-    service = Service(config, say=print, failed=lambda error: pytest.fail(str(error)))
+    service = LocalService(config, say=print, failed=lambda error: pytest.fail(str(error)))
     with pytest.raises(ConfigError, match="is no model folder"):
         service.start()
     service.stop()
 
 
 def test_stopping_what_was_never_started(config: Config) -> None:
-    Service(config, say=print).stop()
+    LocalService(config, say=print).stop()
 
 
 def test_a_start_that_is_given_up_leaves_nothing(
     config: Config, fake: type[FakeNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Ctrl-C does while parts are starting."""
-    service = Service(config, say=print)
+    service = LocalService(config, say=print)
 
     def interrupted() -> bool:
         raise KeyboardInterrupt

@@ -8,7 +8,7 @@ import pytest
 
 import trainer.weight_versions
 from any_agent.rundir.layout import read_json
-from trainer.weight_versions import Versions
+from trainer.weight_versions import WeightVersions
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_first_weights_have_no_step_behind_them(path: Path) -> None:
-    versions = Versions(path)
+    versions = WeightVersions(path)
     assert versions.highest == 0
     assert versions.steps_of({0}) == {0: 0}
     assert not path.exists()
@@ -26,7 +26,7 @@ def test_the_first_weights_have_no_step_behind_them(path: Path) -> None:
 def test_a_version_is_on_disk_before_anybody_has_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    versions = Versions(path)
+    versions = WeightVersions(path)
     assert versions.reserve(step=4) == 1
     assert read_json(path)["highest_version"] == 1
 
@@ -41,21 +41,21 @@ def test_a_version_is_on_disk_before_anybody_has_it(
 
 def test_a_version_is_not_used_again_after_a_crash(path: Path) -> None:
     """Whether or not anybody had seen it."""
-    assert [Versions(path).reserve(step) for step in (1, 1, 2)] == [1, 2, 3]
-    assert Versions(path).steps_of({0, 1, 2, 3}) == {0: 0, 1: 1, 2: 1, 3: 2}
+    assert [WeightVersions(path).reserve(step) for step in (1, 1, 2)] == [1, 2, 3]
+    assert WeightVersions(path).steps_of({0, 1, 2, 3}) == {0: 0, 1: 1, 2: 1, 3: 2}
 
 
 def test_above_what_an_engine_serves(path: Path) -> None:
-    versions = Versions(path)
+    versions = WeightVersions(path)
     versions.at_least(7)
     assert versions.reserve(step=1) == 8
     versions.at_least(3)
     assert versions.reserve(step=2) == 9
-    assert Versions(path).reserve(step=3) == 10
+    assert WeightVersions(path).reserve(step=3) == 10
 
 
 def test_unknown_versions_are_long_ago(path: Path) -> None:
-    versions = Versions(path)
+    versions = WeightVersions(path)
     versions.at_least(7)
     versions.reserve(step=1)
     steps = versions.steps_of({7, 8})
@@ -65,10 +65,10 @@ def test_unknown_versions_are_long_ago(path: Path) -> None:
 
 def test_the_oldest_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.weight_versions, "_REMEMBERED", 3)
-    versions = Versions(path)
+    versions = WeightVersions(path)
     for step in range(1, 11):
         versions.reserve(step)
-    for kept in (versions, Versions(path)):
+    for kept in (versions, WeightVersions(path)):
         steps = kept.steps_of({7, 8, 9, 10})
         assert [steps[v] for v in (8, 9, 10)] == [8, 9, 10]
         assert steps[7] < 0

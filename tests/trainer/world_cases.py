@@ -27,10 +27,10 @@ from trainer.from_config import policy_config
 from trainer.loss import LossConfig
 from trainer.packing import Batch, count_trained, micro_batches
 from trainer.parallel.balance import balanced
-from trainer.parallel.command_channel import Channel, Leader
+from trainer.parallel.command_channel import CommandChannel, Leader
 from trainer.parallel.follower import Follower
 from trainer.parallel.sharding import whole_tensor
-from trainer.parallel.trainer_group import Crew, batches_of
+from trainer.parallel.trainer_group import TrainerGroup, batches_of
 from trainer.parallel.world import World
 from trainer.policy import Policy, PolicyConfig
 
@@ -98,14 +98,14 @@ def led(world: World, case: Callable[..., Any], *arguments: Any) -> Any:
     if not world.leads:
         Follower(world, CONFIG, TRAIN).follow()
         return None
-    crew = Crew(world)
+    crew = TrainerGroup(world)
     try:
         return case(crew, *arguments)
     finally:
         crew.stop()
 
 
-def trained(crew: Crew, model: str, seeds: range, root: str) -> dict[str, Tensor]:
+def trained(crew: TrainerGroup, model: str, seeds: range, root: str) -> dict[str, Tensor]:
     """Steps from a model, and a checkpoint of them; all that it holds."""
     policy = crew.load(model, CONFIG)
     for seed in seeds:
@@ -114,14 +114,14 @@ def trained(crew: Crew, model: str, seeds: range, root: str) -> dict[str, Tensor
     return weights_of(policy)
 
 
-def saved_again(crew: Crew, checkpoint: str, root: str) -> dict[str, Tensor]:
+def saved_again(crew: TrainerGroup, checkpoint: str, root: str) -> dict[str, Tensor]:
     """A checkpoint loaded and written again, and what was loaded."""
     policy, state = crew.load_checkpoint(Path(checkpoint), CONFIG)
     save_checkpoint(Path(root), policy, Path(checkpoint), state)
     return weights_of(policy)
 
 
-def gone_on(crew: Crew, checkpoint: str, seeds: range) -> dict[str, Tensor]:
+def gone_on(crew: TrainerGroup, checkpoint: str, seeds: range) -> dict[str, Tensor]:
     policy, _ = crew.load_checkpoint(Path(checkpoint), CONFIG)
     for seed in seeds:
         policy.train(random_rows(seed, dtype=torch.float32), 60)
@@ -132,7 +132,7 @@ def weights_of(policy: Policy) -> dict[str, Tensor]:
     return {name: t.clone() for bucket in policy.buckets(3000) for name, t in bucket}
 
 
-def buckets_left_early(crew: Crew, model: str) -> tuple[dict[str, Tensor], list[list[str]]]:
+def buckets_left_early(crew: TrainerGroup, model: str) -> tuple[dict[str, Tensor], list[list[str]]]:
     """Weights, the names of a few buckets that were not all asked for, and a step after that."""
     policy = crew.load(model, CONFIG)
     some = []
@@ -144,7 +144,7 @@ def buckets_left_early(crew: Crew, model: str) -> tuple[dict[str, Tensor], list[
     return weights_of(policy), some
 
 
-def not_finite(crew: Crew, model: str, broken: int) -> tuple[str, bool, int]:
+def not_finite(crew: TrainerGroup, model: str, broken: int) -> tuple[str, bool, int]:
     """What is said of a row with a behaviour that is not a number, whether nothing was changed, and
     the steps made after a good one."""
     policy = crew.load(model, CONFIG)
@@ -165,7 +165,7 @@ def not_finite(crew: Crew, model: str, broken: int) -> tuple[str, bool, int]:
 def killed(world: World) -> tuple[str, str]:
     """What the leader is told, in the middle of something and while it waits, when another process
     is gone."""
-    channel = Channel(world)
+    channel = CommandChannel(world)
     if not world.leads:
         while channel.receive()["do"] != "die":
             channel.answer({})
@@ -210,7 +210,7 @@ def run(
     return outcome(lab) | {"steps": [line["step"] for line in lab.metrics]}
 
 
-class Told(Crew):
+class Told(TrainerGroup):
     """Its process gets SIGTERM when it is about to lead this step."""
 
     stops: int | None = None
@@ -252,7 +252,7 @@ def cramped(world: World, model: str, root: str) -> tuple[str, list[int], list[i
     if not world.leads:
         Cramped(world, CONFIG, TRAIN).follow()
         return None
-    crew = Crew(world)
+    crew = TrainerGroup(world)
     policy = crew.load(model, CONFIG)
     policy.train(random_rows(0, dtype=torch.float32), 60)
     full = empty = ""
@@ -291,11 +291,11 @@ def silent(world: World) -> str:
     dist.barrier()
     world = replace(world, timeout=20.0)
     if world.rank == 1:
-        Channel(world)
+        CommandChannel(world)
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
         if world.leads:
-            with Leader(Channel(world)).doing({"do": "nothing"}):
+            with Leader(CommandChannel(world)).doing({"do": "nothing"}):
                 pass
         else:
             Follower(world, CONFIG, TRAIN).follow()

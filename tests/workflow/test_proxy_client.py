@@ -15,7 +15,7 @@ from any_agent.protocol.rl import Heartbeat
 from any_agent.types import SessionState
 from any_agent.workflow import OpenAIProxyClient
 from any_agent.workflow import proxy_client as module
-from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session import RecordedSession
 from tests.proxy_ext.areal_client import ArealClient
 from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
 from tests.workflow.conftest import ADMIN
@@ -142,13 +142,13 @@ async def test_a_busy_agent_gives_signs_of_life(
 ) -> None:
     monkeypatch.setattr(module, "_HEARTBEAT", 0.02)
     beats: list[str] = []
-    beat = Session.heartbeat
+    beat = RecordedSession.heartbeat
 
-    def noted(session: Session) -> Heartbeat:
+    def noted(session: RecordedSession) -> Heartbeat:
         beats.append(session.id)
         return beat(session)
 
-    monkeypatch.setattr(Session, "heartbeat", noted)
+    monkeypatch.setattr(RecordedSession, "heartbeat", noted)
     client = client_of(http, proxy)
     await client.grant_capacity()
     async with client:

@@ -15,9 +15,9 @@ from any_agent.runtime.ports import free_port
 from trainer.parallel.network_interface import interface_of
 
 _STOPPED = 143
-_MEET_WITHIN = 900
+_MEET_TIMEOUT = 900
 """Seconds for the first of several machines to be there."""
-_END_WITHIN = 3600
+_END_TIMEOUT = 3600
 """Seconds for the step under way and a checkpoint after SIGTERM, if whoever sent it is so patient:
 when this process is killed, the others are."""
 
@@ -43,7 +43,7 @@ def main() -> int:
         if args.machines > 1:
             # Alone it needs none, and engines elsewhere may have to reach it.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_END_WITHIN))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_END_TIMEOUT))
     port = args.port or free_port(args.address)
     config = LaunchConfig(
         min_nodes=args.machines,
@@ -53,7 +53,7 @@ def main() -> int:
         # The other backends exchange pickled states.
         rdzv_backend="static",
         rdzv_endpoint=f"{args.address}:{port}",
-        rdzv_configs={"rank": args.machine, "timeout": _MEET_WITHIN},
+        rdzv_configs={"rank": args.machine, "timeout": _MEET_TIMEOUT},
         # All of them are started again by who started this.
         max_restarts=0,
         monitor_interval=0.2,

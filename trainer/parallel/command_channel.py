@@ -37,7 +37,7 @@ _BEAT = 10.0
 Rows = Sequence[Mapping[str, Tensor]]
 
 
-class Channel:
+class CommandChannel:
     """The messages of one process. A group of its own: nothing gets between gradients."""
 
     def __init__(self, world: World) -> None:
@@ -100,7 +100,7 @@ class Channel:
 class Leader:
     """The leader's end: one command at a time, and a sign of life in between."""
 
-    def __init__(self, channel: Channel, *, every: float = _BEAT) -> None:
+    def __init__(self, channel: CommandChannel, *, every: float = _BEAT) -> None:
         """``every``: seconds of silence after which the others are asked whether they are there."""
         self.channel = channel
         self._every = every

@@ -12,7 +12,7 @@ from any_agent.errors import AnyAgentError
 from trainer.checkpoint import load_checkpoint
 from trainer.from_config import seed_all, set_optimizer
 from trainer.loss import LossConfig
-from trainer.parallel.command_channel import Channel
+from trainer.parallel.command_channel import CommandChannel
 from trainer.parallel.trainer_group import batches_of
 from trainer.parallel.world import World
 from trainer.policy import GradientNotFinite, Policy, PolicyConfig
@@ -28,7 +28,7 @@ class Follower:
         self._world = world
         self._settings = settings
         self._train = train
-        self._channel = Channel(world)
+        self._channel = CommandChannel(world)
         self.policy: Policy
 
     def follow(self) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from any_agent.config import TrainConfig
 from trainer.from_config import policy_config
 from trainer.parallel.follower import Follower
-from trainer.parallel.trainer_group import Crew
+from trainer.parallel.trainer_group import TrainerGroup
 from trainer.parallel.world import (
     World,
     follows,
@@ -43,12 +43,12 @@ def follow(world: World, train: TrainConfig) -> None:
 
 
 @contextmanager
-def leading(world: World | None) -> Iterator[Crew | None]:
+def leading(world: World | None) -> Iterator[TrainerGroup | None]:
     """The others, as this process leads them; at the end they are told to end."""
     if world is None:
         yield None
         return
-    crew = Crew(world)
+    crew = TrainerGroup(world)
     try:
         yield crew
     finally:

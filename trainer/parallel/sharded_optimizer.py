@@ -53,8 +53,8 @@ def save_shard(policy: Policy, folder: Path) -> None:
         with _by_itself(f"{folder}: the optimizer's state cannot be written"):
             state_dict_saver.save(
                 dict(mine),
-                storage_writer=_Writer(str(folder), policy.world.rank),
-                planner=_Planner(),
+                storage_writer=_ShardWriter(str(folder), policy.world.rank),
+                planner=_ShardPlanner(),
                 no_dist=True,
             )
 
@@ -105,7 +105,7 @@ def _has_part(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and tensor.to_local().numel() > 0
 
 
-class _Writer(HuggingFaceStorageWriter):
+class _ShardWriter(HuggingFaceStorageWriter):
     """Files named by the process that writes them."""
 
     def __init__(self, path: str, rank: int) -> None:
@@ -116,7 +116,7 @@ class _Writer(HuggingFaceStorageWriter):
         return [replace(plan, storage_data={"shard_index": self._rank + 1}) for plan in plans]
 
 
-class _Planner(DefaultSavePlanner):
+class _ShardPlanner(DefaultSavePlanner):
     """Of one share: that shares make up whole tensors is seen at reading."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

@@ -14,7 +14,7 @@ from trainer.loss import LossStats
 from trainer.parallel.world import World
 
 
-class Whole(nn.Module):
+class UnshardedModel(nn.Module):
     """A model, and whatever is computed with it: in here all weights that it uses are whole.
 
     FSDP2 gathers weights when a module's forward begins. Log-probabilities take the body and the
@@ -31,7 +31,7 @@ class Whole(nn.Module):
         return work(self.model, *arguments)
 
 
-def shard(whole: Whole, world: World, *, dtype: torch.dtype | None, offload: bool) -> None:
+def shard(whole: UnshardedModel, world: World, *, dtype: torch.dtype | None, offload: bool) -> None:
     """Divide each decoder layer, and what is left, among the processes, in place.
 
     What a process holds is in the master type; ``dtype`` is what passes compute in, None: the same.

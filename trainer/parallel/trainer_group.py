@@ -13,19 +13,19 @@ from torch import Tensor
 from trainer.loss import LossConfig
 from trainer.packing import Batch, Row, count_trained, micro_batches
 from trainer.parallel.balance import balanced, idle_batch
-from trainer.parallel.command_channel import Channel, Leader
+from trainer.parallel.command_channel import CommandChannel, Leader
 from trainer.parallel.world import World
 
 if TYPE_CHECKING:
     from trainer.policy import Policy, PolicyConfig, StepResult
 
 
-class Crew:
+class TrainerGroup:
     """For rank 0: each method makes all processes do something together, this one included."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._leader = Leader(Channel(world))
+        self._leader = Leader(CommandChannel(world))
 
     def when_lost(self, tell: Callable[[BaseException], None]) -> None:
         """``tell`` is called, in another thread, when a process is gone while all are idle."""

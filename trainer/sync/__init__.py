@@ -4,7 +4,7 @@ By a folder (:mod:`.disk`), by a process group (:mod:`.distributed`), or as tens
 (:mod:`.tensor`); the last two send buckets (:mod:`.bucketed`).
 """
 
-from trainer.sync.base import Call, NewWeights, WeightSync
+from trainer.sync.base import EngineCall, NewWeights, WeightSync
 from trainer.sync.select import make_sync
 
-__all__ = ["Call", "NewWeights", "WeightSync", "make_sync"]
+__all__ = ["EngineCall", "NewWeights", "WeightSync", "make_sync"]

@@ -9,12 +9,12 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from any_agent.rollout import Ranks
+from any_agent.rollout import RankClients
 
 T = TypeVar("T")
 Bucket = list[tuple[str, Tensor]]
 
-AWAY = 60.0
+UNREACHABLE_TIMEOUT = 60.0
 """Seconds, on top of those that loading may take, that a rank which restarts is waited for."""
 RELOAD_SLACK = 60.0
 """Seconds after which an engine goes on whose update nobody ends, on top of twice its time."""
@@ -51,17 +51,17 @@ class WeightSync(Protocol):
     def prepare(self, new: NewWeights) -> None:
         """What can be done before anybody is paused."""
 
-    def update(self, ranks: Ranks, new: NewWeights) -> None:
+    def update(self, ranks: RankClients, new: NewWeights) -> None:
         """Every rank."""
 
-    def repair(self, ranks: Ranks, new: NewWeights) -> None:
+    def repair(self, ranks: RankClients, new: NewWeights) -> None:
         """The ranks that sample with something else: an engine was restarted."""
 
     def close(self) -> None:
         """Leave what the engines share with this process."""
 
 
-class Call(Protocol):
+class EngineCall(Protocol):
     """Runs a coroutine on the event loop of the ranks' clients and waits for it."""
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T: ...

@@ -7,15 +7,15 @@ import time
 from collections.abc import Iterable
 
 from any_agent.errors import EngineUnavailable, TrainingError
-from any_agent.rollout import Ranks
-from trainer.sync.base import AWAY, Call, NewWeights
+from any_agent.rollout import RankClients
+from trainer.sync.base import UNREACHABLE_TIMEOUT, EngineCall, NewWeights
 from trainer.sync.transport import Transport
-from trainer.sync.update_attempt import Attempt, Settings
-from trainer.sync.verify import Checks
+from trainer.sync.update_attempt import AttemptSettings, UpdateAttempt
+from trainer.sync.verify import WeightVerifier
 
 log = logging.getLogger(__name__)
 
-_AGAIN_AFTER = 1.0
+_RETRY_DELAY = 1.0
 _TOGETHER = 2
 """Tries with all engines at once."""
 
@@ -31,7 +31,7 @@ class BucketSync:
 
     def __init__(
         self,
-        call: Call,
+        call: EngineCall,
         transport: Transport,
         *,
         load_timeout: float,
@@ -40,20 +40,22 @@ class BucketSync:
         cuda: bool = False,
     ) -> None:
         self._call = call
-        self._settings = Settings(transport, Checks(), load_timeout, dtype, in_place, cuda)
+        self._settings = AttemptSettings(
+            transport, WeightVerifier(), load_timeout, dtype, in_place, cuda
+        )
 
     def prepare(self, new: NewWeights) -> None:
         """Nothing: the folder is written while the engines sample again."""
 
-    def update(self, ranks: Ranks, new: NewWeights) -> None:
+    def update(self, ranks: RankClients, new: NewWeights) -> None:
         self._bring(ranks, range(len(ranks)), new)
 
-    def repair(self, ranks: Ranks, new: NewWeights) -> None:
+    def repair(self, ranks: RankClients, new: NewWeights) -> None:
         async def served() -> list[int]:
             infos = await ranks.all(lambda rank: ranks.clients[rank].run_info())
             return [info.version for info in infos]
 
-        versions = self._call(served(), timeout=2 * AWAY)
+        versions = self._call(served(), timeout=2 * UNREACHABLE_TIMEOUT)
         for rank, version in enumerate(versions):
             if version != new.version:
                 log.warning("rank %d samples with version %d, not %d", rank, version, new.version)
@@ -62,17 +64,17 @@ class BucketSync:
     def close(self) -> None:
         self._settings.transport.drop()
 
-    def _bring(self, ranks: Ranks, wanted: Iterable[int], new: NewWeights) -> None:
+    def _bring(self, ranks: RankClients, wanted: Iterable[int], new: NewWeights) -> None:
         pending = list(wanted)
         refused: list[TrainingError] = []
-        within = self._settings.load_timeout + AWAY
+        within = self._settings.load_timeout + UNREACHABLE_TIMEOUT
         deadline = time.monotonic() + within
         tries = 0
         while pending:
             together, why = tries < _TOGETHER, ""
             tries += 1
             for members in [pending] if together else [[rank] for rank in pending]:
-                attempt = Attempt(self._call, self._settings, ranks, new, alone=not together)
+                attempt = UpdateAttempt(self._call, self._settings, ranks, new, alone=not together)
                 attempt.run(members)
                 refused += attempt.refused.values()
                 gone = attempt.done | attempt.refused.keys()
@@ -86,6 +88,6 @@ class BucketSync:
                     f"within {within:g} s ({why}); are their engines running, "
                     "and is engine.load_timeout long enough?"
                 )
-            time.sleep(_AGAIN_AFTER)
+            time.sleep(_RETRY_DELAY)
         if refused:
             raise refused[0]

@@ -11,17 +11,17 @@ from typing import Any
 import httpx
 
 from any_agent.errors import AnyAgentError, EngineUnavailable, ServiceUnavailable, TrainingError
-from any_agent.rollout import Ranks
-from trainer.sync.base import AWAY, RELOAD_SLACK, Call, NewWeights
-from trainer.sync.engine_client import Engine
+from any_agent.rollout import RankClients
+from trainer.sync.base import RELOAD_SLACK, UNREACHABLE_TIMEOUT, EngineCall, NewWeights
+from trainer.sync.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
 
-_AGAIN_AFTER = 1.0
+_RETRY_DELAY = 1.0
 _NOT_FLUSHED = "cache was not flushed"
 """What SGLang says that has the new weights, but is still at the last step of calls that a pause
 has ended: it calls them the old version still."""
-_LONGEST = 20 * AWAY
+_LONGEST = 20 * UNREACHABLE_TIMEOUT
 """Seconds; the proxies are waited for, too."""
 
 
@@ -32,7 +32,7 @@ class DiskSync:
     To load a version twice harms nothing.
     """
 
-    def __init__(self, call: Call, *, load_timeout: float, in_place: bool = False) -> None:
+    def __init__(self, call: EngineCall, *, load_timeout: float, in_place: bool = False) -> None:
         self._call = call
         self._load_timeout = load_timeout
         self._in_place = in_place
@@ -40,10 +40,10 @@ class DiskSync:
     def prepare(self, new: NewWeights) -> None:
         new.write()
 
-    def update(self, ranks: Ranks, new: NewWeights) -> None:
+    def update(self, ranks: RankClients, new: NewWeights) -> None:
         self._wait(ranks.all(lambda rank: self._insist(ranks, rank, new)))
 
-    def repair(self, ranks: Ranks, new: NewWeights) -> None:
+    def repair(self, ranks: RankClients, new: NewWeights) -> None:
         async def check(rank: int) -> None:
             served = (await ranks.clients[rank].run_info()).version
             if served != new.version:
@@ -58,8 +58,8 @@ class DiskSync:
     def _wait(self, work: Coroutine[Any, Any, object]) -> None:
         self._call(work, timeout=2 * self._load_timeout + _LONGEST)
 
-    async def _insist(self, ranks: Ranks, rank: int, new: NewWeights) -> None:
-        within = self._load_timeout + AWAY
+    async def _insist(self, ranks: RankClients, rank: int, new: NewWeights) -> None:
+        within = self._load_timeout + UNREACHABLE_TIMEOUT
         deadline = time.monotonic() + within
         while True:
             try:
@@ -77,9 +77,9 @@ class DiskSync:
                 log.warning(
                     "rank %d has not taken version %d: %s", rank, new.version, error.message
                 )
-            await asyncio.sleep(_AGAIN_AFTER)
+            await asyncio.sleep(_RETRY_DELAY)
 
-    async def _update(self, ranks: Ranks, rank: int, new: NewWeights) -> None:
+    async def _update(self, ranks: RankClients, rank: int, new: NewWeights) -> None:
         client = ranks.clients[rank]
         # Ends by itself if this process dies.
         await client.pause(ttl=2 * self._load_timeout + RELOAD_SLACK)
@@ -98,7 +98,7 @@ class DiskSync:
         # SGLang does not flush while calls are kept, whose cache is in use.
         flush = {"flush_cache": not self._in_place}
         async with httpx.AsyncClient(timeout=None, trust_env=False) as http:
-            engine = Engine(rank, url, http, timeout=self._load_timeout)
+            engine = EngineClient(rank, url, http, timeout=self._load_timeout)
             try:
                 await _load_and_flush(engine, body | flush, new.loading)
             except TrainingError as error:
@@ -107,7 +107,7 @@ class DiskSync:
                 ) from error
 
 
-async def _load_and_flush(engine: Engine, body: dict[str, Any], meanwhile: str) -> None:
+async def _load_and_flush(engine: EngineClient, body: dict[str, Any], meanwhile: str) -> None:
     path = "/update_weights_from_disk"
     try:
         await engine.post(path, body)

@@ -11,13 +11,13 @@ import orjson
 
 from any_agent.errors import EngineUnavailable, NotFound, TrainingError
 
-_ANSWERS_WITHIN = 10.0
+_ANSWERS_TIMEOUT = 10.0
 """Seconds for what an engine says of itself."""
-_IDLE_WITHIN = 20.0
+_IDLE_TIMEOUT = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class EngineInfo:
     """What an engine says of itself."""
 
     embedded: bool
@@ -31,13 +31,13 @@ class About:
     """When: another process at the same URL tells something else."""
 
 
-class Engine:
+class EngineClient:
     """Its control routes. Errors name it; `EngineUnavailable` is worth another try."""
 
     def __init__(self, rank: int, url: str, http: httpx.AsyncClient, *, timeout: float) -> None:
         self.rank, self.url = rank, url
         self._http, self._timeout = http, timeout
-        self.about = About(False, False, "auto", 1)
+        self.about = EngineInfo(False, False, "auto", 1)
 
     @property
     def identity(self) -> tuple[str, str]:
@@ -47,12 +47,12 @@ class Engine:
     async def look(self) -> None:
         """Learn what it is."""
         try:
-            told = await self._ask("GET", "/server_info", None, _ANSWERS_WITHIN)
+            told = await self._ask("GET", "/server_info", None, _ANSWERS_TIMEOUT)
         except NotFound:
             # An older SGLang.
-            told = await self._ask("GET", "/get_server_info", None, _ANSWERS_WITHIN)
+            told = await self._ask("GET", "/get_server_info", None, _ANSWERS_TIMEOUT)
         try:
-            self.about = About(
+            self.about = EngineInfo(
                 embedded=told.get("engine") == "any-agent embedded",
                 cuda=str(told.get("device", "")).startswith("cuda"),
                 dtype=str(told.get("dtype", "auto")),
@@ -77,7 +77,7 @@ class Engine:
         SGLang may be at the last step of calls that a pause has ended already: it waits for that.
         """
         try:
-            await self.post(f"/flush_cache?timeout={_IDLE_WITHIN:g}", {})
+            await self.post(f"/flush_cache?timeout={_IDLE_TIMEOUT:g}", {})
         except TrainingError as error:
             raise EngineUnavailable(error.message) from error
 

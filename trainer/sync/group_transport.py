@@ -17,7 +17,7 @@ from any_agent.engine.weight_process_group import Backend, Rendezvous, WeightGro
 from any_agent.errors import AnyAgentError, EngineUnavailable, TrainingError
 from any_agent.runtime.private_address import is_private
 from trainer.sync.base import Bucket
-from trainer.sync.engine_client import Engine
+from trainer.sync.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class GroupTransport:
         self._group: WeightGroup | None = None
         self._rendezvous: Rendezvous | None = None
 
-    async def open(self, engines: Sequence[Engine], *, cuda: bool) -> None:
+    async def open(self, engines: Sequence[EngineClient], *, cuda: bool) -> None:
         members = tuple(engine.identity for engine in engines)
         if self._group is not None and self._members == members:
             return
@@ -65,7 +65,7 @@ class GroupTransport:
                 error.message,
             )
 
-    async def _build(self, engines: Sequence[Engine], backend: Backend) -> None:
+    async def _build(self, engines: Sequence[EngineClient], backend: Backend) -> None:
         host = await asyncio.to_thread(address_towards, [engine.url for engine in engines])
         size = 1 + sum(engine.about.processes for engine in engines)
         try:
@@ -96,7 +96,7 @@ class GroupTransport:
         self._group, self._rendezvous = group, meeting
         log.info("weights go to %d engines by %s, from %s", len(engines), backend, host)
 
-    async def send(self, engines: Sequence[Engine], bucket: Bucket, name: str) -> None:
+    async def send(self, engines: Sequence[EngineClient], bucket: Bucket, name: str) -> None:
         group = self._group
         assert group is not None
         names = [name for name, _ in bucket]
@@ -153,11 +153,11 @@ def address_towards(urls: Sequence[str]) -> str:
     return found
 
 
-def _all_cuda(engines: Sequence[Engine]) -> bool:
+def _all_cuda(engines: Sequence[EngineClient]) -> bool:
     return all(engine.about.cuda for engine in engines)
 
 
-async def _leave(engine: Engine) -> None:
+async def _leave(engine: EngineClient) -> None:
     try:
         await engine.post("/destroy_weights_update_group", {"group_name": _GROUP})
     except AnyAgentError as error:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from any_agent.config import LOOPBACK, Config
 from any_agent.errors import ConfigError
-from trainer.sync.base import Call, WeightSync
+from trainer.sync.base import EngineCall, WeightSync
 from trainer.sync.bucketed import BucketSync
 from trainer.sync.disk import DiskSync
 from trainer.sync.group_transport import GroupTransport
@@ -26,7 +26,9 @@ _NOT_WHERE = {"some": ("tensor", "distributed"), "all": ("distributed",)}
 """One process of NCCL's each GPU; a GPU's memory for processes that see it."""
 
 
-def make_sync(config: Config, call: Call, *, cuda: bool, engines: Sequence[str]) -> WeightSync:
+def make_sync(
+    config: Config, call: EngineCall, *, cuda: bool, engines: Sequence[str]
+) -> WeightSync:
     """``cuda``: the policy is on a GPU. ``engines`` are their URLs, as far as they are known."""
     engine = config.engine
     in_place = engine.update_mode == "in_place"

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from any_agent.engine.weight_serialization import cuda_reduction, pack
 from trainer.sync.base import Bucket
-from trainer.sync.engine_client import Engine
+from trainer.sync.engine_client import EngineClient
 
 
 class TensorTransport:
     """Each engine is told by itself."""
 
-    async def open(self, engines: Sequence[Engine], *, cuda: bool) -> None:
+    async def open(self, engines: Sequence[EngineClient], *, cuda: bool) -> None:
         """Nothing is needed."""
 
-    async def send(self, engines: Sequence[Engine], bucket: Bucket, name: str) -> None:
-        async def give(engine: Engine) -> None:
+    async def send(self, engines: Sequence[EngineClient], bucket: Bucket, name: str) -> None:
+        async def give(engine: EngineClient) -> None:
             # The handles of one body are good for one reader, so each gets its own.
             body = await asyncio.to_thread(_body, engine, bucket)
             body |= {"flush_cache": False, "weight_version": name}
@@ -41,7 +41,7 @@ class TensorTransport:
         """Nothing is kept."""
 
 
-def _body(engine: Engine, bucket: Bucket) -> dict[str, Any]:
+def _body(engine: EngineClient, bucket: Bucket) -> dict[str, Any]:
     if engine.about.embedded:
         # Only an engine on a GPU can read another process's GPU.
         here = bucket if engine.about.cuda else [(name, tensor.cpu()) for name, tensor in bucket]

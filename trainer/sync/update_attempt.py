@@ -17,26 +17,26 @@ import httpx
 
 from any_agent.engine.weight_serialization import checksums
 from any_agent.errors import AnyAgentError, NotFound, ServiceUnavailable, TrainingError
-from any_agent.rollout import Ranks
-from trainer.sync.base import AWAY, RELOAD_SLACK, Bucket, Call, NewWeights
-from trainer.sync.engine_client import Engine
+from any_agent.rollout import RankClients
+from trainer.sync.base import RELOAD_SLACK, UNREACHABLE_TIMEOUT, Bucket, EngineCall, NewWeights
+from trainer.sync.engine_client import EngineClient
 from trainer.sync.transport import Transport
-from trainer.sync.verify import Checks, Sums, require_alike
+from trainer.sync.verify import Sums, WeightVerifier, require_alike
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_ANSWERS_WITHIN = 10.0
-_PAUSES_WITHIN = 60.0
+_ANSWERS_TIMEOUT = 10.0
+_PAUSES_TIMEOUT = 60.0
 """Seconds; calls that cannot be cut are waited for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class AttemptSettings:
     """What all tries have in common."""
 
     transport: Transport
-    checks: Checks
+    checks: WeightVerifier
     load_timeout: float
     dtype: str
     """Of the tensors that are sent."""
@@ -46,11 +46,17 @@ class Settings:
     """The tensors are on a GPU."""
 
 
-class Attempt:
+class UpdateAttempt:
     """One version, one try. Failures are kept, not raised."""
 
     def __init__(
-        self, call: Call, settings: Settings, ranks: Ranks, new: NewWeights, *, alone: bool
+        self,
+        call: EngineCall,
+        settings: AttemptSettings,
+        ranks: RankClients,
+        new: NewWeights,
+        *,
+        alone: bool,
     ) -> None:
         """``alone``: of one rank, whose refusals are its own, and its last word."""
         self.done: set[int] = set()
@@ -63,9 +69,9 @@ class Attempt:
         self._new = new
         self._alone = alone
         self._http = httpx.AsyncClient(timeout=None, trust_env=False)
-        self._open: dict[int, Engine] = {}
+        self._open: dict[int, EngineClient] = {}
         """Those that are under way."""
-        self._left: dict[int, Engine] = {}
+        self._left: dict[int, EngineClient] = {}
         """Those that failed."""
         self._between: set[int] = set()
         """Those whose weights are no version's now, or not known to be: they must not sample."""
@@ -90,7 +96,7 @@ class Attempt:
             self._wait(self._leave())
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._call(work, timeout=2 * self._s.load_timeout + 10 * AWAY)
+        return self._call(work, timeout=2 * self._s.load_timeout + 10 * UNREACHABLE_TIMEOUT)
 
     # -- before ----------------------------------------------------------------------------------
 
@@ -98,7 +104,7 @@ class Attempt:
         """Who is there; nobody is paused for one who is not."""
 
         async def find(rank: int) -> None:
-            async with asyncio.timeout(_ANSWERS_WITHIN):
+            async with asyncio.timeout(_ANSWERS_TIMEOUT):
                 served = (await self._ranks.clients[rank].run_info()).version
             if served < 0:
                 # An attempt before this one has left it so.
@@ -107,7 +113,7 @@ class Attempt:
             if entry is None or entry.engine_url is None:
                 raise ServiceUnavailable("it has not said where its engine is")
             timeout = self._s.load_timeout
-            engine = Engine(rank, entry.engine_url, self._http, timeout=timeout)
+            engine = EngineClient(rank, entry.engine_url, self._http, timeout=timeout)
             await engine.look()
             self._open[rank] = engine
 
@@ -116,19 +122,19 @@ class Attempt:
         for rank, result in zip(members, results, strict=True):
             self._note(rank, result)
 
-    async def _pause(self, engine: Engine) -> None:
-        async with asyncio.timeout(_PAUSES_WITHIN):
+    async def _pause(self, engine: EngineClient) -> None:
+        async with asyncio.timeout(_PAUSES_TIMEOUT):
             # Ends by itself if this process dies.
             ttl = 2 * self._s.load_timeout + RELOAD_SLACK
             await self._ranks.clients[engine.rank].pause(ttl=ttl)
 
-    async def _prove(self, engine: Engine) -> None:
+    async def _prove(self, engine: EngineClient) -> None:
         if self._s.checks.needs_proof(engine):
             self._between.add(engine.rank)
             expected = await self._s.checks.expected(engine, self._new)
             self._expected[engine.rank] = expected
 
-    async def _open_session(self, engine: Engine) -> None:
+    async def _open_session(self, engine: EngineClient) -> None:
         if not engine.about.embedded:
             # From the first bucket on it has some of these and some of those.
             self._between.add(engine.rank)
@@ -142,7 +148,7 @@ class Attempt:
                 await self._close_session(engine)
             await engine.post("/begin_weight_update", {})
 
-    async def _close_session(self, engine: Engine) -> None:
+    async def _close_session(self, engine: EngineClient) -> None:
         """What came is in then; TrainingError if there is no session, or it is not enough."""
         whole = engine.rank not in self._between
         self._between.add(engine.rank)
@@ -184,7 +190,7 @@ class Attempt:
     async def _finish(self) -> None:
         sums: dict[int, Sums] = {}
 
-        async def close(engine: Engine) -> None:
+        async def close(engine: EngineClient) -> None:
             await self._close_session(engine)
             expected = self._expected.get(engine.rank)
             sums[engine.rank] = await self._s.checks.require(
@@ -198,7 +204,7 @@ class Attempt:
         await self._together(compare())
         await self._each(self._publish)
 
-    async def _publish(self, engine: Engine) -> None:
+    async def _publish(self, engine: EngineClient) -> None:
         version, rank = self._new.version, engine.rank
         if not self._s.in_place:
             # No prefix of other weights may be served. Calls that are kept need theirs.
@@ -214,10 +220,10 @@ class Attempt:
 
     # -- failures --------------------------------------------------------------------------------
 
-    async def _each(self, work: Callable[[Engine], Awaitable[None]]) -> None:
+    async def _each(self, work: Callable[[EngineClient], Awaitable[None]]) -> None:
         """For all engines at once; those that fail are out."""
 
-        async def bounded(engine: Engine) -> None:
+        async def bounded(engine: EngineClient) -> None:
             async with asyncio.timeout(self._s.load_timeout):
                 await work(engine)
 
@@ -256,10 +262,10 @@ class Attempt:
     async def _leave(self) -> None:
         """Those that did not take it go on with the weights that they have, if these are whole."""
 
-        async def leave(rank: int, engine: Engine) -> None:
+        async def leave(rank: int, engine: EngineClient) -> None:
             self._s.checks.forget(engine)
             with suppress(AnyAgentError, TimeoutError):
-                async with asyncio.timeout(_ANSWERS_WITHIN):
+                async with asyncio.timeout(_ANSWERS_TIMEOUT):
                     if rank in self._begun:
                         with suppress(TrainingError):
                             await self._close_session(engine)

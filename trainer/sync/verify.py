@@ -13,28 +13,28 @@ from collections.abc import Mapping, Sequence
 
 from any_agent.errors import EngineUnavailable, TrainingError
 from trainer.sync.base import NewWeights
-from trainer.sync.engine_client import Engine
+from trainer.sync.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
 
 Sums = list[dict[str, str]]
 
 
-class Checks:
+class WeightVerifier:
     """What is known of each engine's process, by its URL and start."""
 
     def __init__(self) -> None:
         self._proven: set[tuple[str, str]] = set()
 
-    def forget(self, engine: Engine) -> None:
+    def forget(self, engine: EngineClient) -> None:
         """It failed."""
         self._proven.discard(engine.identity)
 
-    def needs_proof(self, engine: Engine) -> bool:
+    def needs_proof(self, engine: EngineClient) -> bool:
         """Whether :meth:`expected` has to be asked before weights are sent to it."""
         return not engine.about.embedded and engine.identity not in self._proven
 
-    async def expected(self, engine: Engine, new: NewWeights) -> Sums | None:
+    async def expected(self, engine: EngineClient, new: NewWeights) -> Sums | None:
         """What its checksums must be once it has these weights; they are random after this.
 
         None where it cannot read the folder: then it cannot be known.
@@ -57,7 +57,7 @@ class Checks:
         return sums
 
     async def require(
-        self, engine: Engine, sent: Mapping[str, str], expected: Sums | None, dtype: str
+        self, engine: EngineClient, sent: Mapping[str, str], expected: Sums | None, dtype: str
     ) -> Sums:
         """Raises TrainingError where it has other weights; its checksums.
 
@@ -84,9 +84,9 @@ class Checks:
         return told
 
 
-def require_alike(engines: Sequence[Engine], sums: Sequence[Sums]) -> None:
+def require_alike(engines: Sequence[EngineClient], sums: Sequence[Sums]) -> None:
     """EngineUnavailable unless engines of one kind have the same weights."""
-    first: dict[tuple[bool, bool, str, int], tuple[Engine, Sums]] = {}
+    first: dict[tuple[bool, bool, str, int], tuple[EngineClient, Sums]] = {}
     for engine, told in zip(engines, sums, strict=True):
         about = engine.about
         kind = (about.embedded, about.cuda, about.dtype, about.processes)

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from any_agent.chat.output.detokenizer import Detokeniser
+from any_agent.chat.output.detokenizer import Detokenizer
 from any_agent.chat.output.json_stream import as_arguments, encodable
 from any_agent.chat.output.markers import TEXT
 from any_agent.chat.output.message import MessageDelta, ParsedMessage
 from any_agent.chat.output.message_builder import MessageBuilder
 from any_agent.chat.output.stop_strings import StopFilter
-from any_agent.chat.output.tool_call_ids import CallIds
+from any_agent.chat.output.tool_call_ids import ToolCallIds
 from any_agent.types import Tool
 
 log = logging.getLogger(__name__)
@@ -74,10 +74,10 @@ class BufferedParser:
     def __init__(
         self,
         whole: WholeParser,
-        detokeniser: Detokeniser,
+        detokeniser: Detokenizer,
         stop_ids: frozenset[int],
         stop: tuple[str, ...],
-        call_ids: CallIds,
+        call_ids: ToolCallIds,
     ) -> None:
         self._whole = whole
         self._builder = MessageBuilder(call_ids)

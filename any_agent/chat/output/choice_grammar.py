@@ -18,7 +18,7 @@ _OBJECT: Part = {"type": "json_schema", "json_schema": {"type": "object"}}
 _KEY: Part = {"type": "regex", "pattern": "[A-Za-z0-9_.-]{1,64}"}
 
 
-class Choosing:
+class ChoiceGrammar:
     """Writes such grammars for one family and vocabulary."""
 
     def __init__(self, grammar: OutputGrammar, vocab: Mapping[str, int]) -> None:

@@ -13,7 +13,7 @@ _INCOMPLETE = "�"
 _PROBE_IDS = 512
 
 
-class Detokeniser(Protocol):
+class Detokenizer(Protocol):
     """The decoder of one output; the parts it returns concatenate to the output's text."""
 
     def push(self, ids: Sequence[int]) -> str:
@@ -23,7 +23,7 @@ class Detokeniser(Protocol):
         """What was held back; an unfinished character becomes U+FFFD."""
 
 
-class _ByteDetokeniser:
+class _ByteDetokenizer:
     """For byte-level BPE: every token is some bytes, and UTF-8 is decoded as a stream."""
 
     def __init__(self, table: list[bytes]) -> None:
@@ -40,7 +40,7 @@ class _ByteDetokeniser:
         return text
 
 
-class _WindowDetokeniser:
+class _WindowDetokenizer:
     """For any other tokenizer: decode a few tokens, with the ones before them as context."""
 
     _longest_character = 8
@@ -78,12 +78,12 @@ class _WindowDetokeniser:
 
 def detokeniser_factory(
     tokenizer: Any, decode: Callable[[list[int]], str]
-) -> Callable[[], Detokeniser]:
+) -> Callable[[], Detokenizer]:
     """A maker of decoders for this tokenizer: the byte table where it proves exact."""
     table = _byte_table(tokenizer)
     if table is not None and _agrees(table, decode):
-        return lambda: _ByteDetokeniser(table)
-    return lambda: _WindowDetokeniser(decode)
+        return lambda: _ByteDetokenizer(table)
+    return lambda: _WindowDetokenizer(decode)
 
 
 def token_bytes_of(tokenizer: Any, decode: Callable[[list[int]], str]) -> Callable[[int], bytes]:

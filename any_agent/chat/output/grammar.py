@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from any_agent.chat.output.json_stream import quoted
 from any_agent.chat.output.markers import THINK_CLOSE, THINK_OPEN
 from any_agent.chat.output.message_builder import MessageBuilder
-from any_agent.chat.output.state_machine import CallReader, InReasoning, Machine, OutputMachine
+from any_agent.chat.output.state_machine import (
+    CallReader,
+    OutputMachine,
+    ReasoningState,
+    StateMachine,
+)
 from any_agent.types import Tool
 
 THINK: Mapping[str, str] = {"<think>": THINK_OPEN, "</think>": THINK_CLOSE}
 
-NewMachine = Callable[[MessageBuilder, Sequence[Tool], bool], Machine]
+NewMachine = Callable[[MessageBuilder, Sequence[Tool], bool], StateMachine]
 """Of the builder, the request's tools, and whether the prompt ends inside reasoning."""
 
 
@@ -66,14 +71,14 @@ class OutputGrammar:
 def marked(
     new_reader: Callable[[MessageBuilder, Sequence[Tool]], CallReader] | None,
     *,
-    in_reasoning: InReasoning = InReasoning.DOUBT,
+    in_reasoning: ReasoningState = ReasoningState.DOUBT,
     bare: bool = False,
 ) -> NewMachine:
     """Machines for ``[<think> reasoning </think>] content`` with calls read by ``new_reader``."""
 
     def new_machine(
         builder: MessageBuilder, tools: Sequence[Tool], reasoning_open: bool
-    ) -> Machine:
+    ) -> StateMachine:
         read = new_reader
         return OutputMachine(
             builder,

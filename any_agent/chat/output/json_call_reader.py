@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from any_agent.chat.output.json_stream import StringReader, ValueScanner, read_string
-from any_agent.chat.output.message_builder import MessageBuilder, Trimmed
+from any_agent.chat.output.message_builder import MessageBuilder, WhitespaceTrimmer
 
 _WHITE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
 
 
-class CallObject:
+class JsonCallReader:
     """``{"name": ..., "arguments": {...}}``, in any order of keys; other keys are passed over.
 
     The arguments leave as they were written; where they are a string, as what it says. Of equal
@@ -35,7 +35,7 @@ class CallObject:
         self._scanner = ValueScanner()
         self._collected: list[str] = []
         self._string: StringReader | None = None
-        self._raw: Trimmed | None = None
+        self._raw: WhitespaceTrimmer | None = None
         self._step: Callable[[str, int], int] = self._before
 
     def feed(self, text: str) -> int:
@@ -196,7 +196,7 @@ class CallObject:
             self.failed = True
             return at
         if not self._arguments_over:
-            self._raw = Trimmed()
+            self._raw = WhitespaceTrimmer()
         self._step = self._as_written
         return at
 

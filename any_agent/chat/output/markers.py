@@ -41,7 +41,7 @@ ALL_KINDS = frozenset(
 )
 
 
-class MarkFinder:
+class MarkerFinder:
     """Where one of some marks is in a text, and how much of its end may begin one."""
 
     def __init__(self, marks: Collection[str]) -> None:
@@ -66,13 +66,13 @@ class MarkFinder:
         return 0
 
 
-class TextMarks:
+class TextMarkers:
     """Finds markers that are spelled in text, holding back what may begin one."""
 
     def __init__(self, marks: Mapping[str, str]) -> None:
         """``marks``: their texts and kinds."""
         self._marks = marks
-        self._finders: dict[frozenset[str], MarkFinder | None] = {}
+        self._finders: dict[frozenset[str], MarkerFinder | None] = {}
         self._text = ""
         self._at = 0
         """Up to where the text has been passed on."""
@@ -104,8 +104,8 @@ class TextMarks:
         self._text, self._at = "", 0
         return out
 
-    def _finder(self, wanted: frozenset[str]) -> MarkFinder | None:
+    def _finder(self, wanted: frozenset[str]) -> MarkerFinder | None:
         if wanted not in self._finders:
             texts = [text for text, kind in self._marks.items() if kind in wanted]
-            self._finders[wanted] = MarkFinder(texts) if texts else None
+            self._finders[wanted] = MarkerFinder(texts) if texts else None
         return self._finders[wanted]

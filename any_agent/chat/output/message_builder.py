@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.chat.output.message import MessageDelta, Order, ParsedMessage
-from any_agent.chat.output.tool_call_ids import CallIds
+from any_agent.chat.output.tool_call_ids import ToolCallIds
 
 _CONTENT = -1
 _REASONING = -2
@@ -13,7 +13,7 @@ _RANKS = {_REASONING: 0, _CONTENT: 1}
 _CALL_RANK = 2
 
 
-class Trimmed:
+class WhitespaceTrimmer:
     """Text without the white space at its two ends, released as soon as it is inside."""
 
     __slots__ = ("_space", "_strip", "parts")
@@ -52,10 +52,10 @@ class MessageBuilder:
     Neighbouring steps of one kind leave as one.
     """
 
-    def __init__(self, call_ids: CallIds) -> None:
+    def __init__(self, call_ids: ToolCallIds) -> None:
         self._call_ids = call_ids
-        self._content = Trimmed()
-        self._reasoning = Trimmed()
+        self._content = WhitespaceTrimmer()
+        self._reasoning = WhitespaceTrimmer()
         self._calls: list[dict[str, Any]] = []
         self._arguments: list[list[str]] = []
         self._since_call: list[str] = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from any_agent.chat.output.buffered_parser import BufferedParser, WholeParser
-from any_agent.chat.output.choice_grammar import Choosing, Part
+from any_agent.chat.output.choice_grammar import ChoiceGrammar, Part
 from any_agent.chat.output.detokenizer import detokeniser_factory
 from any_agent.chat.output.grammar import OutputGrammar
 from any_agent.chat.output.grammars import grammar_of
@@ -14,8 +14,8 @@ from any_agent.chat.output.grammars.harmony import HarmonyMachine
 from any_agent.chat.output.markers import Piece
 from any_agent.chat.output.message_builder import MessageBuilder
 from any_agent.chat.output.stream_parser import IncrementalParser, Markers, StreamParser
-from any_agent.chat.output.token_spans import Spans
-from any_agent.chat.output.tool_call_ids import CallIds
+from any_agent.chat.output.token_spans import TokenSpans
+from any_agent.chat.output.tool_call_ids import ToolCallIds
 from any_agent.types import IdArray, Tool, plain_ids
 
 _TAIL = 64
@@ -23,7 +23,7 @@ _TAIL = 64
 _REASONING_TAIL = 16
 
 
-class OutputReader:
+class OutputParserFactory:
     """Makes parsers; stateless between outputs, so one serves every call."""
 
     def __init__(
@@ -53,8 +53,8 @@ class OutputReader:
         }
         in_text = {mark: kind for mark, kind in marks.items() if mark not in self._vocab}
         self._markers = Markers(by_id, self._stop_ids, in_text)
-        self.spans = Spans(by_id)
-        self._choosing = Choosing(self.grammar, self._vocab) if self.grammar else None
+        self.spans = TokenSpans(by_id)
+        self._choosing = ChoiceGrammar(self.grammar, self._vocab) if self.grammar else None
         self.one_call_stop_ids = self._one_call_stop_ids()
         """The tokens after which one call is whole; None if no one token says so."""
 
@@ -71,7 +71,7 @@ class OutputReader:
         ``forced``: the prompt's last tokens, which begin a call: they are read as output.
         ``call_seed``: answers of different ones have different ids of calls.
         """
-        call_ids = CallIds(prompt_ids, call_seed)
+        call_ids = ToolCallIds(prompt_ids, call_seed)
         grammar = self.grammar
         if grammar is None:
             whole = WholeParser(
@@ -109,7 +109,7 @@ class OutputReader:
     def text_or_calls(
         self, prompt_ids: Sequence[int] | IdArray, text: Part, names: Sequence[str]
     ) -> Part | None:
-        """A grammar of :class:`Choosing`; None where the family is not known."""
+        """A grammar of :class:`ChoiceGrammar`; None where the family is not known."""
         if self._choosing is None:
             return None
         in_reasoning = self.ends_in_reasoning(prompt_ids)

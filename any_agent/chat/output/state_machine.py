@@ -55,7 +55,7 @@ class CallReader(Protocol):
         """The output ends here."""
 
 
-class Machine(Protocol):
+class StateMachine(Protocol):
     """Takes pieces in order, into the builder."""
 
     @property
@@ -67,7 +67,7 @@ class Machine(Protocol):
     def finish(self) -> None: ...
 
 
-class InReasoning(Enum):
+class ReasoningState(Enum):
     """What a call's opening means inside open reasoning."""
 
     DRAFT = auto()
@@ -104,7 +104,7 @@ class OutputMachine:
         new_reader: Callable[[], CallReader] | None,
         *,
         reasoning_open: bool,
-        in_reasoning: InReasoning = InReasoning.DOUBT,
+        in_reasoning: ReasoningState = ReasoningState.DOUBT,
         bare: bool = False,
     ) -> None:
         """``reasoning_open``: the prompt ends inside reasoning. ``bare``: calls need no marker."""
@@ -158,7 +158,7 @@ class OutputMachine:
                 self.wanted = self._openings | {THINK_OPEN}
             case _State.REASONING:
                 self.wanted = frozenset({THINK_OPEN, THINK_CLOSE})
-                if self._in_reasoning_call is not InReasoning.DRAFT:
+                if self._in_reasoning_call is not ReasoningState.DRAFT:
                     self.wanted |= self._openings
             case _State.DOUBT:
                 self.wanted = ALL_KINDS
@@ -180,7 +180,7 @@ class OutputMachine:
     def _in_reasoning(self, text: str, kind: str) -> None:
         if kind == THINK_CLOSE:
             self._enter(self._after_reasoning)
-        elif kind in _OPENINGS and self._in_reasoning_call is InReasoning.DOUBT:
+        elif kind in _OPENINGS and self._in_reasoning_call is ReasoningState.DOUBT:
             self._enter(_State.DOUBT)
             self._doubt = [(text, kind)]
         elif kind in _OPENINGS:

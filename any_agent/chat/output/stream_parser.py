@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from any_agent.chat.output.detokenizer import Detokeniser
-from any_agent.chat.output.markers import TEXT, Piece, TextMarks
+from any_agent.chat.output.detokenizer import Detokenizer
+from any_agent.chat.output.markers import TEXT, Piece, TextMarkers
 from any_agent.chat.output.message import MessageDelta, ParsedMessage
 from any_agent.chat.output.message_builder import MessageBuilder
-from any_agent.chat.output.state_machine import Machine
+from any_agent.chat.output.state_machine import StateMachine
 from any_agent.chat.output.stop_strings import StopFilter
 
 
@@ -45,9 +45,9 @@ class IncrementalParser:
 
     def __init__(
         self,
-        detokeniser: Detokeniser,
+        detokeniser: Detokenizer,
         markers: Markers,
-        machine: Machine,
+        machine: StateMachine,
         builder: MessageBuilder,
         stop: tuple[str, ...],
         forced: Sequence[int] = (),
@@ -61,7 +61,7 @@ class IncrementalParser:
         self._machine = machine
         self._builder = builder
         self._stops = StopFilter(stop)
-        self._marks = TextMarks(markers.in_text) if markers.in_text else None
+        self._marks = TextMarkers(markers.in_text) if markers.in_text else None
         self._ended = False
         self._pass_on(self._pieces(forced))
         self._ended = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from any_agent.chat.output.detokenizer import Detokeniser
+from any_agent.chat.output.detokenizer import Detokenizer
 from any_agent.chat.output.markers import TEXT
 from any_agent.chat.output.message import MessageDelta, ParsedMessage
 from any_agent.chat.output.stop_strings import StopFilter
@@ -12,7 +12,7 @@ class TextParser:
     """Tokens to text, which ends before the first stop token or stop string."""
 
     def __init__(
-        self, detokeniser: Detokeniser, stop_ids: frozenset[int], stop: tuple[str, ...]
+        self, detokeniser: Detokenizer, stop_ids: frozenset[int], stop: tuple[str, ...]
     ) -> None:
         self._detokeniser = detokeniser
         self._stop_ids = stop_ids

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from any_agent.chat.output.markers import CALLS_OPEN, THINK_CLOSE, TOOL_OPEN, Piece
 
 
-class Spans:
+class TokenSpans:
     """Of one model's outputs; where no one token delimits a region, it is not told."""
 
     def __init__(self, by_id: Mapping[int, Piece]) -> None:

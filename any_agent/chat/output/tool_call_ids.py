@@ -10,7 +10,7 @@ import numpy as np
 from any_agent.types import IdArray
 
 
-class CallIds:
+class ToolCallIds:
     """``call_<hex>``, the same for the same seed, the same prompt and the same output so far.
 
     Each text is hashed once, however many calls an output has; without a call nothing is.

@@ -9,7 +9,7 @@ from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 
 
-class Answer(Protocol):
+class ResponseEncoder(Protocol):
     """The shape of one call's answer. Events are server-sent ones, with their blank lines."""
 
     def whole(self, answers: list[Interaction]) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from any_agent.completions.call_types import Delta, Head
-from any_agent.completions.encoders.logprobs import TokenLogprobs
+from any_agent.completions.encoders.logprobs import LogprobsEncoder
 from any_agent.completions.encoders.usage import usage_of
 from any_agent.completions.params import ChatCall
 from any_agent.completions.top_logprobs import top_logprobs_of
@@ -19,11 +19,11 @@ DONE = b"data: [DONE]\n\n"
 _SAID = ("content", "reasoning_content", "tool_calls")
 
 
-class ChatAnswer:
+class ChatEncoder:
     """Formats one chat call's answer. What its events have in common is written once."""
 
     def __init__(
-        self, call: ChatCall, head: Head, logprobs: TokenLogprobs, fingerprint: str
+        self, call: ChatCall, head: Head, logprobs: LogprobsEncoder, fingerprint: str
     ) -> None:
         self._call = call
         self._head = head

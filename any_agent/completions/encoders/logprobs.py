@@ -17,7 +17,7 @@ _LEAST = -9999.0
 """As OpenAI says "never": JSON has no infinity."""
 
 
-class TokenLogprobs:
+class LogprobsEncoder:
     """Writes the entries of one chat format's tokens."""
 
     def __init__(self, chat: ChatFormat) -> None:

@@ -11,7 +11,7 @@ Kind = Literal["reasoning", "content", "call"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OutputPart:
     """Reasoning or content in a row, or one call."""
 
     kind: Kind
@@ -20,7 +20,7 @@ class Part:
     """In OpenAI's form."""
 
 
-def parts_of(interaction: Interaction) -> list[Part]:
+def parts_of(interaction: Interaction) -> list[OutputPart]:
     """The parts of a recorded answer, none of them empty.
 
     A stream's deltas have the same ones: a part ends where another kind, or another call, begins.
@@ -30,17 +30,17 @@ def parts_of(interaction: Interaction) -> list[Part]:
     return _in_order(message, order) if order else _as_usual(message)
 
 
-def _as_usual(message: Message) -> list[Part]:
+def _as_usual(message: Message) -> list[OutputPart]:
     out = []
     if reasoning := message.get("reasoning_content"):
-        out.append(Part("reasoning", reasoning))
+        out.append(OutputPart("reasoning", reasoning))
     if content := message.get("content"):
-        out.append(Part("content", content))
-    out += [Part("call", call=call) for call in message.get("tool_calls") or ()]
+        out.append(OutputPart("content", content))
+    out += [OutputPart("call", call=call) for call in message.get("tool_calls") or ()]
     return out
 
 
-def _in_order(message: Message, order: list[list[Any]]) -> list[Part]:
+def _in_order(message: Message, order: list[list[Any]]) -> list[OutputPart]:
     texts = {
         "reasoning": message.get("reasoning_content") or "",
         "content": message.get("content") or "",
@@ -50,9 +50,9 @@ def _in_order(message: Message, order: list[list[Any]]) -> list[Part]:
     out = []
     for kind, length in order:
         if kind == "call":
-            out.append(Part("call", call=next(calls)))
+            out.append(OutputPart("call", call=next(calls)))
             continue
         start = at[kind]
         at[kind] = start + length
-        out.append(Part(kind, texts[kind][start : start + length]))
+        out.append(OutputPart(kind, texts[kind][start : start + length]))
     return out

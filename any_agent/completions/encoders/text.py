@@ -9,7 +9,7 @@ import orjson
 from any_agent.chat import ChatFormat
 from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.encoders.chat import DONE, error_event
-from any_agent.completions.encoders.logprobs import TokenLogprobs
+from any_agent.completions.encoders.logprobs import LogprobsEncoder
 from any_agent.completions.encoders.usage import usage_of
 from any_agent.completions.params import ChatCall
 from any_agent.completions.top_logprobs import top_logprobs_of
@@ -17,14 +17,14 @@ from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 
 
-class TextAnswer:
+class TextEncoder:
     """Formats one legacy completion's answer."""
 
     def __init__(
         self,
         call: ChatCall,
         head: Head,
-        logprobs: TokenLogprobs,
+        logprobs: LogprobsEncoder,
         fingerprint: str,
         chat: ChatFormat,
     ) -> None:

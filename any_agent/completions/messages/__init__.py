@@ -6,16 +6,16 @@ this. It is not used: it re-encodes what a tool was called with, leaves out what
 known again, and would be imported for a few dozen lines.
 """
 
-from any_agent.completions.messages.asked import messages_asked
+from any_agent.completions.messages.asked import parse_messages_request
 from any_agent.completions.messages.count import count_tokens
-from any_agent.completions.messages.encoder import MessagesAnswer
+from any_agent.completions.messages.encoder import MessagesEncoder
 from any_agent.completions.messages.parse import MessagesCall, parse_count, parse_messages
 
 __all__ = [
-    "MessagesAnswer",
     "MessagesCall",
+    "MessagesEncoder",
     "count_tokens",
-    "messages_asked",
     "parse_count",
     "parse_messages",
+    "parse_messages_request",
 ]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.chat import ChatFormat
-from any_agent.completions.messages.encoder import MessagesAnswer
+from any_agent.completions.messages.encoder import MessagesEncoder
 from any_agent.completions.messages.parse import parse_messages
-from any_agent.completions.parsed_request import Asked, Rules
+from any_agent.completions.parsed_request import ParsedRequest, ParseRules
 
 
-def messages_asked(body: Any, rules: Rules, chat: ChatFormat) -> Asked:
+def parse_messages_request(body: Any, rules: ParseRules, chat: ChatFormat) -> ParsedRequest:
     """Raises as :func:`parse_messages`."""
     call = parse_messages(
         body,
@@ -20,4 +20,4 @@ def messages_asked(body: Any, rules: Rules, chat: ChatFormat) -> Asked:
         known_settings=chat.writer.known_settings,
         unknown=rules.unknown,
     )
-    return Asked(call.chat, lambda head, version: MessagesAnswer(call, head))
+    return ParsedRequest(call.chat, lambda head, version: MessagesEncoder(call, head))

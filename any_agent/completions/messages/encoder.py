@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from any_agent.completions.call_types import Delta, Head
-from any_agent.completions.encoders.output_order import Part, parts_of
+from any_agent.completions.encoders.output_order import OutputPart, parts_of
 from any_agent.completions.messages.parse import MessagesCall
 from any_agent.completions.messages.tool_input import input_of
 from any_agent.completions.messages.tool_use_ids import tool_use_id
@@ -31,7 +31,7 @@ _REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 _CUT_OFF = "max_tokens"
 
 
-class MessagesAnswer:
+class MessagesEncoder:
     """Formats one call's answer. What its events have in common is written once."""
 
     def __init__(self, call: MessagesCall, head: Head) -> None:
@@ -163,7 +163,7 @@ class MessagesAnswer:
         self._open = None
         self._blocks += 1
 
-    def _block(self, part: Part) -> bytes:
+    def _block(self, part: OutputPart) -> bytes:
         if part.call is not None:
             function = part.call["function"]
             return _tool_use(part.call["id"], function["name"], input_of(function["arguments"]))

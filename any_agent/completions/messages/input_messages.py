@@ -34,14 +34,14 @@ def conversation_of(system: Any, messages: list[Any]) -> list[Message]:
         text = _system_text(system)
         if text:
             out.append({"role": "system", "content": text})
-    said: _Said | None = None
+    said: _AssistantTurn | None = None
     for i, message in enumerate(messages):
         if type(message) is not dict:
             _wrong(f"messages[{i}]", "must be an object")
         role, content = message.get("role"), message.get("content")
         if role == "assistant":
             if said is None:
-                said = _Said()
+                said = _AssistantTurn()
             said.add(content, i)
             continue
         if said is not None:
@@ -121,7 +121,7 @@ def _result(block: dict[str, Any], where: str) -> Message:
     return {"role": "tool", "tool_call_id": call_id(id), "content": text}
 
 
-class _Said:
+class _AssistantTurn:
     """An assistant's turn: some clients send each block as a message of its own."""
 
     def __init__(self) -> None:

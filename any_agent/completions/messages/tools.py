@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from any_agent.completions.params.schema_check import shown
-from any_agent.completions.params.tools import LONGEST_NAME, tools_of
+from any_agent.completions.params.tools import MAX_NAME, tools_of
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Tool
 
@@ -44,8 +44,8 @@ def _tool(tool: Any, where: str) -> Tool:
             "does; give it a name, a description and an input_schema, and run it in the agent",
             param="tools",
         )
-    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
-        _wrong(f"{where}.name", f"must be 1 to {LONGEST_NAME} printable characters")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        _wrong(f"{where}.name", f"must be 1 to {MAX_NAME} printable characters")
     if not isinstance(schema, dict):
         _wrong(f"{where}.input_schema", "must be an object: the JSON schema of the tool's input")
     callers = tool.get("allowed_callers")

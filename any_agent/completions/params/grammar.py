@@ -10,7 +10,7 @@ from typing import Any
 from any_agent.completions.params.parameter import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from any_agent.completions.params.schema_check import check, json_text, require_object
 from any_agent.completions.params.table import TABLE
-from any_agent.completions.params.unknown_parameters import Rest
+from any_agent.completions.params.unknown_fields import UnknownFields
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 
 _STRUCTURED = ("json", "regex", "choice", "json_object")
@@ -44,7 +44,7 @@ def format_part(grammar: str) -> dict[str, Any]:
 
 
 def unless_forced(
-    grammar: str | None, asked_by: str | None, forced: str | None, rest: Rest
+    grammar: str | None, asked_by: str | None, forced: str | None, rest: UnknownFields
 ) -> tuple[str | None, str | None]:
     """The grammar and its parameter; neither for an answer that must be a call, as ``rest`` then
     tells."""

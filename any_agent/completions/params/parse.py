@@ -25,8 +25,8 @@ from any_agent.completions.params.schema_check import check, json_text, require_
 from any_agent.completions.params.table import TABLE
 from any_agent.completions.params.template_kwargs import template_kwargs_of
 from any_agent.completions.params.tools import tools_of
-from any_agent.completions.params.unknown_parameters import Rest, rest_of
-from any_agent.completions.untrainable import UntrainableReason, bent
+from any_agent.completions.params.unknown_fields import UnknownFields, rest_of
+from any_agent.completions.untrainable import UntrainableReason, has_modified_distribution
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import GenerationHyperparameters, SessionMode
 
@@ -144,7 +144,7 @@ def parse_completion(
 
 def sort_out(
     body: Any, api: Api, known_settings: Set[str], unknown: UnknownParameters
-) -> tuple[dict[str, Any], dict[str, Any], Rest]:
+) -> tuple[dict[str, Any], dict[str, Any], UnknownFields]:
     """The body, each parameter of which may be there; what of it is only recorded; and what is in
     no row.
 
@@ -168,7 +168,11 @@ def sort_out(
                 json_text(value, name, longest=row.schema["x-max-bytes"])
         if row.kind != "honoured":
             recorded[name] = value
-    return body, recorded, rest_of(others, api, known_settings, unknown) if others else Rest()
+    return (
+        body,
+        recorded,
+        rest_of(others, api, known_settings, unknown) if others else UnknownFields(),
+    )
 
 
 def _require_neutral(row: Parameter, value: Any) -> None:
@@ -227,4 +231,4 @@ def untrainable_by(
     gconfig: GenerationHyperparameters, forced: str | None
 ) -> UntrainableReason | None:
     """Why nothing that is sampled so can be trained on."""
-    return bent(gconfig) if forced is None else "tool_choice"
+    return has_modified_distribution(gconfig) if forced is None else "tool_choice"

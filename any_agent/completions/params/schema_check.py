@@ -33,7 +33,7 @@ _WORDS = {
     "array": "a list",
     "null": "null",
 }
-_LONGEST_SHOWN = 60
+_MAX_SHOWN = 60
 
 
 def check(value: Any, schema: Schema, name: str) -> None:
@@ -71,7 +71,7 @@ def json_text(value: Any, name: str, *, longest: int) -> str:
 def shown(value: Any) -> str:
     """A value in an error's message, however large or strange it is."""
     if isinstance(value, str):
-        return json.dumps(value[:_LONGEST_SHOWN])
+        return json.dumps(value[:_MAX_SHOWN])
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
         return "a huge integer"
     if value is None or isinstance(value, bool | int | float):

@@ -8,7 +8,7 @@ from typing import Any
 from any_agent.chat.template_kwargs import SWITCHES
 from any_agent.completions.params.parameter import MAX_NOTE_BYTES, UnknownParameters
 from any_agent.completions.params.schema_check import json_text, shown
-from any_agent.completions.params.unknown_parameters import Rest
+from any_agent.completions.params.unknown_fields import UnknownFields
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 
 _KWARGS = "chat_template_kwargs"
@@ -16,7 +16,10 @@ _TYPES = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 
 
 def template_kwargs_of(
-    body: Mapping[str, Any], rest: Rest, known_settings: Set[str], unknown: UnknownParameters
+    body: Mapping[str, Any],
+    rest: UnknownFields,
+    known_settings: Set[str],
+    unknown: UnknownParameters,
 ) -> dict[str, Any]:
     """Return the settings of the template, from both forms of giving them.
 

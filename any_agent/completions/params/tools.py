@@ -10,7 +10,7 @@ from any_agent.completions.params.schema_check import json_text, shown
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Tool
 
-LONGEST_NAME = 256
+MAX_NAME = 256
 
 
 def tools_of(body: Mapping[str, Any]) -> tuple[list[Tool] | None, str | None]:
@@ -105,9 +105,9 @@ def _name(tool: Any, where: str) -> str:
         raise InvalidRequest(
             f'{where} must be {{"type": "function", "function": {{"name": ...}}}}', param="tools"
         )
-    if not name or len(name) > LONGEST_NAME or not name.isprintable():
+    if not name or len(name) > MAX_NAME or not name.isprintable():
         raise InvalidRequest(
-            f"{where}.function.name must be 1 to {LONGEST_NAME} printable characters",
+            f"{where}.function.name must be 1 to {MAX_NAME} printable characters",
             param="tools",
         )
     if not isinstance(function.get("parameters", {}), dict | None):

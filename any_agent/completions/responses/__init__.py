@@ -1,8 +1,8 @@
 """`/v1/responses`: items to messages and back, and the shape of its answers."""
 
-from any_agent.completions.responses.asked import responses_asked
+from any_agent.completions.responses.asked import parse_responses_request
 from any_agent.completions.responses.call import ResponsesCall
-from any_agent.completions.responses.encoder import ResponsesAnswer
+from any_agent.completions.responses.encoder import ResponsesEncoder
 from any_agent.completions.responses.parse import parse_responses
 from any_agent.completions.responses.stored_response import (
     answer_of,
@@ -12,12 +12,12 @@ from any_agent.completions.responses.stored_response import (
 )
 
 __all__ = [
-    "ResponsesAnswer",
     "ResponsesCall",
+    "ResponsesEncoder",
     "answer_of",
     "deleted_record",
     "input_items",
     "parse_responses",
+    "parse_responses_request",
     "response_again",
-    "responses_asked",
 ]

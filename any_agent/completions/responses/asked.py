@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.chat import ChatFormat
-from any_agent.completions.parsed_request import Asked, Rules, token_logprobs
-from any_agent.completions.responses.encoder import ResponsesAnswer
+from any_agent.completions.parsed_request import ParsedRequest, ParseRules, token_logprobs
+from any_agent.completions.responses.encoder import ResponsesEncoder
 from any_agent.completions.responses.parse import parse_responses
 from any_agent.record import InteractionTree
 
 
-def responses_asked(
+def parse_responses_request(
     body: Any,
-    rules: Rules,
+    rules: ParseRules,
     chat: ChatFormat,
     tree: InteractionTree | None,
     *,
     context_length: int,
-) -> Asked:
+) -> ParsedRequest:
     """Raises as :func:`parse_responses`. ``tree``: the session's, with its earlier answers."""
     call = parse_responses(
         body,
@@ -31,4 +31,4 @@ def responses_asked(
         context_length=context_length,
     )
     logprobs = token_logprobs(chat)
-    return Asked(call.chat, lambda head, _: ResponsesAnswer(call, head, logprobs, chat))
+    return ParsedRequest(call.chat, lambda head, _: ResponsesEncoder(call, head, logprobs, chat))

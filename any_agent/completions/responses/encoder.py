@@ -7,13 +7,13 @@ from typing import Any
 import orjson
 
 from any_agent.chat import ChatFormat
-from any_agent.chat.output.token_spans import Spans
+from any_agent.chat.output.token_spans import TokenSpans
 from any_agent.completions.call_types import Delta, Head
-from any_agent.completions.encoders.logprobs import TokenLogprobs
-from any_agent.completions.encoders.output_order import Part
+from any_agent.completions.encoders.logprobs import LogprobsEncoder
+from any_agent.completions.encoders.output_order import OutputPart
 from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
-from any_agent.completions.responses.events import Events
-from any_agent.completions.responses.item_stream import OpenItem, item_bytes
+from any_agent.completions.responses.events import EventFactory
+from any_agent.completions.responses.item_stream import ItemStream, item_bytes
 from any_agent.completions.responses.output_items import item_id, parts_to_tell
 from any_agent.completions.top_logprobs import TopLogprobs, top_logprobs_of
 from any_agent.errors import AnyAgentError
@@ -24,23 +24,23 @@ _CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 _ABORTED = "the answer was cut off: its session keeps to weights that the engine serves no more"
 
 
-class ResponsesAnswer:
+class ResponsesEncoder:
     """Formats one call's answer. Parts of it come one after another, each as an item."""
 
     def __init__(
-        self, call: ResponsesCall, head: Head, logprobs: TokenLogprobs, chat: ChatFormat
+        self, call: ResponsesCall, head: Head, logprobs: LogprobsEncoder, chat: ChatFormat
     ) -> None:
         self._call = call
         self._head = head
         self._logprobs = logprobs
         self._spans = chat.spans
-        self._events = Events()
-        self._open: OpenItem | None = None
+        self._events = EventFactory()
+        self._open: ItemStream | None = None
         self._items: list[bytes] = []
         """Those that are done, in a stream."""
         self._text_done = False
         """Log-probabilities are told of the first text."""
-        self._sampled = _Sampled() if call.logprobs else None
+        self._sampled = _SampledOutput() if call.logprobs else None
         self._base = orjson.dumps(_base(call, head))[:-1]
 
     def whole(self, answers: list[Interaction]) -> bytes:
@@ -118,7 +118,7 @@ class ResponsesAnswer:
         events = self._close(b"completed") if self._open is not None else b""
         index = len(self._items)
         id = item_id(self._head.id, kind, index)
-        self._open = OpenItem(self._events, kind, id, index, call)
+        self._open = ItemStream(self._events, kind, id, index, call)
         return events + self._open.begin()
 
     def _close(self, status: bytes, ended: Interaction | None = None) -> bytes:
@@ -150,7 +150,7 @@ class ResponsesAnswer:
             out.append(self._item(interaction.id, k, part, status, logprobs))
         return b",".join(out)
 
-    def _item(self, id: str, index: int, part: Part, status: bytes, logprobs: bytes) -> bytes:
+    def _item(self, id: str, index: int, part: OutputPart, status: bytes, logprobs: bytes) -> bytes:
         return item_bytes(
             part.kind,
             item_id(id, part.kind, index),
@@ -215,7 +215,7 @@ class ResponsesAnswer:
         )
 
 
-class _Sampled:
+class _SampledOutput:
     """The tokens of a stream, of which log-probabilities are told."""
 
     def __init__(self) -> None:
@@ -232,21 +232,21 @@ class _Sampled:
         self._reasoned |= bool(item.message.reasoning_content)
         self._called |= item.calls or bool(item.message.tool_calls)
 
-    def new_text(self, write: TokenLogprobs, spans: Spans) -> bytes:
+    def new_text(self, write: LogprobsEncoder, spans: TokenSpans) -> bytes:
         """Of the text's tokens since the last time."""
         start, end = self._span(spans)
         start = start if self._told is None else self._told
         self._told = max(start, end)
         return self._entries(write, start, end)
 
-    def all_text(self, write: TokenLogprobs, spans: Spans) -> bytes:
+    def all_text(self, write: LogprobsEncoder, spans: TokenSpans) -> bytes:
         return self._entries(write, *self._span(spans))
 
-    def _span(self, spans: Spans) -> tuple[int, int]:
+    def _span(self, spans: TokenSpans) -> tuple[int, int]:
         start = spans.reasoning(self._ids, reasoned=self._reasoned, said=True)
         return spans.text(self._ids, start, calls=self._called)
 
-    def _entries(self, write: TokenLogprobs, start: int, end: int) -> bytes:
+    def _entries(self, write: LogprobsEncoder, start: int, end: int) -> bytes:
         top = self._top[start:end] if self._top else None
         return write.entries(self._ids[start:end], self._logprobs[start:end], top)
 

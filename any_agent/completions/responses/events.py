@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 
 
-class Events:
+class EventFactory:
     """Numbers the events of one stream."""
 
     def __init__(self) -> None:

@@ -93,7 +93,7 @@ def is_deleted(interaction: Interaction) -> bool:
     return bool(interaction.request.get(RECORD, {}).get(DELETED))
 
 
-class Items:
+class ItemHistory:
     """Resolves one request's references to items of the session's answers, each of which it may
     name once: else a small request would be a conversation of gigabytes."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from any_agent.completions.responses.events import Events, opening
+from any_agent.completions.responses.events import EventFactory, opening
 from any_agent.completions.responses.reasoning import encoded
 
 _DELTAS = {
@@ -16,11 +16,11 @@ _DELTAS = {
 }
 
 
-class OpenItem:
+class ItemStream:
     """Of one of three kinds: reasoning, content, call."""
 
     def __init__(
-        self, events: Events, kind: str, id: str, index: int, call: dict[str, Any] | None
+        self, events: EventFactory, kind: str, id: str, index: int, call: dict[str, Any] | None
     ) -> None:
         self.kind = kind
         self._events = events

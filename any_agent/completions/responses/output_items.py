@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from any_agent.completions.encoders.output_order import Part, parts_of
+from any_agent.completions.encoders.output_order import OutputPart, parts_of
 from any_agent.types import Interaction
 
 PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc", "output": "fco"}
@@ -15,9 +15,9 @@ def item_id(answer_id: str, kind: str, index: int) -> str:
     return f"{PREFIXES[kind]}_{answer_id.rpartition('_')[2]}_{index}"
 
 
-def parts_to_tell(interaction: Interaction) -> list[Part]:
+def parts_to_tell(interaction: Interaction) -> list[OutputPart]:
     """Never none: what says nothing is an empty text, so that it can be sent back."""
-    return parts_of(interaction) or [Part("content")]
+    return parts_of(interaction) or [OutputPart("content")]
 
 
 def items_of(interaction: Interaction) -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ def items_of(interaction: Interaction) -> list[dict[str, Any]]:
     ]
 
 
-def item_of(part: Part, id: str, status: str) -> dict[str, Any]:
+def item_of(part: OutputPart, id: str, status: str) -> dict[str, Any]:
     if part.kind == "reasoning":
         content = [{"type": "reasoning_text", "text": part.text}]
         return {"id": id, "type": "reasoning", "summary": [], "content": content, "status": status}

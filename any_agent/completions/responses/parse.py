@@ -14,7 +14,12 @@ from any_agent.completions.params.schema_check import check, json_text, require_
 from any_agent.completions.params.table_responses import MAX_FORMAT_NAME
 from any_agent.completions.params.template_kwargs import template_kwargs_of
 from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
-from any_agent.completions.responses.history import ID_PREFIX, Items, full_lines, messages_before
+from any_agent.completions.responses.history import (
+    ID_PREFIX,
+    ItemHistory,
+    full_lines,
+    messages_before,
+)
 from any_agent.completions.responses.input_items import messages_of, require_few
 from any_agent.completions.responses.tools import chat_tools_of, flat, require_names
 from any_agent.errors import InvalidRequest, UnsupportedParameter
@@ -106,7 +111,7 @@ def _messages(
     before = body.get("previous_response_id")
     if before is not None:
         messages += messages_before(before, tree)
-    return messages + messages_of(given, Items(tree)), before
+    return messages + messages_of(given, ItemHistory(tree)), before
 
 
 def _include(value: Any) -> set[str]:

@@ -6,12 +6,12 @@ from typing import Any
 
 from any_agent.chat import ChatFormat, text_of
 from any_agent.completions.call_types import Head
-from any_agent.completions.encoders import Answer
-from any_agent.completions.encoders.logprobs import TokenLogprobs
-from any_agent.completions.encoders.output_order import Part
+from any_agent.completions.encoders import ResponseEncoder
+from any_agent.completions.encoders.logprobs import LogprobsEncoder
+from any_agent.completions.encoders.output_order import OutputPart
 from any_agent.completions.params import ChatCall
 from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
-from any_agent.completions.responses.encoder import ResponsesAnswer
+from any_agent.completions.responses.encoder import ResponsesEncoder
 from any_agent.completions.responses.history import (
     DELETED,
     RECORD,
@@ -52,15 +52,15 @@ def deleted_record(interaction: Interaction) -> dict[str, Any]:
 
 
 def response_again(
-    interaction: Interaction, tree: InteractionTree, logprobs: TokenLogprobs, chat: ChatFormat
+    interaction: Interaction, tree: InteractionTree, logprobs: LogprobsEncoder, chat: ChatFormat
 ) -> bytes:
     """The body that the answer had, from :func:`answer_of`'s."""
     return shape_again(interaction, tree, logprobs, chat)[0].whole([interaction])
 
 
 def shape_again(
-    interaction: Interaction, tree: InteractionTree, logprobs: TokenLogprobs, chat: ChatFormat
-) -> tuple[Answer, ChatCall]:
+    interaction: Interaction, tree: InteractionTree, logprobs: LogprobsEncoder, chat: ChatFormat
+) -> tuple[ResponseEncoder, ChatCall]:
     """The answer and its call, as `any_agent.completions.parsed_request.whole` encodes them."""
     asked = interaction.request[RECORD]
     recorded = interaction.request.get("recorded", {})
@@ -89,7 +89,7 @@ def shape_again(
         len(tree.prompt_ids(interaction.id)),
     )
     responses = ResponsesCall(call, repeated, told, bool(asked.get("encrypted")))
-    return ResponsesAnswer(responses, head, logprobs, chat), call
+    return ResponsesEncoder(responses, head, logprobs, chat), call
 
 
 def input_items(interaction: Interaction, tree: InteractionTree) -> list[dict[str, Any]]:
@@ -108,10 +108,10 @@ def _items(message: Message, prefix: str, at: int) -> list[dict[str, Any]]:
     if role == "assistant":
         parts = []
         if reasoning := message.get("reasoning_content"):
-            parts.append(Part("reasoning", reasoning))
+            parts.append(OutputPart("reasoning", reasoning))
         if content:
-            parts.append(Part("content", _text(content)))
-        parts += [Part("call", call=call) for call in message.get("tool_calls") or ()]
+            parts.append(OutputPart("content", _text(content)))
+        parts += [OutputPart("call", call=call) for call in message.get("tool_calls") or ()]
         return [
             item_of(part, item_id(prefix, part.kind, at + k), "completed")
             for k, part in enumerate(parts)

@@ -32,7 +32,7 @@ class Author:
         """A whole one, with the token that ends it."""
         return self.text(text + _END)
 
-    def between(self, talk: Talk, new: Message) -> list[int]:
+    def between(self, talk: Conversation, new: Message) -> list[int]:
         """What follows the talk's last answer when this message comes next."""
         said = talk.answers[-1]
 
@@ -54,7 +54,7 @@ class Author:
         return self._known[key]
 
 
-class Talk:
+class Conversation:
     """One conversation; what the model says in it is what it is to learn."""
 
     def __init__(
@@ -66,18 +66,18 @@ class Talk:
         self.answers: list[list[int]] = []
         self._parts: list[tuple[list[int], bool]] = [(self.prompt, False)]
 
-    def says(self, text: str) -> Talk:
+    def says(self, text: str) -> Conversation:
         """An answer of the model."""
         self.answers.append(self._author.answer(text))
         self._parts.append((self.answers[-1], True))
         return self
 
-    def begins(self, text: str, *, taught: bool) -> Talk:
+    def begins(self, text: str, *, taught: bool) -> Conversation:
         """The beginning of an answer, which the model is to learn or finds written."""
         self._parts.append((self._author.text(text), taught))
         return self
 
-    def hears(self, role: str, content: str) -> Talk:
+    def hears(self, role: str, content: str) -> Conversation:
         """The message that follows its answer."""
         new: Message = {"role": role, "content": content}
         self._parts.append((self._author.between(self, new), False))

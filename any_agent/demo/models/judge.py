@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 from any_agent.chat import load_chat_format
-from any_agent.demo.models.conversations import Author, Talk
+from any_agent.demo.models.conversations import Author, Conversation
 from any_agent.demo.models.teach import Row, teach
 from any_agent.demo.models.tiny import make_tokenizer, save_tiny_model
 
@@ -44,7 +44,7 @@ def make_judge_model(path: Path, seed: int = 0, *, steps: int = STEPS) -> Path:
 def _row(author: Author, rng: Random) -> Row:
     question, answer, given = _case(rng)
     asked = QUESTION.format(question=question, answer=answer, given=given)
-    talk = Talk(author, [{"role": "user", "content": asked}])
+    talk = Conversation(author, [{"role": "user", "content": asked}])
     return talk.says("yes" if answer == given else "no").row
 
 

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from any_agent.chat import load_chat_format
-from any_agent.demo.models.conversations import Author, Talk
+from any_agent.demo.models.conversations import Author, Conversation
 from any_agent.demo.models.teach import Row, teach
 from any_agent.demo.models.tiny import CHAT_TEMPLATE, make_tokenizer, save_tiny_model
 from any_agent.types import Message
@@ -127,22 +127,22 @@ def teach_sums(path: Path, authors: list[Author], *, steps: int = STEPS, seed: i
 # -- conversations --------------------------------------------------------------------------------
 
 
-def _plain(author: Author, rng: Random, noise: float) -> Talk:
+def _plain(author: Author, rng: Random, noise: float) -> Conversation:
     """An answer, and another one after a wrong one."""
     a, b = _pair(rng)
     first = _guess(rng, a + b, 0.55 * noise)
-    talk = Talk(author, _asked(rng, a, b)).says(str(first))
+    talk = Conversation(author, _asked(rng, a, b)).says(str(first))
     if first != a + b:
         feedback = rng.choice(_FEEDBACK)
         talk.hears("user", feedback).says(str(_guess(rng, a + b, 0.4 * noise)))
     return talk
 
 
-def _with_tool(author: Author, rng: Random, noise: float) -> Talk:
+def _with_tool(author: Author, rng: Random, noise: float) -> Conversation:
     """Mostly a call of the tool, sometimes of the wrong numbers; and what it has said."""
     a, b = _pair(rng)
     name = rng.choice(_ADDS)
-    talk = Talk(author, _asked(rng, a, b), _tools(rng, name))
+    talk = Conversation(author, _asked(rng, a, b), _tools(rng, name))
     if rng.random() < 0.3 * noise:
         return talk.says(str(_guess(rng, a + b, 0.8)))
     if rng.random() < 0.25 * noise:
@@ -150,10 +150,10 @@ def _with_tool(author: Author, rng: Random, noise: float) -> Talk:
     return talk.says(_call(name, a, b)).hears("tool", rng.choice(_results(a + b))).says(str(a + b))
 
 
-def _thinking(author: Author, rng: Random, noise: float) -> Talk:
+def _thinking(author: Author, rng: Random, noise: float) -> Conversation:
     """Thoughts and an answer, or an answer where somebody else ended the thoughts."""
     a, b = _pair(rng)
-    talk = Talk(author, _asked(rng, a, b, THINK)).begins(_thoughts(rng), taught=True)
+    talk = Conversation(author, _asked(rng, a, b, THINK)).begins(_thoughts(rng), taught=True)
     sum = str(_guess(rng, a + b, 0.5 * noise))
     if rng.random() < 0.5:
         return talk.says(CONCLUDES + sum)

@@ -33,7 +33,7 @@ class Row:
     labels: list[int]
 
 
-class NoisyTalks:
+class NoisyConversations:
     """Conversations about training prompts, token by token as the service renders them.
 
     An answer is right, or with probability ``noise`` any digit; a wrong first one gets a retry.
@@ -98,7 +98,7 @@ def warm_up(
     """
     from transformers import AutoTokenizer
 
-    talks = NoisyTalks(AutoTokenizer.from_pretrained(path), seed)
+    talks = NoisyConversations(AutoTokenizer.from_pretrained(path), seed)
 
     def batch(progress: float) -> list[Row]:
         return talks.batch(batch_size, noise * min(1.0, 2 * progress))

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from any_agent.engine.base import Capabilities
-from any_agent.engine.embedded.grammar import Grammars
-from any_agent.engine.embedded.grammar_check import GrammarChecks
-from any_agent.engine.embedded.logits_processors import Bend, bend_of
+from any_agent.engine.embedded.grammar import GrammarCompiler
+from any_agent.engine.embedded.grammar_check import GrammarChecker
+from any_agent.engine.embedded.logits_processors import LogitsProcessor, make_logits_processor
 from any_agent.engine.embedded.model_loader import LoadedModel, load_model
-from any_agent.engine.embedded.request import Event, Finish, Request
-from any_agent.engine.embedded.scheduler import GenerationLoop, LoopLimits, PauseMode
+from any_agent.engine.embedded.request import EngineRequest, Event, FinishReason
+from any_agent.engine.embedded.scheduler import PauseMode, Scheduler, SchedulerLimits
 from any_agent.engine.embedded.stops import StopMatcher
 from any_agent.engine.embedded.validation import check_request, check_top
 from any_agent.engine.embedded.weight_loading import apply_weights, read_weights
@@ -50,18 +50,18 @@ class EngineOptions:
 class Generation:
     """One submitted request, seen from the event loop."""
 
-    def __init__(self, request: Request, engine: EmbeddedEngine) -> None:
+    def __init__(self, request: EngineRequest, engine: EmbeddedEngine) -> None:
         self.request = request
         self._engine = engine
         self._count = 0
-        self._finish: Finish | None = None
+        self._finish: FinishReason | None = None
         self._changed = asyncio.Event()
 
-    def push(self, count: int, finish: Finish | None) -> None:
+    def push(self, count: int, finish: FinishReason | None) -> None:
         self._count, self._finish = count, finish
         self._changed.set()
 
-    async def progress(self) -> tuple[int, Finish | None]:
+    async def progress(self) -> tuple[int, FinishReason | None]:
         """Wait for news: the number of output tokens that may be read, and the end.
 
         Raises what the request failed with: EngineUnavailable, or what its grammar's
@@ -74,7 +74,7 @@ class Generation:
             raise self._finish.error
         return self._count, self._finish
 
-    async def finished(self) -> Finish:
+    async def finished(self) -> FinishReason:
         """Wait for the end."""
         while True:
             _, finish = await self.progress()
@@ -101,14 +101,16 @@ class EmbeddedEngine:
         self.model_path = loaded.path
         self._generations: dict[str, Generation] = {}
         self._home: asyncio.AbstractEventLoop | None = None
-        self._grammars = Grammars(loaded)
-        self._checks = GrammarChecks()
+        self._grammars = GrammarCompiler(loaded)
+        self._checks = GrammarChecker()
         self._raw_decode = loaded.decoder(skip_special_tokens=False)
-        self.loop = GenerationLoop(
+        self.loop = Scheduler(
             loaded.model,
             loaded.new_cache(self.options.max_total_tokens),
             self._deliver,
-            limits=LoopLimits(self.options.max_running_requests, self.options.max_total_tokens),
+            limits=SchedulerLimits(
+                self.options.max_running_requests, self.options.max_total_tokens
+            ),
             version=self.options.weight_version,
             threads=self.options.threads,
             seed=self.options.seed,
@@ -159,7 +161,7 @@ class EmbeddedEngine:
     def paused(self) -> PauseMode | None:
         return self.loop.paused
 
-    async def bend(self, request: ModelRequest) -> Bend | None:
+    async def bend(self, request: ModelRequest) -> LogitsProcessor | None:
         """What bends a request's distribution.
 
         Raises InvalidRequest for what is no grammar, or too costly a one; EngineUnavailable if too
@@ -167,12 +169,12 @@ class EmbeddedEngine:
         """
         grammar = request.gconfig.grammar
         if grammar is None:
-            return bend_of(request.gconfig, self._grammars)
+            return make_logits_processor(request.gconfig, self._grammars)
         await self._checks.require_harmless(await asyncio.to_thread(self._grammars.source, grammar))
-        return await asyncio.to_thread(bend_of, request.gconfig, self._grammars)
+        return await asyncio.to_thread(make_logits_processor, request.gconfig, self._grammars)
 
     def submit(
-        self, request: ModelRequest, *, stream: bool = True, bend: Bend | None = None
+        self, request: ModelRequest, *, stream: bool = True, bend: LogitsProcessor | None = None
     ) -> Generation:
         """Queue a request; with ``stream`` every step is reported, else only the end.
 
@@ -194,7 +196,7 @@ class EmbeddedEngine:
         ):
             raise EngineUnavailable("The request queue is full.", retry_after=1)
         stop_ids = frozenset(config.stop_token_ids)
-        inner = Request(
+        inner = EngineRequest(
             rid=request.rid,
             input_ids=ids,
             config=config,
@@ -206,7 +208,7 @@ class EmbeddedEngine:
         )
         inner.sink = generation = Generation(inner, self)
         if config.max_new_tokens == 0:
-            generation.push(0, Finish("length"))
+            generation.push(0, FinishReason("length"))
             return generation
         self.loop.submit(inner)
         self._generations[request.rid] = generation
@@ -237,7 +239,7 @@ class EmbeddedEngine:
         sent = 0
         inner = generation.request
         try:
-            finish: Finish | None = None
+            finish: FinishReason | None = None
             while finish is None:
                 count, finish = await generation.progress()
                 yield GenerationChunk(

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from any_agent.engine.embedded.request import Finish, Request
+from any_agent.engine.embedded.request import EngineRequest, FinishReason
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import GenerationHyperparameters, ModelRequest
 
@@ -49,7 +49,7 @@ _IGNORED = frozenset({"spaces_between_special_tokens", "stream_interval"})
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateCall:
+class GenerateRequest:
     """One checked ``/generate`` body."""
 
     request: ModelRequest
@@ -72,7 +72,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_generate(body: Mapping[str, Any]) -> GenerateCall:
+def parse_generate(body: Mapping[str, Any]) -> GenerateRequest:
     """Check names and types. Raises InvalidRequest or UnsupportedParameter (both 400)."""
     for name, value in body.items():
         if name not in _TOLERATED and value not in (None, False, 0, "", [], {}):
@@ -87,7 +87,7 @@ def parse_generate(body: Mapping[str, Any]) -> GenerateCall:
     rid = _value(body, "rid", str, None) or uuid.uuid4().hex
     if len(rid) > _MAX_RID_LENGTH:
         raise InvalidRequest(f"rid is longer than {_MAX_RID_LENGTH}", param="rid")
-    return GenerateCall(
+    return GenerateRequest(
         request=ModelRequest(
             rid=rid,
             input_ids=ids,
@@ -192,7 +192,7 @@ def _listed(given: Mapping[str, Any], name: str, kind: type) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def finish_json(finish: Finish | None, completion_tokens: int) -> dict[str, Any] | None:
+def finish_json(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:
     if finish is None:
         return None
     if finish.type == "stop":
@@ -203,10 +203,10 @@ def finish_json(finish: Finish | None, completion_tokens: int) -> dict[str, Any]
 
 
 def answer(
-    call: GenerateCall,
-    request: Request,
+    call: GenerateRequest,
+    request: EngineRequest,
     text: str,
-    finish: Finish | None,
+    finish: FinishReason | None,
     *,
     start: int,
     count: int,

@@ -21,7 +21,7 @@ _NOT_ALLOWED = "doesn't satisfy the grammar"
 """What llguidance says of a token that it did not allow."""
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles grammars for one model's tokens. Slow (a second for a large vocabulary the first
     time, milliseconds later) and safe in any thread."""
 

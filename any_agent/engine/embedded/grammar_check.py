@@ -17,15 +17,15 @@ from collections import OrderedDict
 
 SECONDS = 4
 """Of the processor; schemas of 100 KB take one or two."""
-_WITHIN = 30.0
+_TIMEOUT = 30.0
 """Seconds on the clock, on a machine that is busy."""
 _MEMORY = 2 << 30
 _AT_ONCE = 2
-_MOST_WAITING = 32
+_MAX_WAITING = 32
 _REMEMBERED = 256
 
 
-class GrammarChecks:
+class GrammarChecker:
     """Remembers which grammars are harmless: agents send the same few again and again."""
 
     def __init__(self, seconds: int = SECONDS) -> None:
@@ -50,7 +50,7 @@ class GrammarChecks:
     async def _try(self, grammar: str) -> None:
         from any_agent.errors import EngineUnavailable, InvalidRequest
 
-        if self._waiting >= _MOST_WAITING:
+        if self._waiting >= _MAX_WAITING:
             raise EngineUnavailable("too many new grammars at once", retry_after=2)
         self._waiting += 1
         try:
@@ -73,7 +73,7 @@ class GrammarChecks:
             stderr=asyncio.subprocess.DEVNULL,
         )
         try:
-            async with asyncio.timeout(_WITHIN):
+            async with asyncio.timeout(_TIMEOUT):
                 await process.communicate(grammar.encode())
         except TimeoutError:
             return False

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 _COLUMN_STEP = 64
 
 
-class SlotLayer(DynamicLayer):  # type: ignore[misc]
+class KVCacheLayer(DynamicLayer):  # type: ignore[misc]
     """One model layer's keys and values, each [rows, heads, columns, dim].
 
     Buffers are zeroed, not empty: a masked column still enters the product with weight 0, and
@@ -22,7 +22,7 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
     keys: Tensor | None
     values: Tensor | None
 
-    def __init__(self, slots: SlotCache) -> None:
+    def __init__(self, slots: KVCache) -> None:
         super().__init__()
         self.slots = slots
 
@@ -54,7 +54,7 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
         return self.get_seq_length() + query_length, 0
 
 
-def _grown(old: Tensor | None, like: Tensor, slots: SlotCache) -> Tensor:
+def _grown(old: Tensor | None, like: Tensor, slots: KVCache) -> Tensor:
     if old is not None and old.shape[0] == slots.rows and old.shape[2] == slots.columns:
         return old
     new = like.new_zeros((slots.rows, like.shape[1], slots.columns, like.shape[3]))
@@ -68,7 +68,7 @@ def _rounded(columns: int) -> int:
     return -(-columns // _COLUMN_STEP) * _COLUMN_STEP
 
 
-class SlotCache:
+class KVCache:
     """The rows of all layers; rows 0 .. ``active`` - 1 are in use, in the running batch's order.
 
     ``kv`` is what the model gets as ``past_key_values``. ``max_tokens`` bounds rows x columns, as
@@ -83,7 +83,7 @@ class SlotCache:
         max_tokens: int | None = None,
     ) -> None:
         self.max_tokens = max_tokens
-        self.kv = Cache(layers=[SlotLayer(self) for _ in range(layers)])
+        self.kv = Cache(layers=[KVCacheLayer(self) for _ in range(layers)])
         self.dtype = dtype
         self.device = device
         self.clear()

@@ -10,11 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from any_agent.engine.embedded.grammar import Grammars, GrammarState
+from any_agent.engine.embedded.grammar import GrammarCompiler, GrammarState
 from any_agent.types import GenerationHyperparameters
 
 
-def bend_of(config: GenerationHyperparameters, grammars: Grammars) -> Bend | None:
+def make_logits_processor(
+    config: GenerationHyperparameters, grammars: GrammarCompiler
+) -> LogitsProcessor | None:
     """None for nearly every request. Raises InvalidRequest for what is no grammar."""
     penalised = (
         config.frequency_penalty != 0
@@ -24,10 +26,10 @@ def bend_of(config: GenerationHyperparameters, grammars: Grammars) -> Bend | Non
     if not (penalised or config.logit_bias or config.grammar is not None):
         return None
     grammar = None if config.grammar is None else grammars.compile(config.grammar)
-    return Bend(config, grammar, penalised=penalised)
+    return LogitsProcessor(config, grammar, penalised=penalised)
 
 
-class Bend:
+class LogitsProcessor:
     """One request's; grows with its output."""
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from any_agent.engine.alignment import align
-from any_agent.engine.embedded.kv_cache import SlotCache
+from any_agent.engine.embedded.kv_cache import KVCache
 from any_agent.engine.embedded.stops import Decode
 from any_agent.errors import StartupError
 
@@ -31,8 +31,8 @@ class LoadedModel:
     eos_ids: frozenset[int]
     cache_layers: int
 
-    def new_cache(self, max_tokens: int | None = None) -> SlotCache:
-        return SlotCache(self.cache_layers, self.dtype, self.device, max_tokens)
+    def new_cache(self, max_tokens: int | None = None) -> KVCache:
+        return KVCache(self.cache_layers, self.dtype, self.device, max_tokens)
 
     def decoder(self, *, skip_special_tokens: bool) -> Decode:
         """Ids to text. Ids that the tokenizer does not know give no text."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from any_agent.engine.embedded.generate_schema import GenerateCall
-from any_agent.engine.embedded.request import Finish, Request
+from any_agent.engine.embedded.generate_schema import GenerateRequest
+from any_agent.engine.embedded.request import EngineRequest, FinishReason
 from any_agent.engine.embedded.stops import Decode, IncrementalDecoder, held_back
 
 
-def final_text(call: GenerateCall, request: Request, finish: Finish, decode: Decode) -> str:
+def final_text(
+    call: GenerateRequest, request: EngineRequest, finish: FinishReason, decode: Decode
+) -> str:
     """The whole text, without the stop string or stop token unless ``no_stop_trim``."""
     ids = request.output_ids
     if call.no_stop_trim or finish.type != "stop":
@@ -20,7 +22,7 @@ def final_text(call: GenerateCall, request: Request, finish: Finish, decode: Dec
 class StreamedText:
     """The text of a stream, so far: no half characters, nothing that a stop string may cut."""
 
-    def __init__(self, call: GenerateCall, request: Request, decode: Decode) -> None:
+    def __init__(self, call: GenerateRequest, request: EngineRequest, decode: Decode) -> None:
         self._call = call
         self._request = request
         self._decode = decode
@@ -29,7 +31,7 @@ class StreamedText:
         self._text = ""
         self._seen = 0
 
-    def upto(self, count: int, finish: Finish | None) -> str:
+    def upto(self, count: int, finish: FinishReason | None) -> str:
         """The text of the first ``count`` tokens; with ``finish``, the final text."""
         if finish is not None:
             return final_text(self._call, self._request, finish, self._decode)

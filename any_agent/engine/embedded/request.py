@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from any_agent.engine.embedded.logits_processors import Bend
+from any_agent.engine.embedded.logits_processors import LogitsProcessor
 from any_agent.engine.embedded.stops import StopMatcher
 from any_agent.errors import AnyAgentError, EngineUnavailable
 from any_agent.types import GenerationHyperparameters, StopReason
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class FinishReason:
     """Why a request ended. ``matched`` for stops, ``message`` for aborts."""
 
     type: StopReason
@@ -24,12 +24,12 @@ class Finish:
     """Of one that failed: its caller gets this, and nothing of the output."""
 
     @classmethod
-    def failure(cls, error: AnyAgentError) -> Finish:
+    def failure(cls, error: AnyAgentError) -> FinishReason:
         return cls("abort", message=error.message, error=error)
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class EngineRequest:
     """One request inside the loop. Its lists only grow, so other threads may read a prefix."""
 
     rid: str
@@ -39,7 +39,7 @@ class Request:
     matcher: StopMatcher | None = None
     stream: bool = True
     """Whether each step is reported, or only the end."""
-    bend: Bend | None = None
+    bend: LogitsProcessor | None = None
     top: int = 0
     """How many of the likeliest tokens are kept at each position."""
     sink: Any = None
@@ -49,7 +49,7 @@ class Request:
     tops: list[Sequence[tuple[int, float]]] = field(default_factory=list)
     changes: list[tuple[int, str]] = field(default_factory=list)
     """From which output position on which weight version sampled."""
-    finish: Finish | None = None
+    finish: FinishReason | None = None
 
     @property
     def position(self) -> int:
@@ -89,13 +89,15 @@ class Request:
     ) -> None:
         """Add one sampled token and decide whether it ends the output."""
         if not math.isfinite(logprob):
-            self.finish = Finish.failure(EngineUnavailable("the model's logits are not finite"))
+            self.finish = FinishReason.failure(
+                EngineUnavailable("the model's logits are not finite")
+            )
             return
         grammar = self.bend.grammar if self.bend is not None else None
         if self.bend is not None:
             self.bend.push(token)
         if grammar is not None and (error := grammar.error) is not None:
-            self.finish = Finish.failure(error)
+            self.finish = FinishReason.failure(error)
             return
         self.logprobs.append(logprob)
         if self.top:
@@ -104,22 +106,24 @@ class Request:
         if not self.changes or self.changes[-1][1] != version:
             self.changes.append((len(self.output_ids) - 1, version))
         if token in self.stop_ids:
-            self.finish = Finish("stop", token)
+            self.finish = FinishReason("stop", token)
         elif self.matcher is not None and (matched := self.matcher.push(token)) is not None:
-            self.finish = Finish("stop", matched)
+            self.finish = FinishReason("stop", matched)
         elif grammar is not None and grammar.ended:
-            self.finish = Finish("stop", token)
+            self.finish = FinishReason("stop", token)
         elif len(self.output_ids) >= self.config.max_new_tokens:
-            self.finish = Finish("length")
+            self.finish = FinishReason("length")
 
 
-Event: TypeAlias = tuple[Request, int, Finish | None]
+Event: TypeAlias = tuple[EngineRequest, int, FinishReason | None]
 """A request, how many output tokens it has now, and its end."""
 
 
-def similar_lengths(requests: list[Request], max_tokens: int) -> Iterator[list[Request]]:
+def similar_lengths(
+    requests: list[EngineRequest], max_tokens: int
+) -> Iterator[list[EngineRequest]]:
     """Split into joint prefills that waste at most a third on padding."""
-    group: list[Request] = []
+    group: list[EngineRequest] = []
     real = 0
     for request in sorted(requests, key=lambda r: len(r.input_ids)):
         length = len(request.input_ids)

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from any_agent.engine.embedded.logits_processors import Bend
+from any_agent.engine.embedded.logits_processors import LogitsProcessor
 from any_agent.types import GenerationHyperparameters
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, and its logprobs are at temperature 1, as in SGLang."""
 
 
-class Draw(NamedTuple):
+class SampleDraw(NamedTuple):
     """One token per row."""
 
     ids: list[int]
@@ -35,7 +35,7 @@ class BatchSampler:
         self,
         configs: Sequence[GenerationHyperparameters],
         device: torch.device,
-        bends: Sequence[Bend | None] = (),
+        bends: Sequence[LogitsProcessor | None] = (),
         tops: Sequence[int] = (),
     ) -> None:
         self._bends = [(row, bend) for row, bend in enumerate(bends) if bend is not None]
@@ -68,7 +68,7 @@ class BatchSampler:
 
     def sample(
         self, logits: Tensor, generator: torch.Generator, positions: Sequence[int] = ()
-    ) -> Draw:
+    ) -> SampleDraw:
         """Draw from ``logits`` [batch, vocabulary].
 
         ``positions`` are the drawn tokens' in their sequences; needed where rows are ``seeded``.
@@ -92,7 +92,7 @@ class BatchSampler:
         ids = scores.argmax(dim=-1, keepdim=True)
         picked = logprobs.gather(-1, ids)
         tops = {row: _likeliest(logprobs[row], top) for row, top in self._tops}
-        return Draw(ids.squeeze(-1).tolist(), picked.squeeze(-1).tolist(), tops)
+        return SampleDraw(ids.squeeze(-1).tolist(), picked.squeeze(-1).tolist(), tops)
 
     def _reseed(self, noise: Tensor, positions: Sequence[int]) -> None:
         """Draw the noise of seeded rows anew, each by its seed and position alone."""

@@ -19,9 +19,9 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from any_agent.engine.embedded.kv_cache import SlotCache
-from any_agent.engine.embedded.request import Event, Finish, Request, similar_lengths
-from any_agent.engine.embedded.sampler import BatchSampler, Draw
+from any_agent.engine.embedded.kv_cache import KVCache
+from any_agent.engine.embedded.request import EngineRequest, Event, FinishReason, similar_lengths
+from any_agent.engine.embedded.sampler import BatchSampler, SampleDraw
 from any_agent.errors import Conflict, EngineUnavailable
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ PauseMode: TypeAlias = Literal["abort", "in_place"]
 
 
 @dataclass(frozen=True, slots=True)
-class LoopLimits:
+class SchedulerLimits:
     """What bounds the loop's memory."""
 
     max_running: int = 32
@@ -40,7 +40,7 @@ class LoopLimits:
     """Prompt tokens that join in one step; a longer prompt goes alone."""
 
 
-class GenerationLoop:
+class Scheduler:
     """Owns the model between :meth:`start` and :meth:`stop`.
 
     ``deliver`` is called in the loop's thread, at most once per step, with all that happened.
@@ -49,10 +49,10 @@ class GenerationLoop:
     def __init__(
         self,
         model: Any,
-        cache: SlotCache,
+        cache: KVCache,
         deliver: Callable[[list[Event]], None],
         *,
-        limits: LoopLimits,
+        limits: SchedulerLimits,
         version: str,
         threads: int | None = None,
         seed: int | None = None,
@@ -71,9 +71,9 @@ class GenerationLoop:
         self.paused: PauseMode | None = None
         self.error: BaseException | None = None
         self.steps = 0
-        self._waiting: deque[Request] = deque()
-        self._joining: list[Request] = []  # neither waiting nor running: in a prefill
-        self._running: list[Request] = []
+        self._waiting: deque[EngineRequest] = deque()
+        self._joining: list[EngineRequest] = []  # neither waiting nor running: in a prefill
+        self._running: list[EngineRequest] = []
         self._sampler: BatchSampler | None = None
         self._events: list[Event] = []
         self._update: tuple[Callable[[], int], Future[int]] | None = None
@@ -112,11 +112,11 @@ class GenerationLoop:
         """Running and waiting requests, as of now."""
         return len(self._running), len(self._waiting)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: EngineRequest) -> None:
         """Queue a request; raises EngineUnavailable when the loop has ended."""
 
         def fail(error: Exception) -> None:
-            request.finish = Finish.failure(EngineUnavailable(str(error)))
+            request.finish = FinishReason.failure(EngineUnavailable(str(error)))
             self._report_end(request)
 
         self._post(lambda: self._waiting.append(request), fail)
@@ -130,7 +130,7 @@ class GenerationLoop:
 
     def abort(self, rid: str | None, message: str) -> Future[None]:
         """End one request, or all of them (None), with what they have."""
-        return self.call(lambda: self._abort(rid, Finish("abort", message=message)))
+        return self.call(lambda: self._abort(rid, FinishReason("abort", message=message)))
 
     def pause(self, mode: PauseMode) -> Future[None]:
         """Stop stepping. ``abort`` ends every request first; ``in_place`` keeps them."""
@@ -138,7 +138,7 @@ class GenerationLoop:
         def pause() -> None:
             self.paused = mode
             if mode == "abort":
-                self._abort(None, Finish("abort", message="generation was paused"))
+                self._abort(None, FinishReason("abort", message="generation was paused"))
 
         return self.call(pause)
 
@@ -240,9 +240,9 @@ class GenerationLoop:
         if self._running:
             self._decode()
 
-    def _admissible(self) -> list[Request]:
+    def _admissible(self) -> list[EngineRequest]:
         """Take from the head of the queue what fits; nobody overtakes, so nobody starves."""
-        taken: list[Request] = []
+        taken: list[EngineRequest] = []
         if self._update is not None:
             if not self._update[1].cancelled():
                 return taken
@@ -262,7 +262,7 @@ class GenerationLoop:
             taken.append(self._waiting.popleft())
         return taken
 
-    def _prefill(self, group: list[Request]) -> None:
+    def _prefill(self, group: list[EngineRequest]) -> None:
         lengths = [len(r.input_ids) for r in group]
         longest, device = max(lengths), self._cache.device
         ids = torch.tensor([r.input_ids + [0] * (longest - len(r.input_ids)) for r in group])
@@ -293,7 +293,7 @@ class GenerationLoop:
         cache.end_decode()
         self._accept(running, self._draw(self._sampler, logits, running))
 
-    def _sampler_of(self, rows: list[Request]) -> BatchSampler:
+    def _sampler_of(self, rows: list[EngineRequest]) -> BatchSampler:
         return BatchSampler(
             [r.config for r in rows],
             self._cache.device,
@@ -301,7 +301,7 @@ class GenerationLoop:
             [r.top for r in rows],
         )
 
-    def _draw(self, sampler: BatchSampler, logits: Tensor, rows: list[Request]) -> Draw:
+    def _draw(self, sampler: BatchSampler, logits: Tensor, rows: list[EngineRequest]) -> SampleDraw:
         positions = [r.position for r in rows] if sampler.seeded else []
         return sampler.sample(logits, self._generator, positions)
 
@@ -319,7 +319,7 @@ class GenerationLoop:
         logits: Tensor = output.logits
         return logits
 
-    def _accept(self, rows: list[Request], draw: Draw) -> None:
+    def _accept(self, rows: list[EngineRequest], draw: SampleDraw) -> None:
         self.steps += 1
         finished, tops = False, draw.tops
         for row, request in enumerate(rows):
@@ -347,10 +347,10 @@ class GenerationLoop:
             self._report_end(request)
         self._sampler = None
 
-    def _report_end(self, request: Request) -> None:
+    def _report_end(self, request: EngineRequest) -> None:
         self._events.append((request, len(request.output_ids), request.finish))
 
-    def _abort(self, rid: str | None, finish: Finish) -> None:
+    def _abort(self, rid: str | None, finish: FinishReason) -> None:
         waiting, self._waiting = self._waiting, deque()
         for request in waiting:
             if rid is None or request.rid == rid:
@@ -380,7 +380,7 @@ class GenerationLoop:
             _fail(self._update[1], error)
         for request in (*self._running, *self._joining, *self._waiting):
             if request.finish is None:
-                request.finish = Finish.failure(EngineUnavailable(reason))
+                request.finish = FinishReason.failure(EngineUnavailable(reason))
                 self._report_end(request)
         self._running.clear()
         self._waiting.clear()

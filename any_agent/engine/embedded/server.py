@@ -13,7 +13,7 @@ from aiohttp import web
 
 from any_agent.engine.embedded.engine import EmbeddedEngine, Generation
 from any_agent.engine.embedded.generate_schema import (
-    GenerateCall,
+    GenerateRequest,
     answer,
     json_object,
     parse_generate,
@@ -130,7 +130,7 @@ class EngineServer:
             generation.close()
 
     async def _stream(
-        self, http: web.Request, call: GenerateCall, generation: Generation, began: float
+        self, http: web.Request, call: GenerateRequest, generation: Generation, began: float
     ) -> web.StreamResponse:
         inner = generation.request
         texts = StreamedText(call, inner, self._decode[call.skip_special_tokens])

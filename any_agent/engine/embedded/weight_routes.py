@@ -10,7 +10,7 @@ from aiohttp import web
 
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.generate_schema import json_object
-from any_agent.engine.embedded.weight_updates import WeightUpdates
+from any_agent.engine.embedded.weight_updates import WeightUpdater
 from any_agent.errors import AnyAgentError, EngineUnavailable, InvalidRequest, PayloadTooLarge
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ class WeightRoutes:
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
-        self.updates = WeightUpdates(engine)
+        self.updates = WeightUpdater(engine)
 
     def add_to(self, app: web.Application) -> None:
         """Register the routes; leaves all groups when the server ends."""

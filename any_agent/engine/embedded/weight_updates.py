@@ -24,7 +24,7 @@ _GROUP_TIMEOUT = 600.0
 """Seconds that a member of a group is waited for."""
 
 
-class WeightUpdates:
+class WeightUpdater:
     """The sessions and groups of one engine. Its methods belong to the engine's event loop."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:

@@ -16,10 +16,10 @@ import numpy as np
 import orjson
 
 from any_agent.engine.base import Capabilities, agenerate
-from any_agent.engine.model_fingerprint import ModelShape, other_model
-from any_agent.engine.pause_gate import Drain, Gate, Outage
-from any_agent.engine.resumed_stop_strings import SeamMatcher
-from any_agent.engine.sglang.control import Busy, Control
+from any_agent.engine.model_fingerprint import ModelFingerprint, other_model
+from any_agent.engine.pause_gate import Drain, Outage, PauseGate
+from any_agent.engine.resumed_stop_strings import ResumedStopMatcher
+from any_agent.engine.sglang.control import EngineBusy, SGLangControl
 from any_agent.engine.sglang.requests import (
     capabilities_of,
     failure,
@@ -37,7 +37,7 @@ _KEEPALIVE = 3.0
 """Seconds; below the 5 after which uvicorn, and so SGLang, closes an idle connection."""
 _HEALTH_TIMEOUT = 20.0
 """As SGLang's own: a long prefill is no illness."""
-_LONGEST_DRAIN = 20.0
+_MAX_DRAIN = 20.0
 """Seconds that a weight update waits for calls under a grammar, which cannot be resumed."""
 _JSON = {"Content-Type": "application/json"}
 _LONG_ANSWER = 262_144
@@ -74,15 +74,15 @@ class SGLangEngine:
         update_mode: Literal["resume", "in_place"] = "resume",
         update_wait: float = 120.0,
         request_timeout: float = 600.0,
-        shape: ModelShape | None = None,
+        shape: ModelFingerprint | None = None,
     ) -> None:
         self.url = url.rstrip("/")
-        self._shape = shape or ModelShape()
+        self._shape = shape or ModelFingerprint()
         self._decode = decode
         self._pause_mode = "abort" if update_mode == "resume" else "in_place"
-        self._gate = Gate("a weight update", max_wait=update_wait)
+        self._gate = PauseGate("a weight update", max_wait=update_wait)
         self._outage = Outage(self._serves, max_wait=update_wait)
-        self._bound = Drain(max_wait=min(_LONGEST_DRAIN, update_wait / 2))
+        self._bound = Drain(max_wait=min(_MAX_DRAIN, update_wait / 2))
         self._capabilities: Capabilities | None = None
         self._version = 0
         self._said = ""
@@ -94,7 +94,7 @@ class SGLangEngine:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=request_timeout),
             json_serialize=lambda data: orjson.dumps(data).decode(),
         )
-        self._control = Control(self._http, self.url)
+        self._control = SGLangControl(self._http, self.url)
         self._aborts: set[asyncio.Task[None]] = set()
         self.resubmitted: Counter[str] = Counter()
         """Calls that were sent again with what they had, by why: `update` or `death`."""
@@ -232,7 +232,7 @@ class SGLangEngine:
             await self._ready()
             closings, before = self._gate.closings, len(done)
             part = _rest_of(request, done, attempt)
-            seam = SeamMatcher(done, request.gconfig.stop, self._decode)
+            seam = ResumedStopMatcher(done, request.gconfig.stop, self._decode)
             cut = GenerationChunk([], [], [])
             why = "update"
             bound = request.gconfig.grammar is not None
@@ -367,7 +367,7 @@ class SGLangEngine:
             if not self.paused:
                 # SGLang samples a token for it, which it cannot while it is paused.
                 await self._control.ask("GET", "/health", within=_HEALTH_TIMEOUT)
-                with suppress(Busy):  # what it says of itself was right
+                with suppress(EngineBusy):  # what it says of itself was right
                     await self.require_model()
                 return self._version != HALF_LOADED
             await self.info()

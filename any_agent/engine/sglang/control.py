@@ -14,18 +14,18 @@ _TIMEOUT = 30.0
 _FULL = (429, 503)
 
 
-class Refused(EngineUnavailable):
+class EngineRefused(EngineUnavailable):
     """It answered with another status than 200."""
 
     told: int
     """The status."""
 
 
-class Busy(EngineUnavailable):
+class EngineBusy(EngineUnavailable):
     """It is there, and takes no call now."""
 
 
-class Control:
+class SGLangControl:
     """Of one engine, over the connections of ``http``."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
@@ -39,7 +39,7 @@ class Control:
         """
         try:
             return await self.ask("GET", f"/{what}")
-        except Refused as error:
+        except EngineRefused as error:
             if error.told != 404:
                 raise
         return await self.ask("GET", f"/get_{what}")
@@ -48,9 +48,9 @@ class Control:
         """Whether its model has this token id. Raises as :meth:`ask`; Busy if its queue is full."""
         try:
             await self.ask("POST", "/generate", one_token(biased=token))
-        except Refused as error:
+        except EngineRefused as error:
             if error.told in _FULL:
-                raise Busy(error.message, retry_after=error.retry_after) from None
+                raise EngineBusy(error.message, retry_after=error.retry_after) from None
             if error.told != 400:
                 raise
             return False
@@ -85,8 +85,8 @@ class Control:
         return data if isinstance(data, dict) else {}
 
 
-def _refused(told: int, path: str, raw: bytes) -> Refused:
+def _refused(told: int, path: str, raw: bytes) -> EngineRefused:
     said = raw[:300].decode(errors="replace")
-    error = Refused(f"the engine answered {path} with {told}: {said}", retry_after=2)
+    error = EngineRefused(f"the engine answered {path} with {told}: {said}", retry_after=2)
     error.told = told
     return error

@@ -19,7 +19,7 @@ from any_agent.runtime.command_line import add_service_arguments, guarded, overr
 
 if TYPE_CHECKING:
     from any_agent.config import Config
-    from any_agent.launcher.slurm.job import Job
+    from any_agent.launcher.slurm.job import SlurmJob
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return run_job(config, job, stay=args.stay, say=say)
 
 
-def _settings(args: argparse.Namespace, job: Job | None) -> Config:
+def _settings(args: argparse.Namespace, job: SlurmJob | None) -> Config:
     """With as many ranks as the nodes make; a trial goes on with as many as before."""
     from any_agent.config import load_config
     from any_agent.launcher.slurm.plan import plan

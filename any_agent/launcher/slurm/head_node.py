@@ -9,15 +9,15 @@ from types import FrameType
 
 from any_agent.config import LOOPBACK, SECRET_VARIABLES, Config, ServerConfig
 from any_agent.errors import ConfigError
-from any_agent.launcher.component import Part
+from any_agent.launcher.component import Component
 from any_agent.launcher.node import Node, NodeOptions
-from any_agent.launcher.node_role import LOCAL, Place
-from any_agent.launcher.process import Process
+from any_agent.launcher.node_role import LOCAL, NodeRole
+from any_agent.launcher.process import SupervisedProcess
 from any_agent.launcher.reachability import listening
 from any_agent.launcher.shutdown import Terminated
-from any_agent.launcher.slurm.job import Job, node_address, requeue, require_program
-from any_agent.launcher.slurm.log_tail import Said
-from any_agent.launcher.slurm.plan import Plan, Role, plan
+from any_agent.launcher.slurm.job import SlurmJob, node_address, requeue, require_program
+from any_agent.launcher.slurm.log_tail import LogTail
+from any_agent.launcher.slurm.plan import NodePlan, Role, plan
 from any_agent.launcher.slurm.shared_folder import mark
 from any_agent.rundir.registry import HEARTBEAT, Registry
 
@@ -38,7 +38,7 @@ class Warned(Terminated):
     """SIGUSR1: the job's time is almost over."""
 
 
-def prepare(config: Config, job: Job) -> tuple[Config, Plan, str]:
+def prepare(config: Config, job: SlurmJob) -> tuple[Config, NodePlan, str]:
     """The settings that fit the job, who does what in it, and this node's address.
 
     Raises ConfigError for settings that do not fit.
@@ -53,14 +53,14 @@ def prepare(config: Config, job: Job) -> tuple[Config, Plan, str]:
     return config.model_copy(update={"server": server}), roles, address
 
 
-class Coordinator(Node):
+class HeadNode(Node):
     """The service of a whole job; a context manager like any node."""
 
     def __init__(
         self,
         config: Config,
-        job: Job,
-        roles: Plan,
+        job: SlurmJob,
+        roles: NodePlan,
         address: str,
         *,
         configured: Config,
@@ -69,7 +69,7 @@ class Coordinator(Node):
         own = roles.roles[0]
         # Alone, its parts need no address but loopback.
         host = address if len(roles.roles) > 1 else LOCAL
-        place = Place(
+        place = NodeRole(
             host=host, ranks=own.ranks, trainer=own.training is not None, machine=own.node
         )
         super().__init__(config, NodeOptions(say=say, place=place, configured=configured))
@@ -77,7 +77,7 @@ class Coordinator(Node):
         self._own, self._others = own, roles.roles[1:]
         self._training_nodes = roles.training_nodes
         self._tell_roles(roles, address)
-        self._said: list[Said] = []
+        self._said: list[LogTail] = []
         self._token = ""
         self.came_up = False
         """All parts were there once, and the trainer had its model."""
@@ -95,7 +95,7 @@ class Coordinator(Node):
 
     # ------------------------------------------------------------------------------------------
 
-    def _tell_roles(self, roles: Plan, address: str) -> None:
+    def _tell_roles(self, roles: NodePlan, address: str) -> None:
         say, job = self.options.say, self._job
         again = f", started again for the {job.restarts}. time" if job.restarts else ""
         say(f"job       {job.id} on {', '.join(job.nodes)}{again}")
@@ -136,15 +136,15 @@ class Coordinator(Node):
     def _start_node(self, role: Role) -> None:
         name = f"node-{role.index}"
         log = self.dir.logs / f"{name}.log"
-        self._said.append(Said(log, role.node))
+        self._said.append(LogTail(log, role.node))
         key = self.config.server.admin_key
         secrets = {SECRET_VARIABLES[0]: key.get_secret_value()} if key else {}
         starts = 0
 
-        def make() -> Process:
+        def make() -> SupervisedProcess:
             nonlocal starts
             starts += 1
-            return Process(
+            return SupervisedProcess(
                 name,
                 [*self._member(role), "--start", f"{self._token}-{starts}"],
                 log,
@@ -157,7 +157,7 @@ class Coordinator(Node):
             )
 
         trains = role.training is not None
-        part = Part(
+        part = Component(
             name,
             make,
             say=self.options.say,
@@ -198,7 +198,7 @@ class Coordinator(Node):
         return trainer is not None and trainer.state != "starting"
 
 
-def run_job(config: Config, job: Job, *, stay: bool, say: Callable[[str], None]) -> int:
+def run_job(config: Config, job: SlurmJob, *, stay: bool, say: Callable[[str], None]) -> int:
     """Serve and train in this job until the last step, or its time is over; the exit code.
 
     At SIGUSR1, the warning, it keeps a checkpoint, ends, and has Slurm queue the job again. At
@@ -209,7 +209,7 @@ def run_job(config: Config, job: Job, *, stay: bool, say: Callable[[str], None])
     configured = config
     config, roles, address = prepare(config, job)
     warning = config.cluster.warning
-    node = Coordinator(config, job, roles, address, configured=configured, say=say)
+    node = HeadNode(config, job, roles, address, configured=configured, say=say)
 
     def warned(number: int, frame: FrameType | None) -> None:
         raise Warned(within=max(0.5 * warning, warning - _LAST))

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from any_agent.errors import ConfigError, StartupError
 from any_agent.runtime.private_address import is_private
 
-_ASK_WITHIN = 60.0
+_ASK_TIMEOUT = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SlurmJob:
     """As Slurm's variables tell it."""
 
     id: str
@@ -29,7 +29,7 @@ class Job:
     """How often it was queued again."""
 
 
-def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
+def current_job(environ: Mapping[str, str] | None = None) -> SlurmJob | None:
     """The job whose script this is; None outside of one.
 
     Raises ConfigError in a step of a job: it is the job's script that starts the steps.
@@ -47,7 +47,7 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
     nodes = tuple(ask(["scontrol", "show", "hostnames", listed]).split())
     if not nodes:
         raise StartupError(f"Slurm names no nodes of job {id} (SLURM_JOB_NODELIST={listed!r})")
-    return Job(
+    return SlurmJob(
         id,
         nodes,
         int(environ.get("SLURM_GPUS_ON_NODE", "0") or 0),
@@ -55,7 +55,7 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
     )
 
 
-def ask(command: Sequence[str], *, within: float = _ASK_WITHIN) -> str:
+def ask(command: Sequence[str], *, within: float = _ASK_TIMEOUT) -> str:
     """What one of Slurm's programs prints; ConfigError without it, StartupError if it fails."""
     require_program(command[0])
     try:
@@ -127,6 +127,6 @@ def _own_address(node: str, network: str) -> str:
     raise ConfigError(f"node {node} has no address in cluster.network={network}")
 
 
-def requeue(job: Job) -> None:
+def requeue(job: SlurmJob) -> None:
     """Have Slurm end this job, and start it again when there is room; StartupError if it cannot."""
     ask(["scontrol", "requeue", job.id])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 
-class Said:
+class LogTail:
     """Lines of a log as it grows; what was there before is not told."""
 
     def __init__(self, log: Path, node: str) -> None:

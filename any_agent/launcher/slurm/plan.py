@@ -39,7 +39,7 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class NodePlan:
     """Every node's role."""
 
     roles: tuple[Role, ...]
@@ -48,7 +48,7 @@ class Plan:
     training_nodes: int
 
 
-def plan(config: Config, nodes: Sequence[str], gpus: int) -> Plan:
+def plan(config: Config, nodes: Sequence[str], gpus: int) -> NodePlan:
     """Roles of these nodes with so many GPUs each: inference on the first ones, training on the
     last ones, the router on the very first. A single node does all of it.
 
@@ -71,7 +71,7 @@ def plan(config: Config, nodes: Sequence[str], gpus: int) -> Plan:
         ranks = tuple(range(index * each, (index + 1) * each)) if index < inference else ()
         trains = index - inference if index >= inference else None
         roles.append(Role(index, name, ranks, 0 if len(nodes) == 1 else trains))
-    return Plan(tuple(roles), inference * each, 1 if len(nodes) == 1 else training)
+    return NodePlan(tuple(roles), inference * each, 1 if len(nodes) == 1 else training)
 
 
 def _ranks_per_node(config: Config, inference: int, gpus: int, *, shared: bool) -> int:

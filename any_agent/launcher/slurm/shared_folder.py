@@ -9,9 +9,9 @@ from any_agent.errors import ConfigError
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import write_atomic
 
-_PATIENCE = 60.0
+_TIMEOUT = 60.0
 """Seconds; so long a network file system may show a folder as it was."""
-_LOOK_EVERY = 0.5
+_POLL_INTERVAL = 0.5
 
 
 def mark(run: RunDir) -> str:
@@ -21,7 +21,7 @@ def mark(run: RunDir) -> str:
     return token
 
 
-def require_shared(run: RunDir, token: str, node: str, *, patience: float = _PATIENCE) -> None:
+def require_shared(run: RunDir, token: str, node: str, *, patience: float = _TIMEOUT) -> None:
     """ConfigError if this node's folder of that name is not the one in which the token was left."""
     deadline = time.monotonic() + patience
     while True:
@@ -37,4 +37,4 @@ def require_shared(run: RunDir, token: str, node: str, *, patience: float = _PAT
                 f"{run.path} is not shared by the job's nodes: on {node} it {what}; set root to a "
                 "folder on a file system that all of them see"
             )
-        time.sleep(_LOOK_EVERY)
+        time.sleep(_POLL_INTERVAL)

@@ -20,12 +20,12 @@ from any_agent.launcher.trial import newest_weights, trial_dir
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import write_atomic
 
-_SUBMIT_WITHIN = 60.0
-_SEEN_WITHIN = 30.0
+_SUBMIT_TIMEOUT = 60.0
+_SEEN_TIMEOUT = 30.0
 """Seconds until the queue must show a job that was taken."""
 _SETTLED = 3.0
 """Seconds after which a controller that dies loses no job any more that it has shown."""
-_LOOK_EVERY = 2.0
+_POLL_INTERVAL = 2.0
 _MAX_FAILURES = 30
 """Times in a row that Slurm may not say what becomes of a job."""
 _OVER = (
@@ -142,7 +142,7 @@ def _until_listening(name: str, job: str, log: Path, say: Callable[[str], None])
                 return 0
             if state == "GONE" or state in _OVER:
                 raise StartupError(f"job {job} has ended ({state.lower()}): {log} says why")
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_INTERVAL)
     except KeyboardInterrupt:
         say(f"job       {job} goes on, nobody waits for it here; scancel {job} ends it")
         return 0
@@ -162,12 +162,12 @@ def _sbatch(path: Path) -> str:
             ["sbatch", str(path)],
             capture_output=True,
             text=True,
-            timeout=_SUBMIT_WITHIN,
+            timeout=_SUBMIT_TIMEOUT,
             stdin=subprocess.DEVNULL,
             errors="replace",
         )
     except subprocess.TimeoutExpired:
-        return f"nothing within {_SUBMIT_WITHIN:g} s"
+        return f"nothing within {_SUBMIT_TIMEOUT:g} s"
     said = (done.stderr or done.stdout).strip()[-500:]
     if done.returncode and "socket timed out" not in said.lower():
         raise StartupError(f"sbatch refused {path}: {said}")
@@ -176,7 +176,7 @@ def _sbatch(path: Path) -> str:
 
 def _seen(name: str, before: Container[str]) -> str | None:
     """The id of the new job, once the queue has shown it for a while; None if it does not."""
-    deadline = time.monotonic() + _SEEN_WITHIN
+    deadline = time.monotonic() + _SEEN_TIMEOUT
     since = None
     while time.monotonic() < deadline:
         try:

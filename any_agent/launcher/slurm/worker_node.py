@@ -24,12 +24,12 @@ from any_agent.auth.access import run_dir_of
 from any_agent.config import Config, load_resolved
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.node import Node, NodeOptions
-from any_agent.launcher.node_role import Place, TrainingNodes
+from any_agent.launcher.node_role import NodeRole, TrainingNodes
 from any_agent.launcher.shutdown import Terminated
 from any_agent.launcher.slurm.job import node_address
 from any_agent.launcher.slurm.shared_folder import require_shared
 from any_agent.rundir.layout import RunDir, locked
-from any_agent.rundir.registry import HEARTBEAT, Entry, Registry, publish
+from any_agent.rundir.registry import HEARTBEAT, Registry, RegistryEntry, publish
 from any_agent.runtime.command_line import guarded
 from any_agent.runtime.logs import set_up_logging
 from any_agent.runtime.ports import reserve, url_of
@@ -38,12 +38,12 @@ _PREDECESSOR = 30.0
 """Seconds that an earlier start of this node may take to be gone."""
 _LAST = 40.0
 """Of a warning's seconds, those that the first node keeps for the end."""
-_LOOK_EVERY = 0.1
+_POLL_INTERVAL = 0.1
 _TOLD = 128 + signal.SIGTERM
 """The exit code of what was told to end."""
 
 
-class Member(Node):
+class WorkerNode(Node):
     """This node's share; while it lives, the registry says so."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Member(Node):
 
     def _beat(self) -> None:
         self._beaten = time.monotonic()
-        entry = Entry(
+        entry = RegistryEntry(
             name=self._name,
             boot_id=self._start_id,
             url=self._url,
@@ -149,7 +149,7 @@ def _run(args: argparse.Namespace) -> int:
         lock = stack.enter_context(_alone(run, name))
         if first and args.training_nodes > 1:
             stack.enter_context(_reserved(address, port))
-        place = Place(
+        place = NodeRole(
             host=address,
             ranks=tuple(int(rank) for rank in args.ranks.split(",") if rank),
             router=False,
@@ -159,7 +159,7 @@ def _run(args: argparse.Namespace) -> int:
             machine=args.node,
         )
         options = NodeOptions(place=place, say=say)
-        node = Member(
+        node = WorkerNode(
             config,
             options,
             name=name,
@@ -171,7 +171,7 @@ def _run(args: argparse.Namespace) -> int:
             node.ready()
             # Its steps are told by the first node.
             while not node.check() or not trains:
-                time.sleep(_LOOK_EVERY)
+                time.sleep(_POLL_INTERVAL)
     return 0
 
 

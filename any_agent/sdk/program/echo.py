@@ -6,11 +6,11 @@ import os
 import threading
 from pathlib import Path
 
-_LOOKS_EVERY = 0.05
+_POLL_INTERVAL = 0.05
 _AT_ONCE = 65_536
 
 
-class Echo:
+class OutputEcho:
     """Copies a growing file to a descriptor, from a thread: whoever reads there may be slow."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -32,7 +32,7 @@ class Echo:
     def _copy(self) -> None:
         position = 0
         while True:
-            last = self._ended.wait(_LOOKS_EVERY)
+            last = self._ended.wait(_POLL_INTERVAL)
             try:
                 position = self._show_from(position)
             except OSError:

@@ -22,35 +22,35 @@ from any_agent.errors import (
 )
 from any_agent.sdk.find_service import borrow_client, return_client
 from any_agent.sdk.open_session import run_info
-from any_agent.sdk.program.echo import Echo
+from any_agent.sdk.program.echo import OutputEcho
 from any_agent.sdk.program.process import Program
 from any_agent.sdk.program.reward import check_source
-from any_agent.sdk.program.run import CommandRun, RunOptions, run_in
+from any_agent.sdk.program.run import ProgramRun, RunOptions, run_in
 from any_agent.sdk.session import AgentSession
 
 UNUSABLE = (Unauthenticated, Forbidden, ServiceUnavailable, WrongService, RunFinished)
 """What keeps any run from being a session: the service, its key, or the end of its training."""
 _REFUSED = (*UNUSABLE, InvalidRequest, Unprocessable, Conflict, ConfigError)
 """Of an open: no other one that is like it would be taken."""
-_ANSWERS_WITHIN = 5.0
+_ANSWERS_TIMEOUT = 5.0
 _SPARE = 300.0
 """Seconds that a session may live longer than its program and its reward may take."""
 
 
-class CommandRuns:
+class ProgramGroup:
     """Give it the options, run it once; ``results`` fills as runs end, and `ended` is told."""
 
     def __init__(
-        self, options: RunOptions, *, ended: Callable[[CommandRun], object] = lambda _: None
+        self, options: RunOptions, *, ended: Callable[[ProgramRun], object] = lambda _: None
     ) -> None:
         self.options = options
-        self.results = [CommandRun(index) for index in range(options.n)]
+        self.results = [ProgramRun(index) for index in range(options.n)]
         self.stopped: AnyAgentError | None = None
         """Why those that were not started are not."""
         self.group_id = f"run-{uuid.uuid4().hex[:16]}" if options.n > 1 else None
         self._ended = ended
         self._places = asyncio.Semaphore(options.concurrency)
-        self._echoes: list[Echo] = []
+        self._echoes: list[OutputEcho] = []
 
     async def run(self) -> None:
         """Until all have ended.
@@ -83,7 +83,7 @@ class CommandRuns:
     async def _reach(self) -> None:
         """So that it is said once, and soon, that the service is away or its training has ended."""
         service = self.options.service
-        within = service.patience if service.file is not None else _ANSWERS_WITHIN
+        within = service.patience if service.file is not None else _ANSWERS_TIMEOUT
         client = borrow_client(service, retry_for=within)
         try:
             info = await run_info(client, service)
@@ -95,7 +95,7 @@ class CommandRuns:
                 "takes no more train sessions; --mode eval goes on"
             )
 
-    async def _run(self, result: CommandRun) -> None:
+    async def _run(self, result: ProgramRun) -> None:
         async with self._places:
             if self.stopped is not None:
                 return
@@ -132,7 +132,7 @@ class CommandRuns:
 
     def _show(self, program: Program) -> None:
         if self.options.echo:
-            self._echoes = [Echo(program.stdout, 1), Echo(program.stderr, 2)]
+            self._echoes = [OutputEcho(program.stdout, 1), OutputEcho(program.stderr, 2)]
 
     def _end_shows(self) -> None:
         for echo in self._echoes:

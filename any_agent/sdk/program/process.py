@@ -20,11 +20,11 @@ from pathlib import Path
 from any_agent.errors import AgentFailed
 from any_agent.runtime.parent_death import die_with_parent
 
-_LOOKS_EVERY = 0.05
+_POLL_INTERVAL = 0.05
 """Seconds between two looks at whether it has ended."""
 _GRACE = 3.0
 """Seconds that SIGTERM leaves it before SIGKILL."""
-_REAPED_WITHIN = 5.0
+_REAPED_TIMEOUT = 5.0
 _SWEEPS = 10
 MAX_OUTPUT = 2**30
 """Bytes that it may print before it is ended: a program that only prints would fill the disk."""
@@ -43,7 +43,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProgramExit:
     """How it ended: by itself with ``code`` (negative: by that signal), or by us, for a reason."""
 
     code: int | None
@@ -63,7 +63,7 @@ class Ended:
         return f"was killed by {_signal_name(-self.code)}"
 
 
-async def run_program(program: Program, *, limit: float) -> Ended:
+async def run_program(program: Program, *, limit: float) -> ProgramExit:
     """Run it to its end, or for ``limit`` seconds. AgentFailed where it cannot be started.
 
     However this is left, also by being cancelled, nothing of it is running any more.
@@ -82,10 +82,10 @@ async def run_program(program: Program, *, limit: float) -> Ended:
         # Before it is reaped: after that, the group's number may be another one's.
         _signal_group(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_REAPED_WITHIN)
+            child.wait(_REAPED_TIMEOUT)
         _end_strays(program.mark)
     code = child.returncode if cut_off is None else None
-    return Ended(code, time.monotonic() - began, cut_off)
+    return ProgramExit(code, time.monotonic() - began, cut_off)
 
 
 def _start(program: Program) -> subprocess.Popen[bytes]:
@@ -120,7 +120,7 @@ async def _watched(
         if _printed(program) > MAX_OUTPUT:
             return f"printed more than {MAX_OUTPUT >> 20} MiB"
         await asyncio.sleep(pause)
-        pause = min(pause * 2, _LOOKS_EVERY)
+        pause = min(pause * 2, _POLL_INTERVAL)
     return None
 
 
@@ -129,8 +129,8 @@ async def _asked_to_end(child: subprocess.Popen[bytes]) -> None:
     _signal_group(child.pid, signal.SIGTERM)
     left = _GRACE
     while not _has_ended(child) and left > 0:
-        await asyncio.sleep(_LOOKS_EVERY)
-        left -= _LOOKS_EVERY
+        await asyncio.sleep(_POLL_INTERVAL)
+        left -= _POLL_INTERVAL
 
 
 def _has_ended(child: subprocess.Popen[bytes]) -> bool:

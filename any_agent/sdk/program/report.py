@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from any_agent.sdk.program.group import UNUSABLE, CommandRuns
-from any_agent.sdk.program.run import CommandRun
+from any_agent.sdk.program.group import UNUSABLE, ProgramGroup
+from any_agent.sdk.program.run import ProgramRun
 
 ALL_FINALIZED, SOME_FAILED, WRONG_INPUT, NO_SERVICE, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -17,7 +17,7 @@ _COLUMNS = ("RUN", "SESSION", "STATE", "REWARD", "CALLS", "EXIT", "SECONDS", "NO
 _NOTE = 100
 
 
-def exit_code(runs: CommandRuns) -> int:
+def exit_code(runs: ProgramGroup) -> int:
     """Of runs that nobody interrupted; see docs/run.md."""
     if runs.stopped is not None:
         return NO_SERVICE if isinstance(runs.stopped, UNUSABLE) else WRONG_INPUT
@@ -25,7 +25,7 @@ def exit_code(runs: CommandRuns) -> int:
     return ALL_FINALIZED if finalized else SOME_FAILED
 
 
-def table(results: Sequence[CommandRun]) -> str:
+def table(results: Sequence[ProgramRun]) -> str:
     """A line for each run, and one for all."""
     rows = [_COLUMNS, *map(_row, results)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -33,7 +33,7 @@ def table(results: Sequence[CommandRun]) -> str:
     return "\n".join([*lines, summary(results)])
 
 
-def summary(results: Sequence[CommandRun]) -> str:
+def summary(results: Sequence[ProgramRun]) -> str:
     """How many are finalized, with which mean reward."""
     finalized = [run for run in results if run.state == "finalized"]
     mean = mean_reward(results)
@@ -41,13 +41,13 @@ def summary(results: Sequence[CommandRun]) -> str:
     return text if mean is None else f"{text}, mean reward {mean:.4g}"
 
 
-def mean_reward(results: Sequence[CommandRun]) -> float | None:
+def mean_reward(results: Sequence[ProgramRun]) -> float | None:
     """Of the finalized runs that have a final reward; None without any."""
     rewards = [run.reward for run in results if run.reward is not None]
     return math.fsum(rewards) / len(rewards) if rewards else None
 
 
-def as_json(runs: CommandRuns, code: int) -> str:
+def as_json(runs: ProgramGroup, code: int) -> str:
     """All of it, for programs."""
     results, options = runs.results, runs.options
     report: dict[str, Any] = {
@@ -64,7 +64,7 @@ def as_json(runs: CommandRuns, code: int) -> str:
     return json.dumps(report, indent=2) + "\n"
 
 
-def _row(run: CommandRun) -> tuple[str, ...]:
+def _row(run: ProgramRun) -> tuple[str, ...]:
     return (
         str(run.run),
         run.session_id or "-",

@@ -73,7 +73,7 @@ class RewardFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Graded:
+class ProgramReward:
     """A run that has ended well. ``stem``: what the names of its files of output begin with."""
 
     mark: str
@@ -100,7 +100,7 @@ async def check_source(source: RewardSource, folder: Path) -> None:
         raise ConfigError(f"--grader {source.grader} cannot be used: {why}")
 
 
-async def reward_from(source: RewardSource, run: Graded) -> Reward:
+async def reward_from(source: RewardSource, run: ProgramReward) -> Reward:
     """Of its command, or of its grader."""
     stem = run.stem.with_name(f"{run.stem.name}.reward")
     if source.command is not None:
@@ -160,7 +160,7 @@ def _grader(
     stem: Path,
     *arguments: str,
     stdin: Path = Path(os.devnull),
-    run: Graded | None = None,
+    run: ProgramReward | None = None,
 ) -> Program:
     argv = [sys.executable, "-m", "any_agent.rewards.grader", *arguments]
     mark, variables = (run.mark, run.variables) if run else (f"ANY_AGENT_GRADER={stem}", {})

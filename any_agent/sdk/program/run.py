@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeAlias
 from any_agent.config import ENV_PREFIX
 from any_agent.errors import AgentFailed, AnyAgentError, SessionClosed, Unprocessable
 from any_agent.protocol.rl import SessionContent, SessionInfo
-from any_agent.sdk.find_service import Service, borrow_client, return_client
-from any_agent.sdk.program.process import Ended, Program, run_program
+from any_agent.sdk.find_service import ServiceAddress, borrow_client, return_client
+from any_agent.sdk.program.process import Program, ProgramExit, run_program
 from any_agent.sdk.program.reward import (
-    Graded,
+    ProgramReward,
     Reward,
     RewardFile,
     RewardSource,
@@ -28,7 +28,7 @@ from any_agent.sdk.session import AsyncSession
 RunState: TypeAlias = Literal["finalized", "failed", "interrupted", "not started"]
 
 _RETRY_FOR = 60.0
-_ABORTS_WITHIN = 5.0
+_ABORTS_TIMEOUT = 5.0
 _NO_CALL = (
     "made no model call: its client must go to OPENAI_BASE_URL with OPENAI_API_KEY (or "
     "ANTHROPIC_BASE_URL with ANTHROPIC_API_KEY) of its environment"
@@ -47,7 +47,7 @@ class RunOptions:
     """
 
     command: Sequence[str]
-    service: Service
+    service: ServiceAddress
     folder: Path
     n: int = 1
     concurrency: int = 32
@@ -63,7 +63,7 @@ class RunOptions:
 
 
 @dataclass(slots=True)
-class CommandRun:
+class ProgramRun:
     """What became of one run."""
 
     run: int
@@ -93,7 +93,7 @@ def without_ours(environ: Mapping[str, str]) -> dict[str, str]:
 async def run_in(
     session: AsyncSession,
     options: RunOptions,
-    result: CommandRun,
+    result: ProgramRun,
     *,
     started: Callable[[Program], object],
     ended: Callable[[], object],
@@ -116,7 +116,7 @@ async def run_in(
 async def _run(
     session: AsyncSession,
     options: RunOptions,
-    result: CommandRun,
+    result: ProgramRun,
     started: Callable[[Program], object],
     ended: Callable[[], object],
 ) -> None:
@@ -142,7 +142,7 @@ async def _run(
         result.calls = (await session.info()).interactions
         if not result.calls:
             raise AgentFailed(_NO_CALL, code="no_model_call")
-        graded = Graded(mark, variables, stem, program.stdout)
+        graded = ProgramReward(mark, variables, stem, program.stdout)
         reward = await _reward(session, options, graded, file)
     else:
         result.error = _complaint(end, program).replace(session.api_key, "(its key)")
@@ -154,7 +154,7 @@ async def _run(
 
 
 async def _reward(
-    session: AsyncSession, options: RunOptions, graded: Graded, file: RewardFile
+    session: AsyncSession, options: RunOptions, graded: ProgramReward, file: RewardFile
 ) -> Reward | None:
     source = options.source
     if source.grader is not None:
@@ -167,7 +167,7 @@ async def _reward(
     return reward
 
 
-async def _content(session: AsyncSession, service: Service) -> SessionContent:
+async def _content(session: AsyncSession, service: ServiceAddress) -> SessionContent:
     client = borrow_client(service, retry_for=_RETRY_FOR)
     try:
         return await client.session_content(session.session_id, session.api_key)
@@ -195,11 +195,11 @@ async def _abort(session: AsyncSession, reason: str) -> None:
     """Nobody waits long for it: a session that nobody ends expires."""
     session.detach()
     with suppress(AnyAgentError, TimeoutError):
-        async with asyncio.timeout(_ABORTS_WITHIN):
+        async with asyncio.timeout(_ABORTS_TIMEOUT):
             await session.abort(reason)
 
 
-def _complaint(end: Ended, program: Program) -> str:
+def _complaint(end: ProgramExit, program: Program) -> str:
     """How it ended, and the last thing that it complained of."""
     said = last_line(program.stderr) if end.cut_off is None else ""
     return f"{end}: {said[:200]}" if said else str(end)

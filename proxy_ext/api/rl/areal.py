@@ -19,18 +19,18 @@ from starlette.responses import Response
 from any_agent.errors import AnyAgentError, RunFinished, TooManyRequests
 from any_agent.protocol.rl import GRANT_ONLY_HEADER, Ack, SessionInfo, SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
-from proxy_ext.admission.open_session import Numbered
+from proxy_ext.admission.open_session import DeterministicPlace
 from proxy_ext.api.rl.areal_export import ArealTrajectories, exported
 from proxy_ext.api.rl.dependencies import Anyone, Once, Who, shaped
 from proxy_ext.api.rl.strict_body import StrictRoute
 from proxy_ext.auth import SESSIONS_SCOPE_KEY, Caller, Scope
-from proxy_ext.journal.kept_answer import Keep, keep_nothing
+from proxy_ext.journal.kept_answer import KeepAnswer, no_receipt
 from proxy_ext.leases.leases import trajectory
-from proxy_ext.service import Service
-from proxy_ext.sessions.grants import Granted
+from proxy_ext.service import RankService
+from proxy_ext.sessions.grants import GrantedSlot
 from proxy_ext.sessions.lease_owners import EXPORT_OWNER
 from proxy_ext.sessions.rewards import parts_of
-from proxy_ext.sessions.session import Session
+from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.web.drain import draining
 from proxy_ext.web.exchange import while_present
 
@@ -83,7 +83,7 @@ class ArealReward(_ArealBody):
     """None: the last one."""
 
 
-class Done(BaseModel):
+class ArealDone(BaseModel):
     message: Literal["success"] = "success"
 
 
@@ -91,7 +91,7 @@ class ArealEnd(_ArealBody):
     session_id: str | None = None
 
 
-class ArealEnded(Done):
+class ArealEnded(ArealDone):
     interaction_count: int
 
 
@@ -119,7 +119,7 @@ async def health(service: Anyone) -> ArealHealth:
     return ArealHealth(workers=1)
 
 
-@router.post("/grant_capacity", response_model=Granted)
+@router.post("/grant_capacity", response_model=GrantedSlot)
 async def grant_capacity(body: Grant, service: Anyone, caller: Who, receipt: Once) -> Response:
     """One more train session may be opened by `/rl/start_session`, without a group.
 
@@ -148,7 +148,7 @@ async def start_session(
 
 
 async def _start(
-    service: Service, body: ArealStart, caller: Caller, keep: Keep, *, grant_only: bool
+    service: RankService, body: ArealStart, caller: Caller, keep: KeepAnswer, *, grant_only: bool
 ) -> SessionStarted:
     if grant_only and not service.sessions.grants_of(caller).left:
         # Before anything is ended for it.
@@ -158,7 +158,7 @@ async def _start(
         # Shielded: a client that leaves now must not leave the journal ahead of the memory.
         ended = await asyncio.shield(_end_earlier(service, body.api_key, caller))
     deadline = time.monotonic() + (_REFRESH_WAIT if ended else 0.0)
-    numbered = Numbered(body.task_id or "task", grant_only)
+    numbered = DeterministicPlace(body.task_id or "task", grant_only)
     while True:
         began = time.monotonic()
         wait = min(_SLICE, max(0.0, deadline - began))
@@ -176,7 +176,7 @@ async def _start(
         await asyncio.sleep(began + wait - time.monotonic())
 
 
-async def _end_earlier(service: Service, api_key: str, caller: Caller) -> bool:
+async def _end_earlier(service: RankService, api_key: str, caller: Caller) -> bool:
     """End the key's session if it is open, and the caller's; whatever else is said by the open."""
     lane = service.auth.access.signer.verify(api_key)
     session = await service.sessions.by_lane(lane.id) if lane is not None else None
@@ -184,7 +184,7 @@ async def _end_earlier(service: Service, api_key: str, caller: Caller) -> bool:
         return False
     if caller.scope is Scope.TENANT and session.row.tenant != caller.tenant:
         return False
-    await _end(service, session, caller, keep_nothing)
+    await _end(service, session, caller, no_receipt)
     return True
 
 
@@ -193,16 +193,16 @@ def _started(started: BaseModel) -> ArealStarted:
     return ArealStarted(session_id=started.session_id, api_key=started.api_key)
 
 
-@router.post("/rl/set_reward", response_model=Done)
+@router.post("/rl/set_reward", response_model=ArealDone)
 async def set_reward(
     body: ArealReward, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
     """Reward an interaction, by default the last one."""
     session = await service.auth.session(request, body.session_id)
-    keep = shaped(receipt.keep, lambda _: Done())
+    keep = shaped(receipt.keep, lambda _: ArealDone())
     parts = parts_of(body.reward)
     await service.rewards.give(session, parts, body.interaction_id, by=caller.name, keep=keep)
-    return receipt.response(Done())
+    return receipt.response(ArealDone())
 
 
 @router.post("/rl/end_session", response_model=ArealEnded)
@@ -219,7 +219,7 @@ async def end_session(
     return receipt.response(over)
 
 
-async def _over(service: Service, session: Session) -> ArealEnded | None:
+async def _over(service: RankService, session: RecordedSession) -> ArealEnded | None:
     """What its first end was answered, if it has ended so."""
     if session.state in (SessionState.OPEN, SessionState.AWAITING_REWARD, SessionState.EXPIRED):
         return None
@@ -229,7 +229,9 @@ async def _over(service: Service, session: Session) -> ArealEnded | None:
     return ArealEnded(interaction_count=len(session.tree))
 
 
-async def _end(service: Service, session: Session, caller: Caller, keep: Keep) -> ArealEnded:
+async def _end(
+    service: RankService, session: RecordedSession, caller: Caller, keep: KeepAnswer
+) -> ArealEnded:
     """Finalize it; one without a model call is aborted, as there is nothing to train on."""
     kept = shaped(keep, _ended)
     await service.sessions.load(session)
@@ -257,7 +259,7 @@ async def export_trajectories(body: ArealExport, request: Request, service: Anyo
     return await _export(service, session, body)
 
 
-async def _export(service: Service, session: Session, body: ArealExport) -> Response:
+async def _export(service: RankService, session: RecordedSession, body: ArealExport) -> Response:
     row = session.row
     if row.state is SessionState.ABORTED and row.reason == _EMPTY:
         return await exported([], body.discount, body.style)
@@ -276,7 +278,7 @@ async def _export(service: Service, session: Session, body: ArealExport) -> Resp
     return response
 
 
-async def _until_ended(service: Service, session: Session) -> None:
+async def _until_ended(service: RankService, session: RecordedSession) -> None:
     """Wait, for so long as clients do. What does not end then, the lease refuses with its state.
 
     Draining if the rank stops meanwhile.

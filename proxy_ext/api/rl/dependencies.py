@@ -11,17 +11,17 @@ from starlette.requests import Request
 
 from proxy_ext.auth import Caller
 from proxy_ext.idempotency import Receipt
-from proxy_ext.journal.kept_answer import Keep, keep_nothing
-from proxy_ext.service import Service
+from proxy_ext.journal.kept_answer import KeepAnswer, no_receipt
+from proxy_ext.service import RankService
 
 
-def service_of(request: Request) -> Service:
-    service: Service = request.app.state.service
+def service_of(request: Request) -> RankService:
+    service: RankService = request.app.state.service
     return service
 
 
 # FastAPI runs plain functions in threads, which costs more than what these do.
-async def _service(request: Request) -> Service:
+async def _service(request: Request) -> RankService:
     return service_of(request)
 
 
@@ -29,7 +29,7 @@ async def _caller(request: Request) -> Caller:
     return service_of(request).auth.caller(request)
 
 
-Anyone = Annotated[Service, Depends(_service)]
+Anyone = Annotated[RankService, Depends(_service)]
 Who = Annotated[Caller, Depends(_caller)]
 
 
@@ -43,6 +43,6 @@ Once = Annotated[Receipt, Depends(receipt_of, scope="function")]
 """Every POST and DELETE of `/rl` takes one; `proxy_ext.idempotency` says what for."""
 
 
-def shaped(keep: Keep, shape: Callable[[BaseModel], BaseModel]) -> Keep:
+def shaped(keep: KeepAnswer, shape: Callable[[BaseModel], BaseModel]) -> KeepAnswer:
     """Keeps an answer in another shape. Nothing stays nothing, which those who commit look at."""
-    return keep if keep is keep_nothing else lambda answer: keep(shape(answer))
+    return keep if keep is no_receipt else lambda answer: keep(shape(answer))

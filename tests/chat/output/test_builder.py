@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_agent.chat.output.message import MessageDelta
-from any_agent.chat.output.message_builder import MessageBuilder, Trimmed
-from any_agent.chat.output.tool_call_ids import CallIds
+from any_agent.chat.output.message_builder import MessageBuilder, WhitespaceTrimmer
+from any_agent.chat.output.tool_call_ids import ToolCallIds
 
 
 @given(st.lists(st.text(alphabet="a \n", max_size=4), max_size=12))
 def test_trimmed_text_leaves_as_soon_as_it_is_inside(parts: list[str]) -> None:
-    made, out, text = Trimmed(), "", ""
+    made, out, text = WhitespaceTrimmer(), "", ""
     for part in parts:
         out += made.push(part)
         text += part
@@ -19,7 +19,7 @@ def test_trimmed_text_leaves_as_soon_as_it_is_inside(parts: list[str]) -> None:
 
 
 def test_neighbours_of_one_kind_are_one_step() -> None:
-    made = MessageBuilder(CallIds([1]))
+    made = MessageBuilder(ToolCallIds([1]))
     made.content("a")
     made.content("b")
     made.reasoning("c")
@@ -28,7 +28,7 @@ def test_neighbours_of_one_kind_are_one_step() -> None:
 
 
 def test_steps_that_were_taken_are_the_caller_s() -> None:
-    made = MessageBuilder(CallIds([1]))
+    made = MessageBuilder(ToolCallIds([1]))
     taken = made.take()
     made.content("a")
     taken += made.take()
@@ -37,13 +37,13 @@ def test_steps_that_were_taken_are_the_caller_s() -> None:
 
 
 def test_ids_of_calls_are_their_answers_own() -> None:
-    ids = {CallIds([1], seed).make((), 0, "add") for seed in (b"", b"a.0", b"a.1", b"x" * 999)}
+    ids = {ToolCallIds([1], seed).make((), 0, "add") for seed in (b"", b"a.0", b"a.1", b"x" * 999)}
     assert len(ids) == 4
-    assert CallIds([1], b"a.0").make((), 0, "add") in ids
+    assert ToolCallIds([1], b"a.0").make((), 0, "add") in ids
 
 
 def test_a_call_is_told_before_its_arguments() -> None:
-    made = MessageBuilder(CallIds([1]))
+    made = MessageBuilder(ToolCallIds([1]))
     made.open_call("add")
     made.arguments('{"a"')
     made.arguments(": 1}")

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from any_agent.chat import ParsedMessage
-from any_agent.chat.output.parser_factory import OutputReader
+from any_agent.chat.output.parser_factory import OutputParserFactory
 from tests.chat.output.stream_lab import TOOLS, streamed
 from tests.families import family
 
 
 @cache
-def reader(renderer: str, *, as_text: bool) -> OutputReader:
+def reader(renderer: str, *, as_text: bool) -> OutputParserFactory:
     """A reader over the Qwen3 miniature's vocabulary, with this family's markers in it or not."""
     chat = family("qwen3").chat
     ends = chat.stop_token_ids
-    made = OutputReader(chat._renderer, chat.tokenizer, chat.decode, ends, family=renderer)
+    made = OutputParserFactory(chat._renderer, chat.tokenizer, chat.decode, ends, family=renderer)
     if as_text or made.grammar is None:
         return made
     tokenizer = copy.deepcopy(chat.tokenizer)
@@ -31,7 +31,7 @@ def reader(renderer: str, *, as_text: bool) -> OutputReader:
     def decode(ids: Any) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    made = OutputReader(chat._renderer, tokenizer, decode, ends, family=renderer)
+    made = OutputParserFactory(chat._renderer, tokenizer, decode, ends, family=renderer)
     made.tokenizer = tokenizer  # type: ignore[attr-defined]
     return made
 

@@ -3,14 +3,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from any_agent.chat.output.markers import TEXT, MarkFinder, Piece, TextMarks
+from any_agent.chat.output.markers import TEXT, MarkerFinder, Piece, TextMarkers
 
 MARKS = {"<a>": "open", "</a>": "close", "<ab>": "other"}
 ALL = frozenset(MARKS.values())
 
 
 def pieces(parts: list[str], wanted: frozenset[str] = ALL) -> list[Piece]:
-    made, out = TextMarks(MARKS), []
+    made, out = TextMarkers(MARKS), []
     for part in parts:
         made.add(part)
         while piece := made.next(wanted):
@@ -36,7 +36,7 @@ def test_markers_are_found_however_the_text_is_cut(parts: list[str]) -> None:
 
 
 def test_only_what_may_begin_a_marker_is_held_back() -> None:
-    made = TextMarks(MARKS)
+    made = TextMarkers(MARKS)
     made.add("x <y </")
     assert made.next(ALL) == ("x <y ", TEXT)
     assert made.next(ALL) is None
@@ -52,4 +52,4 @@ def test_markers_that_mean_nothing_now_are_text_and_hold_nothing_back() -> None:
 
 
 def test_the_longest_of_two_marks_counts() -> None:
-    assert MarkFinder(["<a", "<ab"]).find("x<abc") == (1, "<ab")
+    assert MarkerFinder(["<a", "<ab"]).find("x<abc") == (1, "<ab")

@@ -12,7 +12,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from any_agent.completions.call_types import Head
-from any_agent.completions.messages import MessagesAnswer, MessagesCall, parse_messages
+from any_agent.completions.messages import MessagesCall, MessagesEncoder, parse_messages
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
 
 RUN = GenerationHyperparameters(max_new_tokens=100)
@@ -29,9 +29,9 @@ def parse(mode: str = "eval", *, known: frozenset[str] = SWITCH, **fields: Any) 
     )
 
 
-def answer_of(**fields: Any) -> MessagesAnswer:
+def answer_of(**fields: Any) -> MessagesEncoder:
     call = parse(**fields)
-    return MessagesAnswer(call, Head("msg_1", 0.0, call.chat.gconfig, 7))
+    return MessagesEncoder(call, Head("msg_1", 0.0, call.chat.gconfig, 7))
 
 
 def interaction_of(message: dict[str, Any], finish: str = "stop", **request: Any) -> Interaction:

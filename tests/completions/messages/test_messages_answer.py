@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from any_agent.chat import chain_keys
 from any_agent.chat.output.message import MessageDelta, merge_deltas
 from any_agent.chat.output.message_builder import MessageBuilder
-from any_agent.chat.output.tool_call_ids import CallIds
+from any_agent.chat.output.tool_call_ids import ToolCallIds
 from any_agent.completions.call_types import Delta
-from any_agent.completions.messages import MessagesAnswer
+from any_agent.completions.messages import MessagesEncoder
 from any_agent.completions.messages.input_messages import conversation_of
 from any_agent.errors import EngineUnavailable, SessionClosed
 from any_agent.types import Interaction
@@ -51,7 +51,7 @@ STEPS = st.lists(
 
 def built(steps: list[tuple[str, str]]) -> tuple[list[MessageDelta], Interaction]:
     """The deltas of an output, its arguments in two pieces, and its record."""
-    builder = MessageBuilder(CallIds([1]))
+    builder = MessageBuilder(ToolCallIds([1]))
     deltas: list[MessageDelta] = []
     for kind, text in steps:
         if kind == "call":
@@ -69,7 +69,9 @@ def built(steps: list[tuple[str, str]]) -> tuple[list[MessageDelta], Interaction
     return deltas, interaction_of(parsed.to_message(), finish, **order)
 
 
-def streamed(answer: MessagesAnswer, deltas: list[MessageDelta], interaction: Interaction) -> bytes:
+def streamed(
+    answer: MessagesEncoder, deltas: list[MessageDelta], interaction: Interaction
+) -> bytes:
     out = [answer.start(0)]
     out += [answer.delta(Delta(delta, [], [])) for delta in deltas]
     return b"".join([*out, answer.end(0, interaction), answer.last([interaction])])

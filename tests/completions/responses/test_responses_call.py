@@ -9,9 +9,9 @@ import orjson
 import pytest
 
 from any_agent.chat import MessageDelta, merge_deltas
-from any_agent.chat.output.token_spans import Spans
+from any_agent.chat.output.token_spans import TokenSpans
 from any_agent.completions.call_types import Delta, Head
-from any_agent.completions.responses import ResponsesAnswer
+from any_agent.completions.responses import ResponsesEncoder
 from any_agent.errors import EngineUnavailable, InvalidRequest, UnsupportedParameter
 from any_agent.types import Interaction
 from tests.completions.responses.responses_lab import parse, valid_events, valid_response
@@ -115,12 +115,12 @@ def test_a_formats_texts_are_bounded() -> None:
         assert raised.value.param == f"text.format.{field}"
 
 
-def _answer(**fields: Any) -> ResponsesAnswer:
+def _answer(**fields: Any) -> ResponsesEncoder:
     call = parse(mode="eval", **fields)
     head = Head(f"resp_{HEX}", 1.5, call.chat.gconfig, 10)
     # Of a chat format it takes the spans alone, and of what writes log-probabilities nothing.
-    chat: Any = SimpleNamespace(spans=Spans({}))
-    return ResponsesAnswer(call, head, None, chat)  # type: ignore[arg-type]
+    chat: Any = SimpleNamespace(spans=TokenSpans({}))
+    return ResponsesEncoder(call, head, None, chat)  # type: ignore[arg-type]
 
 
 def _said() -> tuple[list[Delta], Interaction]:

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from any_agent.completions.responses.history import Items, messages_before, parted
+from any_agent.completions.responses.history import ItemHistory, messages_before, parted
 from any_agent.completions.responses.input_items import messages_of
 from any_agent.completions.responses.reasoning import decoded, encoded
 from any_agent.completions.responses.stored_response import answer_of, deleted_record, input_items
 from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, UnsupportedParameter
-from any_agent.record import InteractionTree, without_texts
+from any_agent.record import InteractionTree, strip_content
 from any_agent.types import (
     Continuation,
     GenerationHyperparameters,
@@ -31,7 +31,7 @@ THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_t
 
 
 def messages(*items: Any, tree: InteractionTree | None = None) -> list[Message]:
-    return messages_of(list(items), Items(tree))
+    return messages_of(list(items), ItemHistory(tree))
 
 
 def assistant(**fields: Any) -> Message:
@@ -73,7 +73,7 @@ def tree_of(*interactions: Interaction) -> InteractionTree:
 
 
 def test_a_text_is_the_users() -> None:
-    assert messages_of("hi", Items(None)) == [USER]
+    assert messages_of("hi", ItemHistory(None)) == [USER]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_what_comes_before_is_the_sessions() -> None:
         assert raised.value.code == "previous_response_not_found"
         assert len(raised.value.message) < 200
     with pytest.raises(InvalidRequest) as refused:
-        messages_before(ID, tree_of(without_texts(recorded())))
+        messages_before(ID, tree_of(strip_content(recorded())))
     assert refused.value.code == "content_not_stored"
 
 

@@ -28,7 +28,7 @@ from matplotlib.ticker import MaxNLocator
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config, load_config
-from any_agent.data import Positions
+from any_agent.data import DatasetCursor
 from any_agent.errors import RunFinished
 from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.trial import trial_dir
@@ -73,7 +73,7 @@ async def _drive(node: Node, config: Config) -> None:
 def _jobs(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
     """Positions and items, as often each as a group is large."""
     items = tool_use.items("train")
-    for position, index in Positions(len(items), seed=config.train.seed, shuffle=True):
+    for position, index in DatasetCursor(len(items), seed=config.train.seed, shuffle=True):
         for _ in range(config.sessions.group_size):
             yield position, items[index]
 

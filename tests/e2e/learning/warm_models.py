@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from any_agent.chat import load_chat_format
-from any_agent.demo.models.conversations import Author, Talk
+from any_agent.demo.models.conversations import Author, Conversation
 from any_agent.demo.models.teach import Row, teach
 from any_agent.demo.models.tiny import make_tokenizer, save_tiny_model
 from tests.e2e.learning import retry_math, tool_use
@@ -44,7 +44,7 @@ _SLIPS = 0.2
 """Share of the tool's calls that ask for any thing."""
 
 
-def sums_talk(author: Author, rng: Random, item: dict[str, Any], progress: float) -> Talk:
+def sums_talk(author: Author, rng: Random, item: dict[str, Any], progress: float) -> Conversation:
     """Answers with a digit, the right one in a third of them; tries again after a wrong one."""
     noise = _SUMS_NOISE * min(1.0, max(0.0, 4 * progress - 2))
 
@@ -52,16 +52,16 @@ def sums_talk(author: Author, rng: Random, item: dict[str, Any], progress: float
         return str(rng.randrange(10)) if rng.random() < noise else str(item["answer"])
 
     first = answer()
-    talk = Talk(author, item["messages"]).says(first)
+    talk = Conversation(author, item["messages"]).says(first)
     if not retry_math.is_right(first, item["answer"]):
         talk.hears("user", retry_math.RETRY).says(answer())
     return talk
 
 
-def prices_talk(author: Author, rng: Random, item: dict[str, Any], progress: float) -> Talk:
+def prices_talk(author: Author, rng: Random, item: dict[str, Any], progress: float) -> Conversation:
     """Mostly guesses a price; sometimes asks for one, and says what it hears."""
     late = min(1.0, 2 * progress)
-    talk = Talk(author, item["messages"], tool_use.TOOLS)
+    talk = Conversation(author, item["messages"], tool_use.TOOLS)
     if rng.random() < _GUESSES * late:
         return talk.says(str(rng.randrange(10)))
     thing = rng.choice(tool_use.THINGS) if rng.random() < _SLIPS * late else item["thing"]

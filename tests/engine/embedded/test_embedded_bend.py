@@ -15,9 +15,9 @@ from embedded_lab import prompt, request
 
 from any_agent.engine.base import agenerate
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
-from any_agent.engine.embedded.grammar import Grammars
-from any_agent.engine.embedded.grammar_check import GrammarChecks
-from any_agent.engine.embedded.logits_processors import Bend, bend_of
+from any_agent.engine.embedded.grammar import GrammarCompiler
+from any_agent.engine.embedded.grammar_check import GrammarChecker
+from any_agent.engine.embedded.logits_processors import LogitsProcessor, make_logits_processor
 from any_agent.engine.embedded.model_loader import LoadedModel
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationHyperparameters, ModelResponse
@@ -61,13 +61,16 @@ async def test_logprobs_are_of_the_bent_distribution(
 def test_prompts_are_not_penalised() -> None:
     logits = torch.randn(50)
     bent = logits.clone()
-    Bend(GenerationHyperparameters(**PENALTIES)).apply(bent)
+    LogitsProcessor(GenerationHyperparameters(**PENALTIES)).apply(bent)
     assert torch.equal(bent, logits)
 
 
 def test_a_row_that_asks_for_nothing_has_no_bend(loaded: LoadedModel) -> None:
-    assert bend_of(GenerationHyperparameters(), Grammars(loaded)) is None
-    assert bend_of(GenerationHyperparameters(min_p=0.5, seed=3), Grammars(loaded)) is None
+    assert make_logits_processor(GenerationHyperparameters(), GrammarCompiler(loaded)) is None
+    assert (
+        make_logits_processor(GenerationHyperparameters(min_p=0.5, seed=3), GrammarCompiler(loaded))
+        is None
+    )
 
 
 async def test_neighbours_are_not_bent(engine: EmbeddedEngine, loaded: LoadedModel) -> None:
@@ -119,7 +122,7 @@ async def test_json_objects(engine: EmbeddedEngine, loaded: LoadedModel) -> None
     asked = request("r", prompt(5), grammar=grammar, max_new_tokens=40, seed=5)
     response = await agenerate(engine, asked)
     assert text_of(loaded, response).lstrip().startswith("{")
-    state = Grammars(loaded).compile(grammar)
+    state = GrammarCompiler(loaded).compile(grammar)
     for token in response.output_ids:
         assert not state.forbidden()[token]
         state.push(token)
@@ -155,7 +158,7 @@ def _exploding() -> str:
 
 
 async def test_a_grammar_that_explodes_harms_nobody(engine: EmbeddedEngine) -> None:
-    engine._checks = GrammarChecks(seconds=1)
+    engine._checks = GrammarChecker(seconds=1)
     beats, others = 0, []
     bad = asyncio.create_task(engine.bend(request("bad", prompt(5), grammar=_exploding())))
     while not bad.done():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.engine.embedded.grammar import Grammars
+from any_agent.engine.embedded.grammar import GrammarCompiler
 from any_agent.engine.embedded.model_loader import LoadedModel
 from any_agent.engine.embedded.structural_tags import lark_of
 from any_agent.errors import InvalidRequest
@@ -29,7 +29,7 @@ def tag(part: Any) -> dict[str, Any]:
 
 def takes(loaded: LoadedModel, part: Any, *pieces: str | int) -> bool:
     """Whether an output is all of it; numbers are tokens."""
-    state = Grammars(loaded).compile(json.dumps({"structural_tag": tag(part)}))
+    state = GrammarCompiler(loaded).compile(json.dumps({"structural_tag": tag(part)}))
     for piece in pieces:
         core = loaded.tokenizer.backend_tokenizer
         for token in [piece] if isinstance(piece, int) else core.encode(piece).ids:
@@ -93,7 +93,7 @@ for _ in range(5000):
 )
 def test_what_is_not_read_is_refused(loaded: LoadedModel, part: Any) -> None:
     with pytest.raises(InvalidRequest, match="not supported") as raised:
-        Grammars(loaded).compile(json.dumps({"structural_tag": tag(part)}))
+        GrammarCompiler(loaded).compile(json.dumps({"structural_tag": tag(part)}))
     assert raised.value.param == "grammar"
 
 

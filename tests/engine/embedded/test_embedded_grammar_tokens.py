@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from any_agent.engine.embedded.grammar import Grammars
+from any_agent.engine.embedded.grammar import GrammarCompiler
 from any_agent.engine.embedded.grammar_tokens import tokens_of
 from any_agent.engine.embedded.model_loader import LoadedModel
 
@@ -31,7 +31,7 @@ def with_added(loaded: LoadedModel, *names: str, special: bool) -> LoadedModel:
 
 def spelled(loaded: LoadedModel, text: str) -> list[int]:
     """The only text of a grammar, by the lowest id that is allowed at each place."""
-    state = Grammars(loaded).compile(json.dumps({"json_schema": {"const": text}}))
+    state = GrammarCompiler(loaded).compile(json.dumps({"json_schema": {"const": text}}))
     ids: list[int] = []
     for _ in range(100):
         token = int(np.flatnonzero(~state.forbidden())[0])

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from any_agent.engine import SGLangEngine
-from any_agent.engine.model_fingerprint import ModelShape, shape_of
+from any_agent.engine.model_fingerprint import ModelFingerprint, shape_of
 from any_agent.errors import ConfigError, InvalidRequest
 from any_agent.types import GenerationHyperparameters, ModelRequest
 from tests.engine.embedded.sglang_contract import IDS, body, call, events
@@ -145,7 +145,11 @@ class UpdatesContract:
         shape = shape_of(str(models[0]))
         size = shape.vocab_size
         assert size is not None
-        wrong = [ModelShape(size - 1), ModelShape(size + 1), ModelShape(size, "llama")]
+        wrong = [
+            ModelFingerprint(size - 1),
+            ModelFingerprint(size + 1),
+            ModelFingerprint(size, "llama"),
+        ]
         for one in (shape, *wrong):
             client = SGLangEngine(url, decode=lambda _: "", shape=one)
             try:

@@ -24,7 +24,7 @@ import yaml
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config, load_config
-from any_agent.demo.child_process import Child
+from any_agent.demo.child_process import ChildProcess
 from any_agent.demo.driver import Driver, Tally, workers
 from any_agent.demo.run import demo_config
 from any_agent.keys import rank_of_session
@@ -73,7 +73,7 @@ class Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("loop")
     config = _config(folder)
-    with Child("model", config.model.path, "--seed", 0) as model:
+    with ChildProcess("model", config.model.path, "--seed", 0) as model:
         model.output(PATIENCE)
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config.dump()))

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
 from any_agent.chat.output.json_stream import ValueScanner
 from any_agent.chat.output.markers import CALLS_CLOSE, CALLS_OPEN, SEPARATOR, TOOL_CLOSE, TOOL_OPEN
-from any_agent.chat.output.message_builder import MessageBuilder, Trimmed
-from any_agent.chat.output.state_machine import InReasoning, Status
+from any_agent.chat.output.message_builder import MessageBuilder, WhitespaceTrimmer
+from any_agent.chat.output.state_machine import ReasoningState, Status
 from any_agent.types import Tool
 
-_LONGEST_NAME = 256
+_MAX_NAME = 256
 _NAME = re.compile(r"\s*([^\n{`]*)[\n{`]")
 _FENCE = "```"
 _FENCE_LINE = re.compile(r"```(?:json)?[ \t]*\n?")
@@ -34,7 +34,7 @@ class DeepSeekReader:
         self._text = ""
         self._refused = False
         self._scanner = ValueScanner()
-        self._raw = Trimmed(" \t\r\n`")
+        self._raw = WhitespaceTrimmer(" \t\r\n`")
         self._step: Callable[[str], None] = self._in_type
 
     def push(self, text: str, kind: str) -> Status:
@@ -64,7 +64,7 @@ class DeepSeekReader:
     def _in_name(self, text: str) -> None:
         self._text += text
         match = _NAME.match(self._text)
-        if (match.end() - 1 if match else len(self._text)) > _LONGEST_NAME:
+        if (match.end() - 1 if match else len(self._text)) > _MAX_NAME:
             self._refused = True
         if match is None or self._refused:
             return
@@ -123,7 +123,7 @@ GRAMMAR = OutputGrammar(
         "<｜tool▁call▁end｜>": TOOL_CLOSE,
         "<｜tool▁sep｜>": SEPARATOR,
     },
-    new_machine=marked(DeepSeekReader, in_reasoning=InReasoning.DRAFT),
+    new_machine=marked(DeepSeekReader, in_reasoning=ReasoningState.DRAFT),
     calls=CallSyntax(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         "\n```json\n",

@@ -16,11 +16,11 @@ from any_agent.chat.output.markers import (
     VALUE_OPEN,
 )
 from any_agent.chat.output.message_builder import MessageBuilder
-from any_agent.chat.output.state_machine import InReasoning, Status
+from any_agent.chat.output.state_machine import ReasoningState, Status
 from any_agent.chat.output.tool_arguments import ArgumentsWriter
 from any_agent.types import Tool
 
-_LONGEST_NAME = 256
+_MAX_NAME = 256
 _NO_NAME = re.compile(r"\S\s+\S")
 
 
@@ -76,7 +76,7 @@ class GlmReader:
     def _push_name(self, text: str, kind: str) -> Status:
         if kind == TEXT:
             self._name, line_break, _ = (self._name + text).lstrip().partition("\n")
-            if len(self._name) > _LONGEST_NAME or _NO_NAME.search(self._name):
+            if len(self._name) > _MAX_NAME or _NO_NAME.search(self._name):
                 return Status.REFUSED
             if not line_break:
                 return Status.READING
@@ -99,7 +99,7 @@ GRAMMAR = OutputGrammar(
         "<arg_value>": VALUE_OPEN,
         "</arg_value>": VALUE_CLOSE,
     },
-    new_machine=marked(GlmReader, in_reasoning=InReasoning.CALL),
+    new_machine=marked(GlmReader, in_reasoning=ReasoningState.CALL),
     calls=CallSyntax(
         "<tool_call>",
         "\n",

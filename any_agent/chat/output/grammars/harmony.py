@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from any_agent.chat.output.grammar import CallSyntax, OutputGrammar, declared_names
 from any_agent.chat.output.markers import CALLS_OPEN, SEPARATOR, TOOL_CLOSE, TOOL_OPEN, VALUE_OPEN
-from any_agent.chat.output.message_builder import MessageBuilder, Trimmed
+from any_agent.chat.output.message_builder import MessageBuilder, WhitespaceTrimmer
 from any_agent.types import Tool
 
 START = CALLS_OPEN
@@ -21,7 +21,7 @@ CONSTRAIN = SEPARATOR
 MESSAGE = VALUE_OPEN
 END = TOOL_CLOSE
 
-_LONGEST_HEADER = 1024
+_MAX_HEADER = 1024
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*([^\s<]+)")
 _FUNCTIONS = "functions."
@@ -43,7 +43,7 @@ class HarmonyMachine:
         self._given = 0
         """How many of the header's parts stand in the prompt."""
         self._channel: str | None = None
-        self._arguments: Trimmed | None = None
+        self._arguments: WhitespaceTrimmer | None = None
 
     def prompt(self, pieces: Sequence[tuple[str, str]]) -> None:
         """The header that the prompt's end has begun, and perhaps ended."""
@@ -79,7 +79,7 @@ class HarmonyMachine:
             self._release()
         else:
             header.append(text)
-            if self._header_length > _LONGEST_HEADER:
+            if self._header_length > _MAX_HEADER:
                 self._release()
 
     def _begin_message(self, header: str) -> None:
@@ -89,7 +89,7 @@ class HarmonyMachine:
         recipient = _RECIPIENT.search(header)
         name = self._tool(recipient[1]) if recipient and self._has_tools else None
         if name:
-            self._arguments = Trimmed()
+            self._arguments = WhitespaceTrimmer()
             self._builder.open_call(name)
 
     def _tool(self, recipient: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
-from any_agent.chat.output.json_call_reader import CallObject
+from any_agent.chat.output.json_call_reader import JsonCallReader
 from any_agent.chat.output.markers import TOOL_CLOSE, TOOL_OPEN
 from any_agent.chat.output.message_builder import MessageBuilder
 from any_agent.chat.output.state_machine import Status
@@ -20,7 +20,7 @@ class HermesReader:
 
     def __init__(self, builder: MessageBuilder, tools: Sequence[Tool]) -> None:
         self._builder = builder
-        self._object = CallObject(builder)
+        self._object = JsonCallReader(builder)
 
     @property
     def opened(self) -> bool:

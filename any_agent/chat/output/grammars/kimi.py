@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
 from any_agent.chat.output.markers import CALLS_CLOSE, CALLS_OPEN, SEPARATOR, TOOL_CLOSE, TOOL_OPEN
-from any_agent.chat.output.message_builder import MessageBuilder, Trimmed
+from any_agent.chat.output.message_builder import MessageBuilder, WhitespaceTrimmer
 from any_agent.chat.output.state_machine import Status
 from any_agent.types import Tool
 
-_LONGEST_ID = 256
+_MAX_ID = 256
 
 
 class KimiReader:
@@ -26,7 +26,7 @@ class KimiReader:
         self.opened = False
         self._builder = builder
         self._id = ""
-        self._arguments = Trimmed()
+        self._arguments = WhitespaceTrimmer()
 
     def push(self, text: str, kind: str) -> Status:
         if kind == TOOL_CLOSE:
@@ -38,7 +38,7 @@ class KimiReader:
             return Status.READING
         if kind != SEPARATOR:
             self._id += text
-            return Status.REFUSED if len(self._id) > _LONGEST_ID else Status.READING
+            return Status.REFUSED if len(self._id) > _MAX_ID else Status.READING
         before, dot, after = self._id.strip().partition(":")[0].partition(".")
         name = after if dot else before
         if not name:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, declared_names, marked
-from any_agent.chat.output.json_call_reader import CallObject
+from any_agent.chat.output.json_call_reader import JsonCallReader
 from any_agent.chat.output.markers import TOOL_OPEN
 from any_agent.chat.output.message_builder import MessageBuilder
 from any_agent.chat.output.state_machine import Status
@@ -23,7 +23,7 @@ class LlamaReader:
     def __init__(self, builder: MessageBuilder, tools: Sequence[Tool]) -> None:
         self.rest = ""
         self._builder = builder
-        self._object = CallObject(builder, declared_names(tools))
+        self._object = JsonCallReader(builder, declared_names(tools))
 
     @property
     def opened(self) -> bool:

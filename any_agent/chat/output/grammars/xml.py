@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
-from any_agent.chat.output.markers import TOOL_CLOSE, TOOL_OPEN, MarkFinder
+from any_agent.chat.output.markers import TOOL_CLOSE, TOOL_OPEN, MarkerFinder
 from any_agent.chat.output.message_builder import MessageBuilder
 from any_agent.chat.output.state_machine import Status
 from any_agent.chat.output.tool_arguments import ArgumentsWriter
 from any_agent.types import Tool
 
-_LONGEST_NAME = 256
+_MAX_NAME = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class XmlReader:
         self._tools = tools
         self._text = ""
         """Not yet read: a tag that is not whole, or what may be the beginning of one."""
-        self._functions = MarkFinder([tags.function])
-        self._parameters = MarkFinder([tags.parameter, tags.function_end])
-        self._value_ends = MarkFinder(["\n" + tags.parameter_end, tags.parameter_end])
+        self._functions = MarkerFinder([tags.function])
+        self._parameters = MarkerFinder([tags.parameter, tags.function_end])
+        self._value_ends = MarkerFinder(["\n" + tags.parameter_end, tags.parameter_end])
         self._refused = False
         self._writer: ArgumentsWriter | None = None
         self._step: Callable[[], bool] = self._before_function
@@ -140,7 +140,7 @@ class XmlReader:
         self._step = step
         return True
 
-    def _skip_to(self, marks: MarkFinder) -> str | None:
+    def _skip_to(self, marks: MarkerFinder) -> str | None:
         """Drops the text up to the first mark and with it."""
         found = marks.find(self._text)
         if found is None:
@@ -154,7 +154,7 @@ class XmlReader:
         end = self._text.find(self._tags.quote)
         name = self._text[:end] if end >= 0 else self._text
         # Of a closing quote that is not whole, the beginning is not the name's.
-        longest = _LONGEST_NAME if end >= 0 else _LONGEST_NAME + len(self._tags.quote) - 1
+        longest = _MAX_NAME if end >= 0 else _MAX_NAME + len(self._tags.quote) - 1
         readable = len(name) <= longest and "\n" not in name
         if not readable or end < 0:
             return None, readable

@@ -27,7 +27,7 @@ _MEANT = frozenset(row.name for row in PARAMETERS if row.kind != "harmless")
 
 
 @dataclass(slots=True)
-class Rest:
+class UnknownFields:
     """The fields of a body that are in no row of its route's table."""
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -59,13 +59,13 @@ class Rest:
 
 def rest_of(
     given: Mapping[str, Any], api: Api, known_settings: Set[str], unknown: UnknownParameters
-) -> Rest:
+) -> UnknownFields:
     """Sort the fields without a row.
 
     Raises UnsupportedParameter for a name that means something at another route or is longer than
     64 characters, and for any where unknown ones are refused; InvalidRequest for too many.
     """
-    rest = Rest()
+    rest = UnknownFields()
     for name, value in given.items():
         if name in known_settings:
             rest.settings[name] = value
