@@ -125,7 +125,7 @@ class RowDataset(Sequence[DataRow]):
 
 
 def as_dataset(data: Any, name: str) -> RowDataset:
-    """Return a caller's data (see :class:`RowSource`) as a dataset under the name that it was given.
+    """Return a caller's data (see :class:`RowSource`) as a dataset of this name.
 
     Raises DatasetError where it cannot be indexed, or is empty.
     """
