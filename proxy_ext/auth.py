@@ -12,8 +12,6 @@ from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.web.quotas import TenantQuotas
 
-__all__ = ["ANYONE", "NOBODY", "Authenticator", "Caller", "Scope"]
-
 PREFIX_SCOPE_KEY = "any_agent.session_prefix"
 _CALLER_SCOPE_KEY = "any_agent.caller"
 SESSIONS_SCOPE_KEY = "any_agent.sessions"

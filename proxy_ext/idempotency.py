@@ -27,11 +27,12 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from any_agent.auth.access import Caller
 from any_agent.errors import Conflict, InvalidRequest, ServiceUnavailable, Unprocessable
 from any_agent.keys import KeySigner, Lane
-from proxy_ext.auth import SESSION_HEADER, Caller
+from proxy_ext.auth import SESSION_HEADER
 from proxy_ext.journal import AnswerRow, DropAnswers, Journal, PutAnswer, Statement
-from proxy_ext.journal.kept_answer import KeepAnswer, no_receipt
+from proxy_ext.journal.statements import KeepAnswer, no_receipt
 
 HEADER = "idempotency-key"
 KEPT_SECONDS = 24 * 3600.0

@@ -16,7 +16,7 @@ from proxy_ext.calls.stats import FIRST, NO_SESSION, Outcome, Retried
 from proxy_ext.frozen.spend_caps import CAPS
 from proxy_ext.frozen.stats import OUTCOMES
 from proxy_ext.service import RankService
-from proxy_ext.sessions import late_rewards as late
+from proxy_ext.sessions.expiry import LateOutcome
 from proxy_ext.web.quotas import QUOTAS
 
 S = TypeVar("S", bound=str)
@@ -346,7 +346,7 @@ def _sessions(service: RankService) -> Iterable[Reading]:
     yield UNDELIVERED, service.sessions.undelivered
     yield REPLAYS, service.answers.replayed
     yield REWARDS, _by_one(service.rewards.given, ("completion", "final"))
-    yield LATE_REWARDS, _by_one(service.late.outcomes, get_args(late.Outcome))
+    yield LATE_REWARDS, _by_one(service.late.outcomes, get_args(LateOutcome))
     yield GRADING, service.late.grading
     yield IMPLICIT_CALLS, _by_one(service.implicit.calls, get_args(How))
     yield IMPLICIT_OPEN, len(service.sessions.implicit)

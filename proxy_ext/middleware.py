@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,10 +18,10 @@ from any_agent.auth.audit_log import AuditLog
 from any_agent.auth.loopback import require_loopback_client
 from any_agent.errors import AnyAgentError, Forbidden, NotFound, PayloadTooLarge, Unauthenticated
 from any_agent.keys import key_id, session_prefix
-from any_agent.protocol.error_bodies import shaped
 from any_agent.protocol.rl import API_HEADER, API_VERSION
 from any_agent.runtime.logs import Redactor
 from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Authenticator, bearer_of
+from proxy_ext.web.exchange import send_error
 from proxy_ext.web.limits import RequestLimits, Reservation
 from proxy_ext.web.permissions import LITELLM, RULES, RouteRule, template_of
 
@@ -229,14 +228,3 @@ def _as_json(scope: Scope) -> Scope:
     """Every body of ours is JSON, whatever curl calls it."""
     headers = [(k, v) for k, v in scope["headers"] if k != b"content-type"]
     return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
-
-
-async def send_error(send: Send, error: AnyAgentError, path: str) -> None:
-    """Answer an error in the shape of its API, below any framework."""
-    said, more = shaped(error, path)
-    body = orjson.dumps(said)
-    headers: dict[str, Any] = {"content-type": "application/json", **more}
-    headers["content-length"] = str(len(body))
-    raw = [(k.lower().encode(), str(v).encode()) for k, v in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})

@@ -16,7 +16,7 @@ from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, RunFini
 from any_agent.protocol.rl import PublishedVersion, RunInfo, SetRun
 from any_agent.types import SessionState
 from proxy_ext.journal import Journal, PutMeta, SessionRow
-from proxy_ext.sessions.lease_owners import EXPORT_OWNER, handed_out
+from proxy_ext.journal.rows import EXPORT_OWNER, handed_out
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ from any_agent.types import GenerationHyperparameters
 from proxy_ext.admission.close_groups import close_groups
 from proxy_ext.admission.implicit_session import ImplicitSessions
 from proxy_ext.admission.open_session import SessionOpener
-from proxy_ext.admission.stale_sessions import drop_leftovers
 from proxy_ext.archive.archiver import Archiver
 from proxy_ext.auth import Authenticator
 from proxy_ext.calls.call_manager import CallManager
@@ -37,14 +36,13 @@ from proxy_ext.frozen.frozen_models import FrozenModels
 from proxy_ext.frozen.provider import Provider
 from proxy_ext.idempotency import IdempotencyStore
 from proxy_ext.journal import Journal, PutMeta, SQLiteJournal
-from proxy_ext.leases.fence import Fence
+from proxy_ext.leases.fence import Fence, drop_leftovers
 from proxy_ext.leases.leases import LeaseManager
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
-from proxy_ext.sessions.expiry import SessionExpirer
+from proxy_ext.sessions.expiry import LateRewardWaiter, SessionExpirer
 from proxy_ext.sessions.grading import grader_of
 from proxy_ext.sessions.ids import SessionIds
-from proxy_ext.sessions.late_rewards import LateRewardWaiter
 from proxy_ext.sessions.rewards import RewardBook
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.web.quotas import QuotaLimits, TenantQuotas

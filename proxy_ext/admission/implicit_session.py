@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 from pydantic import ValidationError
 from starlette.requests import Request
 
+from any_agent.auth.access import ANYONE, Caller, Scope
 from any_agent.completions import ChatCall, Completer, Prepared
 from any_agent.completions.prepare import LONG_TEXT, prepare
 from any_agent.completions.refused import with_request_parameter
@@ -26,7 +27,6 @@ from any_agent.protocol.conversation_key import task_of
 from any_agent.protocol.rl import StartSession
 from any_agent.record import InteractionTree
 from proxy_ext.admission.open_session import SessionOpener
-from proxy_ext.auth import ANYONE, Caller, Scope
 from proxy_ext.calls.call import Listener
 from proxy_ext.calls.concurrency_limit import CallSlot
 from proxy_ext.calls.retries import retry_mark, session_of

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from any_agent.auth.access import Caller, Scope
 from any_agent.config import SessionConfig
 from any_agent.errors import (
     AnyAgentError,
@@ -19,17 +20,15 @@ from any_agent.errors import (
 from any_agent.keys import KeySigner, Lane
 from any_agent.protocol.rl import SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
-from proxy_ext.auth import Caller, Scope
 from proxy_ext.journal import IMPLICITLY, PutSession, SessionRow
-from proxy_ext.journal.kept_answer import KeepAnswer, no_receipt
+from proxy_ext.journal.rows import GRANT_OWNER
+from proxy_ext.journal.statements import KeepAnswer, no_receipt
 from proxy_ext.run_state import RunState
-from proxy_ext.sessions.areal_ids import TaskNumbers
 from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.grants import GrantBook
 from proxy_ext.sessions.groups import Group, closed_error, group_key, public_id
-from proxy_ext.sessions.lease_owners import GRANT_OWNER
-from proxy_ext.sessions.session import RecordedSession
-from proxy_ext.sessions.session_age import stamp
+from proxy_ext.sessions.ids import TaskNumbers
+from proxy_ext.sessions.session import RecordedSession, clock_stamp
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.web.drain import draining
 from proxy_ext.web.quotas import TenantQuotas
@@ -212,7 +211,7 @@ class SessionOpener:
             tenant=place.tenant,
             opened_by=f"{IMPLICITLY if place.implicit else ''}{place.caller.name}",
             pinned_version=pinned,
-            clock=stamp(),
+            clock=clock_stamp(),
         )
         return RecordedSession(row, self._sessions.idle_timeout(row))
 

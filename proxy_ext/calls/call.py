@@ -169,7 +169,7 @@ class Call:
         return len(self.recorded) == self.head.choices
 
     @property
-    def unheard(self) -> list[Interaction]:
+    def undelivered(self) -> list[Interaction]:
         """What is recorded of it and was not sent to its end."""
         return [i for k, i in self.recorded.items() if k not in self.heard]
 
@@ -324,3 +324,8 @@ class Call:
     def ended(self) -> None:
         """Its task is over. One that was cancelled, perhaps before it began, has said nothing."""
         self._say(SessionClosed(self._aborted or "the service is stopping"))
+
+
+def calls_of(session: RecordedSession) -> list[Call]:
+    """Return a session's calls of the policy that are under way or wait for a retry."""
+    return [call for call in session.calls if isinstance(call, Call)]

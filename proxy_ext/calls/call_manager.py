@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,8 @@ from typing import Any
 from any_agent.completions import ChatCall, Completer, Head, Prepared
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
-from proxy_ext.calls.call import Call, Listener
+from proxy_ext.calls.call import Call, Listener, calls_of
 from proxy_ext.calls.concurrency_limit import CallSlot, ConcurrencyLimit
-from proxy_ext.calls.loop_fairness import LoopTurns
 from proxy_ext.calls.stats import CallStats, CallTimer
 from proxy_ext.journal import RequestMark
 from proxy_ext.sessions.delivery import UNMARKED
@@ -138,7 +138,7 @@ class CallManager:
         if seed is None:
             return prepared
         taken = {i.gconfig.seed for i in session.tree}
-        taken |= {seed for call in session.calls for seed in call.head.seeds}
+        taken |= {seed for call in calls_of(session) for seed in call.head.seeds}
         choices = []
         for choice in prepared.choices:
             while seed in taken:
@@ -212,7 +212,7 @@ class CallManager:
         try:
             self._note_heard(call)
             if session is not None:
-                for interaction in call.unheard:
+                for interaction in call.undelivered:
                     await self._mark_undelivered(call, session, interaction)
         finally:
             call.close()
@@ -240,3 +240,36 @@ class CallManager:
         tasks = [call.task for call in self._running if call.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=10)
+
+
+class LoopTurns:
+    """Lets one go on in each round of the event loop, so that others' events go between.
+
+    A hundred calls that arrive together would otherwise stop every stream until the prompts of
+    all of them are rendered.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._taken = False
+
+    async def next(self) -> None:
+        """Return when this round is the caller's: in the order of asking."""
+        loop = asyncio.get_running_loop()
+        if self._taken:
+            turn: asyncio.Future[None] = loop.create_future()
+            self._waiting.append(turn)
+            await turn
+            return
+        self._taken = True
+        loop.call_soon(self._pass_on)
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            # Not of one that was cancelled meanwhile.
+            if not turn.done():
+                turn.set_result(None)
+                asyncio.get_running_loop().call_soon(self._pass_on)
+                return
+        self._taken = False

@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from any_agent.completions import ChatCall, choice_ids, completion_of
 from any_agent.types import Interaction
-from proxy_ext.calls.call import Call, Listener
+from proxy_ext.calls.call import Call, Listener, calls_of
 from proxy_ext.calls.call_manager import CallManager
 from proxy_ext.journal import RequestMark
 from proxy_ext.sessions.delivery import UNDELIVERED, was_used
@@ -57,7 +57,9 @@ async def join_retried_call(
         if (before := _before_the_restart(calls, session, mark, again)) is not None:
             calls.stats.retries["recovered"] += 1
             return before
-        earlier = sorted((c for c in session.calls if _repeats(mark, c)), key=lambda c: c.number)
+        earlier = sorted(
+            (c for c in calls_of(session) if _repeats(mark, c)), key=lambda c: c.number
+        )
         for call in earlier:
             if call.vacant and not call.failed:
                 call.mark = mark
@@ -82,7 +84,7 @@ async def session_of(
     while True:
         having: list[Call] = []
         for session in sessions():
-            earlier = [c for c in session.calls if _repeats(mark, c) and not c.failed]
+            earlier = [c for c in calls_of(session) if _repeats(mark, c) and not c.failed]
             recorded = (e for e in session.unconfirmed.values() if _is_later(mark, e))
             if any(c.vacant for c in earlier) or any(recorded):
                 return session

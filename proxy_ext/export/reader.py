@@ -21,7 +21,7 @@ from any_agent.types import Interaction
 from proxy_ext.archive.files import ArchiveFile, ArchiveFolder, first_session, list_archives
 from proxy_ext.archive.records import read_record, record_line
 from proxy_ext.journal import RewardRow, schema
-from proxy_ext.journal.queries import session_row
+from proxy_ext.journal.sqlite import session_row
 from proxy_ext.journal.writer import is_damage
 
 Report = Callable[[str], None]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from pydantic import BaseModel
 
 from any_agent.types import Interaction, SessionState
 from proxy_ext.journal.rows import RequestMark, SessionRow
@@ -128,3 +131,13 @@ Statement: TypeAlias = (
     | ArchiveContent
     | PutMeta
 )
+
+
+KeepAnswer: TypeAlias = Callable[[BaseModel], tuple[Statement, ...]]
+"""From an answer to what keeps it. Whatever changes something takes one, makes its answer before
+the commit, and commits these statements with the rest."""
+
+
+def no_receipt(_: BaseModel) -> tuple[Statement, ...]:
+    """The KeepAnswer callback of a request without a key."""
+    return ()

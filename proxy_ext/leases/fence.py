@@ -8,10 +8,16 @@ however long it was gone, also after the rank's restart. A request without a num
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
-from any_agent.errors import StaleOwner
+from any_agent.auth.access import RUN
+from any_agent.errors import Conflict, SessionClosed, StaleOwner
+from any_agent.types import SessionState
 from proxy_ext.journal import Journal, PutMeta
+from proxy_ext.journal.rows import GRANT_OWNER
+from proxy_ext.sessions.endings import SessionEnder
+from proxy_ext.sessions.session_store import SessionStore
 
 _META = "trainer_epoch"
 
@@ -53,3 +59,30 @@ class Fence:
                 f"start {self.epoch} of the trainer has taken over from start {epoch}, which must "
                 "end; if that cannot be, write the higher number into the run's trainer.epoch"
             )
+
+
+log = logging.getLogger(__name__)
+
+_WHY = "its trainer ended before it had it"
+
+
+async def drop_leftovers(sessions: SessionStore, endings: SessionEnder) -> None:
+    """Withdraw the grants that the run's trainer has not used, and end the sessions that it opened
+    on others: those that run are aborted, and those that have ended rejected."""
+    await sessions.run_grants.withdraw()
+    left = [
+        session
+        for session in sessions.live.values()
+        if session.row.owner == GRANT_OWNER and session.row.opened_by == RUN.name
+    ]
+    for session in left:
+        try:
+            if session.state is SessionState.FINALIZED:
+                await endings.veto(session, _WHY)
+            else:
+                await endings.abort(session, _WHY)
+        except (Conflict, SessionClosed):
+            # It ended meanwhile.
+            continue
+    if left:
+        log.info("%d sessions of an earlier start of the trainer were ended", len(left))

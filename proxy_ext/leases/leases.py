@@ -15,9 +15,9 @@ from any_agent.errors import Conflict, InvalidRequest, SessionClosed, SessionDam
 from any_agent.protocol.rl import Ack, Capacity, Lease, SetCapacity
 from any_agent.types import Interaction, SessionState, Trajectory
 from proxy_ext.journal import SessionRow
+from proxy_ext.journal.rows import EXPORT_OWNER, GRANT_OWNER, for_export, handed_out, holds
 from proxy_ext.leases.fence import Fence
 from proxy_ext.sessions.lease_index import LeaseIndex
-from proxy_ext.sessions.lease_owners import EXPORT_OWNER, GRANT_OWNER, for_export, handed_out, holds
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.sessions.state_machine import Event, allowed, refusal, target

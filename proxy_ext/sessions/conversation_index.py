@@ -8,15 +8,13 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from any_agent.chat import chain_keys, reasoning_of
 from any_agent.record import RequestPrefix, was_received
 from any_agent.record.request_prefix_cache import RequestPrefixCache
 from any_agent.types import Interaction, Message, SessionState
-
-if TYPE_CHECKING:
-    from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session import RecordedSession
 
 Where: TypeAlias = tuple[str | None, str]
 """A tenant (None: where no key is needed) and its task."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import SessionRow
-from proxy_ext.sessions.lease_owners import GRANT_OWNER
+from proxy_ext.journal.rows import GRANT_OWNER
 
 _UNDECIDED = (SessionState.OPEN, SessionState.AWAITING_REWARD)
 

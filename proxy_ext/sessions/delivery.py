@@ -108,4 +108,4 @@ def was_used(session: RecordedSession, interaction: Interaction) -> bool:
 
 
 def _unsent(session: RecordedSession) -> list[Interaction]:
-    return [interaction for call in session.calls for interaction in call.unheard]
+    return [interaction for call in session.calls for interaction in call.undelivered]

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from any_agent.config import SessionConfig
 from any_agent.errors import InvalidRequest, Unprocessable
@@ -22,17 +21,13 @@ from proxy_ext.journal import (
     SetReward,
     Statement,
 )
-from proxy_ext.journal.kept_answer import KeepAnswer, no_receipt
+from proxy_ext.journal.rows import NO_PLACE
+from proxy_ext.journal.statements import KeepAnswer, no_receipt
 from proxy_ext.sessions.delivery import UNDELIVERED, undelivered, unreceived
-from proxy_ext.sessions.lease_owners import NO_PLACE
 from proxy_ext.sessions.rewards import NOTHING, Parts, RewardBook
-from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session import ActiveCall, RecordedSession
 from proxy_ext.sessions.session_store import SessionStore, ended, set_state
 from proxy_ext.sessions.state_machine import Event, already_finalized, refusal, target
-
-if TYPE_CHECKING:
-    from proxy_ext.calls.call import Call
-    from proxy_ext.frozen.call import FrozenCall
 
 UNREWARDED = "no reward was given: it counts as 0 (sessions.require_reward=false)"
 _SETTLED_TIMEOUT = 30.0
@@ -268,7 +263,7 @@ class SessionEnder:
         """No call of the session runs, and none begins. Those being recorded are let through."""
         session.closing = True
         try:
-            calls: list[Call | FrozenCall] = [*session.calls, *session.frozen_calls]
+            calls: list[ActiveCall] = [*session.calls, *session.frozen_calls]
             for call in calls:
                 call.abort("the session was ended while the call was under way")
             tasks = [call.task for call in calls if call.task is not None]

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from any_agent.errors import Conflict
 from proxy_ext.journal import Journal, PutMeta
-from proxy_ext.journal.kept_answer import KeepAnswer
+from proxy_ext.journal.statements import KeepAnswer
 
 
 class GrantedSlot(BaseModel):

@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import SessionRow
+from proxy_ext.journal.rows import GRANT_OWNER
 from proxy_ext.sessions.groups import GroupBook
-from proxy_ext.sessions.lease_owners import GRANT_OWNER
 from proxy_ext.sessions.session import RecordedSession
 
 _Key: TypeAlias = tuple[bool, str]

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 from any_agent.chat import chain_keys
 from any_agent.errors import VersionGone
 from any_agent.protocol.rl import Heartbeat, SessionInfo
 from any_agent.record import InteractionTree, is_frozen, lacks_texts
-from any_agent.types import SessionMode, SessionState
+from any_agent.types import Interaction, SessionMode, SessionState
 from proxy_ext.journal import RequestMark, SessionRow, StoredInteraction
-from proxy_ext.sessions import session_age as clock
 from proxy_ext.sessions import state_machine as lifecycle
 from proxy_ext.sessions.groups import public_id
 from proxy_ext.sessions.state_machine import Event
-
-if TYPE_CHECKING:
-    from proxy_ext.calls.call import Call
-    from proxy_ext.frozen.call import FrozenCall
 
 LIVE_STATES = (
     SessionState.OPEN,
@@ -33,6 +30,23 @@ LIVE_STATES = (
 
 _EARLIER_KEYS = (16,)
 """Bytes of keys that are made no more."""
+
+
+class ActiveCall(Protocol):
+    """A call under way, as its session knows it."""
+
+    task: asyncio.Task[None] | None
+
+    def abort(self, reason: str) -> None:
+        """Cancel the call; without effect on what is being recorded."""
+
+
+class PolicyCall(ActiveCall, Protocol):
+    """A call of the trained model, whose answers are in its session's tree."""
+
+    @property
+    def undelivered(self) -> list[Interaction]:
+        """The recorded answers whose end was not sent to a client."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -47,9 +61,9 @@ class RecordedSession:
     active: float = field(default_factory=time.monotonic)
     """When its agent was last heard of."""
     _tree: InteractionTree | None = field(default=None, init=False, repr=False)
-    calls: set[Call] = field(default_factory=set)
-    frozen_calls: set[FrozenCall] = field(default_factory=set)
-    """Those of frozen models that are under way."""
+    calls: set[PolicyCall] = field(default_factory=set)
+    frozen_calls: set[ActiveCall] = field(default_factory=set)
+    """Calls of frozen models under way."""
     unconfirmed: dict[str, RequestMark] = field(default_factory=dict)
     """Answers that are not known to have reached the agent, oldest first: an earlier process's, and
     those that nobody heard while the store could not be told."""
@@ -63,7 +77,7 @@ class RecordedSession:
 
     def __post_init__(self) -> None:
         if self.opened == 0.0:
-            self.opened = time.monotonic() - clock.age(self.row)
+            self.opened = time.monotonic() - session_age(self.row)
 
     @property
     def id(self) -> str:
@@ -221,3 +235,37 @@ def add_to_tree(tree: InteractionTree, stored: StoredInteraction) -> None:
         )
         key = keys[-1]
     tree.add(interaction, key)
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def clock_stamp() -> str:
+    """Now, as `SessionRow.clock` keeps it."""
+    return f"{_boot_id()} {_boot_seconds():.3f}"
+
+
+def session_age(row: SessionRow) -> float:
+    """Seconds since the session was opened."""
+    boot, _, seconds = (row.clock or "").partition(" ")
+    if boot and boot == _boot_id():
+        passed = _boot_seconds() - float(seconds)
+        # Far less than nothing: a container whose clock began anew. A little: the stamp's rounding.
+        if passed > -1:
+            return max(0.0, passed)
+    return max(0.0, time.time() - row.created_at)
+
+
+@functools.cache
+def _boot_id() -> str:
+    """Empty where the system has none: then every restart is like a reboot."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _boot_seconds() -> float:
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()

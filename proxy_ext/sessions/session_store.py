@@ -31,9 +31,8 @@ from proxy_ext.journal import (
     SetState,
     Statement,
 )
-from proxy_ext.journal.kept_answer import KeepAnswer, no_receipt
-from proxy_ext.sessions import session_age as clock
-from proxy_ext.sessions.areal_ids import ArealIds
+from proxy_ext.journal.rows import NO_PLACE
+from proxy_ext.journal.statements import KeepAnswer, no_receipt
 from proxy_ext.sessions.conversation_index import ConversationIndex
 from proxy_ext.sessions.counts import SessionCounts
 from proxy_ext.sessions.deadlines import DeadlineQueue
@@ -46,10 +45,9 @@ from proxy_ext.sessions.delivery import (
 )
 from proxy_ext.sessions.grants import GrantBook
 from proxy_ext.sessions.groups import Group, GroupBook
-from proxy_ext.sessions.ids import SessionIds
+from proxy_ext.sessions.ids import ArealIds, SessionIds
 from proxy_ext.sessions.lease_index import LeaseIndex
-from proxy_ext.sessions.lease_owners import NO_PLACE
-from proxy_ext.sessions.session import LIVE_STATES, RecordedSession
+from proxy_ext.sessions.session import LIVE_STATES, RecordedSession, session_age
 from proxy_ext.sessions.slots import Admission
 from proxy_ext.sessions.state_machine import Event, owner_after, target
 from proxy_ext.sessions.tree_cache import TreeCache
@@ -133,7 +131,7 @@ class SessionStore:
                     self.groups.add(group)
 
     def _recovered(self, rows: list[SessionRow]) -> Group:
-        return self.groups.recovered(rows, age=clock.age(rows[0]))
+        return self.groups.recovered(rows, age=session_age(rows[0]))
 
     async def groups_of(self, sessions: Iterable[RecordedSession]) -> list[Group]:
         """The groups of ended sessions that are to be leased again, from the journal."""

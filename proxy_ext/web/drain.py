@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from any_agent.errors import Draining
-from proxy_ext.middleware import send_error
+from proxy_ext.web.exchange import send_error
 
 
 def draining() -> Draining:

@@ -18,9 +18,9 @@ from proxy_ext.archive import files
 from proxy_ext.archive.files import ArchiveWriter
 from proxy_ext.archive.records import read_record
 from proxy_ext.journal import ArchiveContent, EraseContent, sqlite
+from proxy_ext.journal.rows import EXPORT_OWNER
 from proxy_ext.leases.fence import Fence
 from proxy_ext.leases.leases import LeaseManager
-from proxy_ext.sessions.lease_owners import EXPORT_OWNER
 from tests.proxy_ext.archive_lab import CALLS, Rank
 from tests.proxy_ext.test_archive_files import archives_of
 

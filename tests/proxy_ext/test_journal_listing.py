@@ -19,7 +19,7 @@ from proxy_ext.journal import (
     SQLiteJournal,
 )
 from proxy_ext.journal import (
-    queries as listing,
+    sqlite as listing,
 )
 from tests.proxy_ext.journal_lab import make_interaction, make_row
 

@@ -29,9 +29,8 @@ from proxy_ext.leases.fence import Fence
 from proxy_ext.leases.leases import LeaseManager
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
-from proxy_ext.sessions.expiry import SessionExpirer
+from proxy_ext.sessions.expiry import LateRewardWaiter, SessionExpirer
 from proxy_ext.sessions.ids import SessionIds
-from proxy_ext.sessions.late_rewards import LateRewardWaiter
 from proxy_ext.sessions.rewards import RewardBook
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore

@@ -14,7 +14,7 @@ from any_agent.config import load_config
 from any_agent.types import SessionState
 from proxy_ext.journal import PutSession, SQLiteJournal
 from proxy_ext.sessions import expiry
-from proxy_ext.sessions import session_age as clock
+from proxy_ext.sessions import session as clock
 from proxy_ext.sessions.deadlines import DeadlineQueue
 from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.session import RecordedSession
@@ -192,24 +192,24 @@ async def test_time_goes_on_while_the_proxy_is_down(
 
 
 def test_after_a_reboot_the_wall_clock_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = make_row("s", created_at=time.time() - 30, clock=clock.stamp())
-    assert clock.age(row) == pytest.approx(0, abs=1)
+    row = make_row("s", created_at=time.time() - 30, clock=clock.clock_stamp())
+    assert clock.session_age(row) == pytest.approx(0, abs=1)
     monkeypatch.setattr(clock, "_boot_id", lambda: "another")
-    assert clock.age(row) == pytest.approx(30, abs=1)
+    assert clock.session_age(row) == pytest.approx(30, abs=1)
     monkeypatch.setattr(time, "time", lambda: row.created_at - 100)
-    assert clock.age(row) == 0, "set back before the opening"
+    assert clock.session_age(row) == 0, "set back before the opening"
 
 
 def test_rows_without_a_boot_clock_go_by_the_wall_clock() -> None:
     for stamp in (None, "", " 5.0"):
         row = make_row("s", created_at=time.time() - 30, clock=stamp)
-        assert clock.age(row) == pytest.approx(30, abs=1)
+        assert clock.session_age(row) == pytest.approx(30, abs=1)
 
 
 def test_a_boot_clock_that_began_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = make_row("s", created_at=time.time() - 30, clock=clock.stamp())
+    row = make_row("s", created_at=time.time() - 30, clock=clock.clock_stamp())
     monkeypatch.setattr(clock, "_boot_seconds", lambda: 0.0)
-    assert clock.age(row) == pytest.approx(30, abs=1)
+    assert clock.session_age(row) == pytest.approx(30, abs=1)
 
 
 # -- the heap --------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ async def test_a_sweep_looks_at_none_of_ten_thousand(tmp_path: Path) -> None:
     sessions = SessionStore(journal, load_config(None, [], {}).sessions, SessionIds(0), rank=0)
     now = time.time()
     rows = [
-        make_row(f"s{k}", clock=clock.stamp(), created_at=now, expires_at=now + 3600)
+        make_row(f"s{k}", clock=clock.clock_stamp(), created_at=now, expires_at=now + 3600)
         for k in range(10_000)
     ]
     await journal.commit(*(PutSession(row) for row in rows))

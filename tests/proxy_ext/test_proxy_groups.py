@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from any_agent.auth.access import Caller, Scope
 from any_agent.config import Config, load_config
 from any_agent.errors import (
     AnyAgentError,
@@ -30,18 +31,16 @@ from any_agent.types import SessionMode, SessionState
 from proxy_ext.admission import close_groups as closing
 from proxy_ext.admission.close_groups import close_groups
 from proxy_ext.admission.open_session import SessionOpener
-from proxy_ext.auth import Caller, Scope
 from proxy_ext.journal import SessionRow, SQLiteJournal, Statement
 from proxy_ext.leases.fence import Fence
 from proxy_ext.leases.leases import LeaseManager
 from proxy_ext.run_state import RunState
-from proxy_ext.sessions import groups
-from proxy_ext.sessions import session_age as clock
+from proxy_ext.sessions import groups, session_store
+from proxy_ext.sessions import session as clock
 from proxy_ext.sessions.endings import SessionEnder
-from proxy_ext.sessions.expiry import SessionExpirer
+from proxy_ext.sessions.expiry import LateRewardWaiter, SessionExpirer
 from proxy_ext.sessions.groups import Group
 from proxy_ext.sessions.ids import SessionIds
-from proxy_ext.sessions.late_rewards import LateRewardWaiter
 from proxy_ext.sessions.rewards import RewardBook
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
@@ -65,8 +64,10 @@ class World:
         clocked = SimpleNamespace(monotonic=lambda: time.monotonic() + self.passed)
         patch.setattr(groups, "time", clocked)
         patch.setattr(closing, "time", clocked)
-        age = clock.age
-        patch.setattr(clock, "age", lambda row: age(row) + self.passed - self._of(row))
+        age = clock.session_age
+        patch.setattr(
+            session_store, "session_age", lambda row: age(row) + self.passed - self._of(row)
+        )
 
     def _of(self, row: SessionRow) -> float:
         """How late it was when a session was opened; it is looked at after each step."""

@@ -13,7 +13,7 @@ import pytest
 from any_agent.config import load_config
 from any_agent.errors import ConfigError
 from any_agent.types import SessionState
-from proxy_ext.sessions import late_rewards as late
+from proxy_ext.sessions import expiry as late
 from proxy_ext.sessions.grading import Grader, GraderFailed
 from proxy_ext.sessions.session import RecordedSession
 from tests.proxy_ext.conftest import Start

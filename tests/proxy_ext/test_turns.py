@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from proxy_ext.calls.loop_fairness import LoopTurns
+from proxy_ext.calls.call_manager import LoopTurns
 
 
 async def rounds_of(count: int, turns: LoopTurns) -> list[int]:

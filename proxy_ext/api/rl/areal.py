@@ -16,6 +16,7 @@ from pydantic.types import StringConstraints
 from starlette.requests import Request
 from starlette.responses import Response
 
+from any_agent.auth.access import Caller, Scope
 from any_agent.errors import AnyAgentError, RunFinished, TooManyRequests
 from any_agent.protocol.rl import GRANT_ONLY_HEADER, Ack, SessionInfo, SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
@@ -23,12 +24,12 @@ from proxy_ext.admission.open_session import DeterministicPlace
 from proxy_ext.api.rl.areal_export import ArealTrajectories, exported
 from proxy_ext.api.rl.dependencies import Anyone, Once, Who, shaped
 from proxy_ext.api.rl.strict_body import StrictRoute
-from proxy_ext.auth import SESSIONS_SCOPE_KEY, Caller, Scope
-from proxy_ext.journal.kept_answer import KeepAnswer, no_receipt
+from proxy_ext.auth import SESSIONS_SCOPE_KEY
+from proxy_ext.journal.rows import EXPORT_OWNER
+from proxy_ext.journal.statements import KeepAnswer, no_receipt
 from proxy_ext.leases.leases import trajectory
 from proxy_ext.service import RankService
 from proxy_ext.sessions.grants import GrantedSlot
-from proxy_ext.sessions.lease_owners import EXPORT_OWNER
 from proxy_ext.sessions.rewards import parts_of
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.web.drain import draining

@@ -9,9 +9,9 @@ from fastapi import Depends
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from proxy_ext.auth import Caller
+from any_agent.auth.access import Caller
 from proxy_ext.idempotency import Receipt
-from proxy_ext.journal.kept_answer import KeepAnswer, no_receipt
+from proxy_ext.journal.statements import KeepAnswer, no_receipt
 from proxy_ext.service import RankService
 
 

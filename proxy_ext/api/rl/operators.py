@@ -24,8 +24,8 @@ from proxy_ext.api.rl.dependencies import Anyone, Who
 from proxy_ext.api.rl.strict_body import StrictRoute
 from proxy_ext.auth import SESSIONS_SCOPE_KEY
 from proxy_ext.journal import NumberedRow, SessionFilter
+from proxy_ext.journal.rows import EXPORT_OWNER
 from proxy_ext.sessions.groups import group_key, public_id
-from proxy_ext.sessions.lease_owners import EXPORT_OWNER
 from proxy_ext.web.exchange import JSONResponse
 
 router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)
