@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
 import orjson
 from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11, StreamWriter
@@ -16,7 +15,7 @@ from any_agent.errors import AnyAgentError
 from any_agent.protocol.error_bodies import shaped
 from any_agent.protocol.rl import API_HEADER, API_VERSION
 from router.body import WHOLE
-from router.upstream import end_to_end, read_whole
+from router.upstream import RankResponse, end_to_end
 
 SERVER = "any-agent"
 """Not the library and its version."""
@@ -74,9 +73,7 @@ class ClientResponder:
         body, headers = shaped(error, request.path)
         return await self.json(request, body, status=error.status, headers=headers)
 
-    async def relay(
-        self, request: web.BaseRequest, upstream: aiohttp.ClientResponse
-    ) -> web.StreamResponse:
+    async def relay(self, request: web.BaseRequest, upstream: RankResponse) -> web.StreamResponse:
         """A rank's answer; each part of a long one as soon as it is there.
 
         ReplyLost for a short one that breaks off.
@@ -84,7 +81,7 @@ class ClientResponder:
         headers = end_to_end(upstream.headers)
         length = upstream.content_length
         if length is not None and length <= WHOLE:
-            body = await read_whole(upstream)
+            body = await upstream.read()
             return await self.whole(request, upstream.status, headers, body, reason=upstream.reason)
         response = web.StreamResponse(
             status=upstream.status, reason=upstream.reason, headers=headers
@@ -93,11 +90,11 @@ class ClientResponder:
             # Only the connection's end tells such a client where the answer ends.
             response.force_close()
         writer = await _begun(response, request)
-        protocol, content = request.protocol, upstream.content
+        protocol = request.protocol
         while True:
             try:
-                chunk = await content.readany()
-            except (aiohttp.ClientError, OSError, AnyAgentError):
+                chunk = await upstream.readany()
+            except AnyAgentError:
                 # Never ended as if it were complete.
                 self.broken += 1
                 if request.transport is not None:

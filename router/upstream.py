@@ -1,19 +1,20 @@
-"""Requests to ranks over one shared client session, and what became of those that failed."""
+"""HTTP/1.1 connections to the ranks: one pool for the router's life, parsed by httptools."""
 
 from __future__ import annotations
 
+import asyncio
 import select
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any, Self, cast
+from urllib.parse import urlsplit
 
-import aiohttp
+import httptools
 from aiohttp import hdrs
-from aiohttp.client_reqrep import ClientRequest, ClientResponse
-from aiohttp.connector import Connection
-from aiohttp.typedefs import LooseHeaders
 from multidict import CIMultiDict, CIMultiDictProxy, istr
-from yarl import URL
 
 from any_agent.errors import ReplyLost
 
@@ -21,6 +22,10 @@ _CONNECT_TIMEOUT = 5.0
 _STALE_TRIES = 10
 _KEEPALIVE = 60.0
 """Seconds; below the 75 after which a proxy closes an idle connection."""
+_MAX_BUFFERED_BYTES = 131_072
+"""Of one answer that its reader has not taken; above it, reading from the rank pauses."""
+_MAX_HEAD_BYTES = 65_536
+_NO_BODY_METHODS = ("GET", "HEAD", "OPTIONS", "TRACE", "DELETE")
 _HOP_BY_HOP = tuple(
     # Their lower-case forms are computed once.
     istr(name)
@@ -36,10 +41,6 @@ _HOP_BY_HOP = tuple(
         "Upgrade",
     )
 )
-_NOT_ADDED: CIMultiDict[None] = CIMultiDict(
-    (name, None) for name in ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
-)
-"""Headers that aiohttp would set where a client sent none."""
 Body = bytes | AsyncIterator[bytes] | None
 
 
@@ -47,38 +48,8 @@ class NeverSent(Exception):
     """No byte of the request has reached the rank."""
 
 
-class _Stale(aiohttp.ClientConnectionError):
-    """A pooled connection was closed by its rank while nobody looked."""
-
-
-class _UpstreamRequest(ClientRequest):
-    """Sends the headers as they are, and looks at a connection before it writes to it."""
-
-    def update_headers(self, headers: LooseHeaders | None) -> None:
-        """Takes the session's copy of them; one by one they would be copied again."""
-        assert isinstance(headers, CIMultiDict)
-        self.headers = headers
-        if hdrs.HOST not in headers:
-            headers[hdrs.HOST] = self.url.host_port_subcomponent or ""
-
-    def update_auto_headers(self, skip_auto_headers: Iterable[str] | None) -> None:
-        """Adds none, which the session asks for, too; finding that out anew takes copies."""
-        self._skip_auto_headers = _NOT_ADDED
-
-    async def send(self, conn: Connection) -> ClientResponse:
-        # What a rank that has died meanwhile closed is found out now, when it costs nothing; found
-        # out after the request was written, nobody could tell whether the rank had acted on it.
-        transport = conn.transport
-        if transport is None or _has_news(transport.get_extra_info("socket").fileno()):
-            raise _Stale
-        return await super().send(conn)
-
-
-def _has_news(fd: int) -> bool:
-    """Whether there is something to read, be it the end: there must be nothing yet."""
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
+class _Stale(Exception):
+    """The rank closed a pooled connection before the request was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,32 +62,309 @@ class UpstreamResponse:
     body: bytes
 
 
+class RankResponse:
+    """A rank's answer while it arrives. Leaving its context releases or closes the connection."""
+
+    def __init__(self, connection: _RankConnection) -> None:
+        self._connection = connection
+        self.status = 0
+        self.reason = ""
+        self.headers: CIMultiDict[str] = CIMultiDict()
+        self.head_size = 0
+        self.complete = False
+        """The last byte has arrived; some may not have been read."""
+        self.error: ReplyLost | None = None
+        """The connection broke off before the answer was complete."""
+        self._parts: deque[bytes] = deque()
+        self._buffered = 0
+        self._arrived: asyncio.Future[None] | None = None
+
+    @property
+    def content_length(self) -> int | None:
+        """The length that the head states, in bytes; None for a chunked answer."""
+        length = self.headers.get(hdrs.CONTENT_LENGTH)
+        return int(length) if length is not None and length.isdecimal() else None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._connection.finish()
+
+    async def read(self) -> bytes:
+        """Return the whole body; ReplyLost when it breaks off."""
+        parts = []
+        while part := await self.readany():
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def readany(self) -> bytes:
+        """Return what has arrived, waiting for the first byte; b"" at the end.
+
+        ReplyLost when the connection breaks off.
+        """
+        while not self._parts:
+            if self.complete:
+                return b""
+            if self.error is not None:
+                raise self.error
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
+        parts = self._parts
+        part = parts.popleft() if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        if self._buffered > _MAX_BUFFERED_BYTES:
+            self._connection.resume_reading()
+        self._buffered = 0
+        return part
+
+    def feed(self, part: bytes) -> bool:
+        """Add a part of the body; True when the reader is too slow and reading should pause."""
+        self._parts.append(part)
+        self._buffered += len(part)
+        self.wake()
+        return self._buffered > _MAX_BUFFERED_BYTES
+
+    def wake(self) -> None:
+        """Wake the reader: a part, the end or an error has arrived."""
+        arrived = self._arrived
+        if arrived is not None:
+            self._arrived = None
+            if not arrived.done():
+                arrived.set_result(None)
+
+
+class _RankConnection(asyncio.Protocol):
+    """One connection to a rank, which carries one request at a time."""
+
+    def __init__(self, pool: deque[_RankConnection]) -> None:
+        self._pool = pool
+        self.idle_since = 0.0
+        self._transport: asyncio.Transport
+        self._socket_fd = -1
+        self._parser: Any = None
+        self._method = ""
+        self._response: RankResponse | None = None
+        self._head: asyncio.Future[RankResponse] | None = None
+        self._body: asyncio.Task[None] | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self._reusable = False
+        self._closed = False
+
+    # -- the transport's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._socket_fd = transport.get_extra_info("socket").fileno()
+
+    def data_received(self, data: bytes) -> None:
+        if self._response is None:
+            # Nothing was asked.
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._fail()
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closed = True
+        with suppress(ValueError):
+            self._pool.remove(self)
+        self.resume_writing()
+        self._fail()
+
+    def pause_writing(self) -> None:
+        self._writable = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        if self._writable is not None:
+            if not self._writable.done():
+                self._writable.set_result(None)
+            self._writable = None
+
+    # -- the parser's callbacks
+
+    def on_status(self, reason: bytes) -> None:
+        response = self._response
+        assert response is not None
+        response.reason += reason.decode("latin-1")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        response = self._response
+        assert response is not None
+        response.head_size += len(name) + len(value)
+        if response.head_size > _MAX_HEAD_BYTES:
+            raise ValueError("the head of the answer is too large")
+        response.headers.add(name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
+
+    def on_headers_complete(self) -> None:
+        response = self._response
+        assert response is not None
+        status = self._parser.get_status_code()
+        if status < 200:
+            response.headers.clear()
+            response.reason = ""
+            return
+        response.status = status
+        self._reusable = self._parser.should_keep_alive()
+        if self._method == "HEAD":
+            # The parser expects the body that the head announces.
+            self._reusable = False
+            response.complete = True
+        if self._head is not None and not self._head.done():
+            self._head.set_result(response)
+
+    def on_body(self, part: bytes) -> None:
+        response = self._response
+        assert response is not None
+        if response.feed(part):
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        response = self._response
+        if response is not None and response.status:
+            response.complete = True
+            response.wake()
+
+    # -- one request
+
+    async def send(self, method: str, head: bytes, body: Body, *, chunked: bool) -> RankResponse:
+        """Send an encoded head and a body; return the answer when its head is there.
+
+        `_Stale` if the rank has closed the connection, before a byte is written; else ReplyLost.
+        """
+        # What a rank that has died meanwhile closed is found out now, when it costs nothing; found
+        # out after the request was written, nobody could tell whether the rank had acted on it.
+        if self._closed or self._transport.is_closing() or _has_news(self._socket_fd):
+            self.close()
+            raise _Stale
+        self._method = method
+        self._parser = httptools.HttpResponseParser(self)
+        self._response = RankResponse(self)
+        answered: asyncio.Future[RankResponse] = asyncio.get_running_loop().create_future()
+        self._head = answered
+        if body is None or isinstance(body, bytes):
+            self._transport.write(head + body if body else head)
+        else:
+            self._transport.write(head)
+            self._body = asyncio.create_task(self._write_body(body, chunked=chunked))
+        try:
+            return await answered
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._head = None
+
+    async def _write_body(self, body: AsyncIterator[bytes], *, chunked: bool) -> None:
+        try:
+            async for part in body:
+                if self._closed:
+                    return
+                self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
+                if self._writable is not None:
+                    await self._writable
+            if chunked:
+                self._transport.write(b"0\r\n\r\n")
+        except Exception:
+            # The client's body broke off: `RequestBody.error` says why.
+            self.close()
+
+    def finish(self) -> None:
+        """End the exchange: back to the pool after a complete answer, closed after any other."""
+        response, self._response = self._response, None
+        sent = self._body is None or self._body.done()
+        if self._body is not None:
+            self._body.cancel()
+            self._body = None
+        if not (response and response.complete and sent and self._reusable) or self._closed:
+            self.close()
+            return
+        self.resume_reading()
+        now = self.idle_since = time.monotonic()
+        pool = self._pool
+        while pool and now - pool[0].idle_since > _KEEPALIVE:
+            pool.popleft().close()
+        pool.append(self)
+
+    def resume_reading(self) -> None:
+        """Read on from the rank."""
+        if not self._closed:
+            self._transport.resume_reading()
+
+    def close(self) -> None:
+        """Abort the connection."""
+        if self._body is not None:
+            self._body.cancel()
+            self._body = None
+        if not self._closed:
+            self._transport.abort()
+
+    def _fail(self) -> None:
+        response = self._response
+        if response is None or response.complete:
+            return
+        response.error = reply_lost()
+        response.wake()
+        if self._head is not None and not self._head.done():
+            self._head.set_exception(response.error)
+
+
+def _encode_head(
+    method: str, target: str, headers: CIMultiDict[str], body: Body, *, chunked: bool
+) -> bytes:
+    lines = [f"{method} {target} HTTP/1.1"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    if chunked:
+        lines.append("Transfer-Encoding: chunked")
+    elif hdrs.CONTENT_LENGTH not in headers and (body or method not in _NO_BODY_METHODS):
+        lines.append(f"Content-Length: {len(body) if isinstance(body, bytes) else 0}")
+    head = "\r\n".join(lines) + "\r\n\r\n"
+    if head.count("\n") != len(lines) + 1 or head.count("\r") != len(lines) + 1:
+        raise ValueError("a header of the request holds a line break")
+    # A byte that is no text is left out, as on the way back.
+    return head.encode("utf-8", "ignore")
+
+
+def _has_news(fd: int) -> bool:
+    """Return whether there is something to read, be it the end; an idle connection has nothing."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 class Upstream:
     """The ranks' HTTP side. Made by `open_upstream`."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    def __init__(self) -> None:
+        self._idle: dict[str, deque[_RankConnection]] = {}
 
     async def send(
         self, method: str, origin: str, target: str, headers: CIMultiDict[str], body: Body
-    ) -> aiohttp.ClientResponse:
+    ) -> RankResponse:
         """Send a request and return when its answer begins.
 
         NeverSent: it may be sent again. ReplyLost: the rank may have acted on it.
         """
-        url = URL(origin + target, encoded=True)
+        pool = self._idle.get(origin)
+        if pool is None:
+            pool = self._idle[origin] = deque()
+        if hdrs.HOST not in headers:
+            headers[hdrs.HOST] = urlsplit(origin).netloc
+        streamed = body is not None and not isinstance(body, bytes)
+        chunked = streamed and hdrs.CONTENT_LENGTH not in headers
+        head = _encode_head(method, target, headers, body, chunked=chunked)
         for _ in range(_STALE_TRIES):
+            connection = pool.pop() if pool else await self._connect(origin, pool)
+            if connection.idle_since and time.monotonic() - connection.idle_since > _KEEPALIVE:
+                connection.close()
+                connection = await self._connect(origin, pool)
             try:
-                return await self._session.request(
-                    method, url, headers=headers, data=body, allow_redirects=False
-                )
+                return await connection.send(method, head, body, chunked=chunked)
             except _Stale:
-                # Each try uses up one pooled connection.
                 continue
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                raise NeverSent from error
-            except (aiohttp.ClientError, OSError) as error:
-                raise reply_lost() from error
         # New ones are closed at once, too.
         raise NeverSent
 
@@ -129,31 +377,48 @@ class Upstream:
         headers: CIMultiDict[str],
         body: bytes | None,
     ) -> UpstreamResponse:
-        """As `send`, with the whole answer."""
+        """Send a request and return the whole answer. Errors as for `send`."""
         response = await self.send(method, origin, target, headers, body)
         async with response:
-            content = await read_whole(response)
+            content = await response.read()
         return UpstreamResponse(rank, response.status, end_to_end(response.headers), content)
+
+    @staticmethod
+    async def _connect(origin: str, pool: deque[_RankConnection]) -> _RankConnection:
+        url = urlsplit(origin)
+        secure = url.scheme == "https"
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT):
+                _, connection = await loop.create_connection(
+                    lambda: _RankConnection(pool),
+                    url.hostname or "",
+                    url.port or (443 if secure else 80),
+                    ssl=True if secure else None,
+                )
+        except OSError as error:
+            # A TimeoutError is one.
+            raise NeverSent from error
+        return connection
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        for pool in self._idle.values():
+            while pool:
+                pool.pop().close()
 
 
 def reply_lost() -> ReplyLost:
+    """Return the error for an answer that broke off."""
     return ReplyLost("the rank died before it answered; whether it did what was asked is not known")
 
 
-async def read_whole(response: aiohttp.ClientResponse) -> bytes:
-    """The body; ReplyLost when it breaks off."""
-    try:
-        return await response.read()
-    except (aiohttp.ClientError, OSError) as error:
-        raise reply_lost() from error
-
-
-def end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """A copy without what concerns one connection only."""
+def end_to_end(headers: CIMultiDict[str] | CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """Return a copy of the headers without those that concern one connection only."""
     out = CIMultiDict(headers)
     for value in headers.getall(hdrs.CONNECTION, ()):
         for name in value.split(","):
-            # Content-Length frames the body, whatever somebody calls it.
+            # Content-Length frames the body, whatever this header lists.
             if name.strip().lower() != "content-length":
                 out.popall(name.strip(), None)
     for name in _HOP_BY_HOP:
@@ -163,26 +428,14 @@ def end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 
 @asynccontextmanager
 async def open_upstream() -> AsyncIterator[Upstream]:
-    """One session for the whole life of the router: a session per request costs twice as much.
+    """Open the pool for the whole life of the router.
 
-    No limit on connections, since the ranks bound their calls and a full pool would be a hidden
-    queue; no total time-out, since a long answer is no error; nothing added to what passes through.
+    There is no limit on connections, since the ranks bound their calls and a full pool would be a
+    hidden queue; no total time-out, since a long answer is no error; and nothing is added to what
+    passes through. No request is repeated here, since a GET may open a session.
     """
-    session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT),
-        auto_decompress=False,
-        trust_env=False,
-        # One client's cookies are not another's.
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=_NOT_ADDED.keys(),
-        request_class=_UpstreamRequest,
-        max_line_size=65_536,
-        max_field_size=65_536,
-    )
-    # It would repeat GET and PUT by itself, and a GET may open a session.
-    session._retry_connection = False
+    upstream = Upstream()
     try:
-        yield Upstream(session)
+        yield upstream
     finally:
-        await session.close()
+        upstream.close()

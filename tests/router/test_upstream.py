@@ -1,4 +1,4 @@
-"""The shared client session: what it tells about a request that failed."""
+"""The pool of connections to ranks: framing, flow control, and what a failure means."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from any_agent.runtime.ports import free_port
 from router import upstream
 from router.upstream import NeverSent, Upstream, end_to_end, open_upstream
 from tests.proxy_ext.proxy_lab import LIMIT
-from tests.router.router_lab import FakeRank
+from tests.router.router_lab import END, OK, FakeRank, Received
 
 
 async def post(client: Upstream, rank: FakeRank) -> int:
@@ -115,6 +115,95 @@ async def test_a_connection_that_is_not_accepted_in_time(monkeypatch: pytest.Mon
                 await client.send("POST", url, "/", CIMultiDict(), b"{}")
         for one in waiting:
             one.close()
+
+
+async def test_informational_answers_are_passed_over() -> None:
+    rank = FakeRank()
+
+    async def answer(received: Received) -> None:
+        await received.send(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK)
+
+    rank.handler = answer
+    await rank.start()
+    async with open_upstream() as client:
+        async with await client.send("GET", rank.url, "/", CIMultiDict(), None) as response:
+            assert (response.status, await response.read()) == (200, b"{}")
+        assert "link" not in response.headers
+    await rank.kill()
+
+
+@pytest.mark.parametrize("head", [b"content-length: 9", b"connection: close", b"x-none: 1"])
+async def test_an_answer_that_breaks_off_is_lost_never_short(head: bytes) -> None:
+    rank = FakeRank()
+
+    async def answer(received: Received) -> None:
+        await received.send(b"HTTP/1.1 200 OK\r\n%b\r\n\r\nhalf" % head)
+        received.writer.close()
+
+    rank.handler = answer
+    await rank.start()
+    async with open_upstream() as client:
+        response = await client.send("GET", rank.url, "/", CIMultiDict(), None)
+        with pytest.raises(ReplyLost):
+            await response.read()
+    await rank.kill()
+
+
+async def test_a_slow_reader_slows_the_rank_down() -> None:
+    rank = FakeRank()
+    sent = 0
+
+    async def answer(received: Received) -> None:
+        nonlocal sent
+        await received.begin()
+        for _ in range(1000):
+            await received.chunk(b"x" * 65_536)
+            sent += 1
+        await received.send(END)
+
+    rank.handler = answer
+    await rank.start()
+    async with open_upstream() as client, asyncio.timeout(LIMIT):
+        response = await client.send("GET", rank.url, "/", CIMultiDict(), None)
+        before = -1
+        while sent != before:
+            before = sent
+            await asyncio.sleep(0.1)
+        assert sent < 500
+        assert len(await response.read()) == 1000 * 65_536
+    await rank.kill()
+
+
+async def test_an_answer_may_come_before_the_body_is_sent() -> None:
+    going = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b"x"
+        await going.wait()
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 No\r\ncontent-length: 0\r\n\r\n")
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with open_upstream() as client, asyncio.timeout(LIMIT):
+        async with await client.send("POST", url, "/", CIMultiDict(), body()) as response:
+            assert response.status == 413
+        # Its connection is in the middle of a request.
+        assert not any(client._idle.values())
+    server.close()
+
+
+async def test_a_line_break_in_a_header_is_never_sent() -> None:
+    rank = FakeRank()
+    await rank.start()
+    async with open_upstream() as client:
+        for name, value in (("x", "1\r\nx-evil: 1"), ("x\n", "1"), ("x", "1\rx-evil: 1")):
+            with pytest.raises(ValueError, match="line break"):
+                await client.send("GET", rank.url, "/", CIMultiDict({name: value}), None)
+    assert rank.received == []
+    await rank.kill()
 
 
 def test_connections_are_let_go_before_a_proxy_closes_them() -> None:
