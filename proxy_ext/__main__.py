@@ -15,9 +15,8 @@ import uuid
 from any_agent.auth.access import require_key
 from any_agent.config import Config, load_resolved
 from any_agent.config.model_list import resolved
-from any_agent.engine import SGLangEngine
+from any_agent.engine import HALF_LOADED, open_engine
 from any_agent.engine.model_fingerprint import ModelFingerprint, shape_of
-from any_agent.engine.sglang.client import HALF_LOADED
 from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StartupError
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import rank_name
@@ -64,11 +63,11 @@ def main() -> int:
         return 2 if isinstance(error, ConfigError) else 1
 
 
-async def _check_engine(url: str, wait: float, shape: ModelFingerprint) -> None:
+async def _check_engine(kind: str, url: str, wait: float, shape: ModelFingerprint) -> None:
     """Said before the slow imports: StartupError if the engine does not answer in time, ConfigError
     if it is another model's or in a public place."""
     await asyncio.to_thread(require_private_url, url)
-    engine = SGLangEngine(url, decode=lambda _: "", shape=shape)
+    engine = open_engine(kind, url, decode=lambda _: "", shape=shape)
     deadline = time.monotonic() + wait
     try:
         while True:
@@ -110,7 +109,7 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
     opened: list[RankService] = []
     asyncio.run(check_grader(config.sessions))
     shape = shape_of(args.model_path or config.model.path)
-    asyncio.run(_check_engine(args.engine_url, args.engine_wait, shape))
+    asyncio.run(_check_engine(config.engine.kind, args.engine_url, args.engine_wait, shape))
     app = create_app(
         config,
         chat,

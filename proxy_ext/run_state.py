@@ -10,8 +10,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from any_agent.config import Config
-from any_agent.engine import SGLangEngine
-from any_agent.engine.sglang.client import HALF_LOADED
+from any_agent.engine import HALF_LOADED, RemoteEngine
 from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, RunFinished
 from any_agent.protocol.rl import PublishedVersion, RunInfo, SetRun
 from any_agent.types import SessionState
@@ -51,7 +50,7 @@ class RunState:
     """The run's state on one rank; kept in the journal, so that a restart knows it."""
 
     def __init__(
-        self, config: Config, engine: SGLangEngine, journal: Journal, *, training: bool
+        self, config: Config, engine: RemoteEngine, journal: Journal, *, training: bool
     ) -> None:
         self._config = config
         self._engine = engine

@@ -17,7 +17,7 @@ from any_agent.auth.audit_log import AuditLog
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import Completer
 from any_agent.config import Config
-from any_agent.engine import SGLangEngine
+from any_agent.engine import RemoteEngine, open_engine
 from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import AnyAgentError, EngineUnavailable, StoreUnavailable
 from any_agent.loop_lag import loop_lag_histogram, watched_loop
@@ -63,7 +63,7 @@ class RankService:
     rank: int
     public_url: str
     journal: Journal
-    engine: SGLangEngine
+    engine: RemoteEngine
     completer: Completer
     sampling: GenerationHyperparameters
     """What train sessions are sampled with."""
@@ -126,7 +126,8 @@ async def open_service(
     """
     run_dir = run_dir_of(config)
     run_dir.create()
-    engine = SGLangEngine(
+    engine = open_engine(
+        config.engine.kind,
         engine_url,
         decode=chat.decode,
         update_mode=config.engine.update_mode,
@@ -255,7 +256,7 @@ def _quotas(config: Config, access: Access, sessions: SessionStore) -> TenantQuo
     return TenantQuotas(limits, ranks=ranks, open_sessions=open_sessions)
 
 
-async def _context_length(engine: SGLangEngine, wait: float) -> int:
+async def _context_length(engine: RemoteEngine, wait: float) -> int:
     """It may have died since it was seen alive, before LiteLLM was imported."""
     deadline = time.monotonic() + wait
     while True:

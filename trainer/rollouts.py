@@ -38,6 +38,7 @@ def workflow_executor(c: Config, service: LocalService) -> WorkflowExecutor:
     tokenizer = load_hf_tokenizer(str(tokenizer_of(c.model.path)))
     pool = EnginePool(
         service.engine_urls,
+        kind=c.engine.kind,
         decode=tokenizer.decode,
         update_mode=c.engine.update_mode,
         update_wait=c.engine.update_wait,

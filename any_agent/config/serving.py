@@ -128,9 +128,10 @@ class SamplingConfig(Section):
 
 
 class EngineConfig(Section):
-    kind: Literal["embedded", "sglang"] = "embedded"
-    """What the service starts for each rank: its own engine, which needs nothing else, or
-    SGLang."""
+    kind: str = "embedded"
+    """The engine that the service starts for each rank: `embedded`, its own, which needs nothing
+    else, or `sglang`. With `engine.urls` also `package.module.opener`, a kind of engine of your
+    own."""
     urls: tuple[str, ...] = ()
     """Engines that already run (SGLang's native HTTP contract), one per rank, on private addresses.
     Empty: start some."""
@@ -193,6 +194,15 @@ class EngineConfig(Section):
         if not isinstance(variables, Mapping):
             return variables
         return {k: str(v) if isinstance(v, int | float) else v for k, v in variables.items()}
+
+    @model_validator(mode="after")
+    def _startable(self) -> Self:
+        if self.kind not in ("embedded", "sglang") and not self.urls:
+            raise ValueError(
+                f"engine.kind={self.kind}: the service starts embedded or sglang; for engines of "
+                "another kind set engine.urls"
+            )
+        return self
 
     @model_validator(mode="after")
     def _for_sglang_alone(self) -> Self:

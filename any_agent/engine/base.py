@@ -1,12 +1,16 @@
-"""What the service asks of an inference engine, and nothing more."""
+"""The interface of an inference engine: what the service needs of one, and nothing more."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 from any_agent.types import GenerationChunk, ModelRequest, ModelResponse
+
+HALF_LOADED = -1
+"""The version of weights that belong to no version; nothing is sampled with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +19,7 @@ class Capabilities:
 
     top_logprobs: bool = True
     penalties: bool = True
-    """Frequency, presence and repetition."""
+    """Frequency, presence and repetition penalties."""
     min_p: bool = True
     logit_bias: bool = True
     grammar: bool = True
@@ -23,7 +27,7 @@ class Capabilities:
     structural_tag: bool = True
     """Grammars by which an answer has a given form or calls tools."""
     seed: bool = True
-    """Whether a seed decides the draws; an engine that cannot ignores it."""
+    """A seed decides the draws; an engine that cannot do this ignores the seed."""
 
     @classmethod
     def names(cls) -> list[str]:
@@ -31,7 +35,7 @@ class Capabilities:
 
 
 class InferenceEngine(Protocol):
-    """Token ids in, token ids with log-probabilities and versions out."""
+    """Token ids in; token ids with log-probabilities and weight versions out."""
 
     @property
     def version(self) -> int:
@@ -39,19 +43,19 @@ class InferenceEngine(Protocol):
         ...
 
     def generate(self, request: ModelRequest, *, stream: bool) -> AsyncGenerator[GenerationChunk]:
-        """Sample a completion; the last chunk alone has a stop reason.
+        """Sample a completion; only the last chunk has a stop reason.
 
         With ``stream`` a chunk comes as soon as its tokens exist. Closing the iterator cancels
         the request in the engine. A weight update in between, or a restart of the engine, is not
         visible here, except in the tokens' versions.
 
-        Raises EngineUnavailable (an update or a restart took too long), EngineMismatch (its
-        answer cannot be one to this request), InvalidRequest.
+        Raises EngineUnavailable (an update or a restart took too long), EngineMismatch (the
+        engine's answer cannot belong to this request), InvalidRequest.
         """
         ...
 
     async def capabilities(self) -> Capabilities:
-        """What requests may ask for; EngineUnavailable if the engine cannot be asked."""
+        """Return what requests may ask for; EngineUnavailable if the engine does not answer."""
         ...
 
     async def pause(self) -> None:
@@ -59,7 +63,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def resume(self, version: int) -> None:
-        """Go on with the weights of ``version``."""
+        """Continue with the weights of ``version``."""
         ...
 
 
@@ -73,19 +77,93 @@ class ScriptInferenceEngine(Protocol):
 
 
 class RolloutEngine(InferenceEngine, Protocol):
-    """What workflows are given: an engine, or several as one, whose completions come whole."""
+    """The engine that workflows get: one engine, or several as one, that returns completions."""
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """The whole completion of one request.
+        """Return the completion of one request.
 
-        Requests of one ``rid``, one after the other, go to the same engine, where the beginning
-        of their prompts is in the cache. Raises as :meth:`InferenceEngine.generate`.
+        Successive requests of one ``rid`` go to the same engine, which has the beginning of their
+        prompts in its cache. Raises as :meth:`InferenceEngine.generate`.
         """
         ...
 
 
+class RemoteEngine:
+    """The client of one engine process, reached by URL; a rank's proxy drives its engine by it.
+
+    :func:`any_agent.engine.open_engine` makes one. The methods with a default describe an
+    engine that never dies and whose weights never change. Open it inside a running event loop;
+    ``close`` it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.resubmitted: Counter[str] = Counter()
+        """Calls sent again with the tokens they had, by reason: `update` or `death`."""
+
+    @property
+    def version(self) -> int:
+        """The weight version the engine reported last, also after a restart with other weights;
+        HALF_LOADED while it reports no number."""
+        raise NotImplementedError
+
+    @property
+    def paused(self) -> bool:
+        """Calls wait for a weight update."""
+        return False
+
+    @property
+    def away(self) -> bool:
+        """The engine died, and has not answered since."""
+        return False
+
+    def generate(self, request: ModelRequest, *, stream: bool) -> AsyncGenerator[GenerationChunk]:
+        """Sample a completion as :meth:`InferenceEngine.generate`."""
+        raise NotImplementedError
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """Return the completion of one request; raises as :meth:`generate`."""
+        return await agenerate(self, request)
+
+    async def info(self) -> dict[str, Any]:
+        """Ask which model and weight version the engine serves; EngineUnavailable if it does not
+        answer. `model_path` and `weight_version` are read where they are present."""
+        raise NotImplementedError
+
+    async def context_length(self) -> int:
+        """Return how many tokens of prompt and output together the engine takes; ConfigError if
+        it does not report that."""
+        raise NotImplementedError
+
+    async def slots(self) -> int | None:
+        """Return how many requests the engine samples at once; None if that is unknown."""
+        return None
+
+    async def capabilities(self) -> Capabilities:
+        """Return what requests may ask for; EngineUnavailable if the engine does not answer."""
+        return Capabilities(**dict.fromkeys(Capabilities.names(), False))
+
+    async def require_model(self) -> None:
+        """Raise ConfigError if the engine serves a model of another shape than the run's."""
+
+    async def pause(self) -> None:
+        """Stop sampling for a weight update; calls under way are kept and wait."""
+
+    async def resume(self, version: int) -> None:
+        """Continue with the weights of ``version``."""
+
+    async def hold(self) -> None:
+        """Make calls wait here, while another process pauses the engine for an update."""
+
+    def release(self, version: int | None = None) -> None:
+        """Let calls continue under ``version``; None: under the version the engine reports."""
+
+    async def close(self) -> None:
+        """Close the connections; calls that still run end as EngineUnavailable."""
+
+
 async def agenerate(engine: InferenceEngine, request: ModelRequest) -> ModelResponse:
-    """The whole completion of one request; InvalidRequest for a prompt that is no token ids."""
+    """Return the completion of one request; InvalidRequest if the prompt is not token ids."""
     request.require_ids()
     ids: list[int] = []
     logprobs: list[float] = []

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Literal, Self
 
 from any_agent.engine.base import Capabilities, InferenceEngine, agenerate
+from any_agent.engine.kinds import open_engine
 from any_agent.engine.model_fingerprint import ModelFingerprint
-from any_agent.engine.sglang.client import SGLangEngine
 from any_agent.errors import ConfigError, EngineUnavailable
 from any_agent.types import GenerationChunk, ModelRequest, ModelResponse
 
@@ -43,7 +43,7 @@ class EnginePool:
     then starts and ends if they are context managers. ``decode`` turns token ids into text: stop
     strings across a weight update need it. ``write`` makes of each request the one that is sent,
     with a prompt as token ids; without it a request with a prompt is refused. The rest is
-    :class:`SGLangEngine`'s. Enter it on the event loop that calls it, and leave it there.
+    :func:`open_engine`'s. Enter it on the event loop that calls it, and leave it there.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class EnginePool:
         decode: Callable[[Sequence[int]], str] | None = None,
         write: Callable[[ModelRequest], ModelRequest] | None = None,
         shape: ModelFingerprint | None = None,
+        kind: str = "sglang",
         update_mode: Literal["resume", "in_place"] = "resume",
         update_wait: float = 120.0,
         request_timeout: float = 600.0,
@@ -65,6 +66,7 @@ class EnginePool:
         self._decode = decode
         self._write = write
         self._shape = shape
+        self._kind = kind
         self._update_mode = update_mode
         self._update_wait = update_wait
         self._request_timeout = request_timeout
@@ -101,7 +103,8 @@ class EnginePool:
     async def _open(self, given: str | InferenceEngine, stack: AsyncExitStack) -> InferenceEngine:
         if isinstance(given, str):
             assert self._decode is not None
-            engine = SGLangEngine(
+            engine = open_engine(
+                self._kind,
                 given,
                 decode=self._decode,
                 update_mode=self._update_mode,

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from any_agent.config import LOOPBACK, Config
-from any_agent.engine import InferenceEngine
+from any_agent.engine import InferenceEngine, load_engine_in_process
 from any_agent.errors import ConfigError, StartupError
 from any_agent.inference.weights_source import WeightsSource
 from any_agent.launcher.engines import (
@@ -55,16 +55,14 @@ def own_engine(kept: WeightsSource, asked: str | None, stack: ExitStack) -> str 
     """The URL of an SGLang that was started, or the embedded engine."""
     if _can_start(kept.config, asked=asked is not None):
         return stack.enter_context(_started(kept.config, kept.weights))
-    from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
-
     engine, weights = kept.config.engine, kept.weights
-    options = EngineOptions(
+    return load_engine_in_process(
+        str(weights.path),
         device=engine.device,
         dtype=kept.config.model.dtype,
         context_length=engine.context_length,
-        weight_version=str(weights.version),
+        weight_version=weights.version,
     )
-    return EmbeddedEngine.load(str(weights.path), options)
 
 
 def _can_start(config: Config, *, asked: bool) -> bool:

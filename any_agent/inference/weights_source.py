@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from any_agent.config import LOOPBACK, Config, load_config
-from any_agent.engine import EnginePool, SGLangEngine
+from any_agent.engine import EnginePool, RemoteEngine
 from any_agent.errors import ConfigError, NotFound
 from any_agent.launcher.served_model import check_model
 from any_agent.launcher.trial import TrialWeights, kept_weights, latest_weights, trial_dir
@@ -101,7 +101,7 @@ async def require_weights(pool: EnginePool, kept: WeightsSource | None) -> Path 
     """
     path = None
     for engine in pool.engines:
-        if not isinstance(engine, SGLangEngine):
+        if not isinstance(engine, RemoteEngine):
             continue
         told = await engine.info()
         path = Path(told["model_path"]) if told.get("model_path") else None

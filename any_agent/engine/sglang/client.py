@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -15,7 +14,7 @@ import aiohttp
 import numpy as np
 import orjson
 
-from any_agent.engine.base import Capabilities, agenerate
+from any_agent.engine.base import HALF_LOADED, Capabilities, RemoteEngine
 from any_agent.engine.model_fingerprint import ModelFingerprint, other_model
 from any_agent.engine.pause_gate import Drain, Outage, PauseGate
 from any_agent.engine.resumed_stop_strings import ResumedStopMatcher
@@ -29,7 +28,7 @@ from any_agent.engine.sglang.requests import (
 )
 from any_agent.engine.sglang.responses import ChunkReader, events
 from any_agent.errors import ConfigError, EngineUnavailable
-from any_agent.types import GenerationChunk, ModelRequest, ModelResponse
+from any_agent.types import GenerationChunk, ModelRequest
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +42,6 @@ _JSON = {"Content-Type": "application/json"}
 _LONG_ANSWER = 262_144
 """Bytes of a whole answer that is read in a thread: megabytes, with many tokens' likeliest ones,
 take tenths of a second."""
-HALF_LOADED = -1
-"""The version of weights that are no version's: nothing is sampled with them."""
 _MAX_FRUITLESS = 5
 """Resubmissions in a row of one call whose engine died before a token came."""
 
@@ -53,7 +50,7 @@ class _EngineDied(EngineUnavailable):
     """The connection to the engine broke, or could not be made."""
 
 
-class SGLangEngine:
+class SGLangEngine(RemoteEngine):
     """One engine process, reached by URL.
 
     ``decode`` turns token ids into text; it is needed to match stop strings that begin before a
@@ -76,7 +73,7 @@ class SGLangEngine:
         request_timeout: float = 600.0,
         shape: ModelFingerprint | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
+        super().__init__(url)
         self._shape = shape or ModelFingerprint()
         self._decode = decode
         self._pause_mode = "abort" if update_mode == "resume" else "in_place"
@@ -96,13 +93,9 @@ class SGLangEngine:
         )
         self._control = SGLangControl(self._http, self.url)
         self._aborts: set[asyncio.Task[None]] = set()
-        self.resubmitted: Counter[str] = Counter()
-        """Calls that were sent again with what they had, by why: `update` or `death`."""
 
     @property
     def version(self) -> int:
-        """What the engine last said; also after a restart with other weights. `HALF_LOADED`: it
-        says no number, as while weights come bucket by bucket."""
         return self._version
 
     @property
@@ -111,12 +104,7 @@ class SGLangEngine:
 
     @property
     def away(self) -> bool:
-        """It died, and has not answered since."""
         return not self._outage.gate.is_open
-
-    async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """The whole completion of one request; raises as :meth:`generate`."""
-        return await agenerate(self, request)
 
     async def close(self) -> None:
         if self._aborts:

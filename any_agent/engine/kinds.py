@@ -1,0 +1,81 @@
+"""Kinds of inference engines: the registry that `engine.kind` names one of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+from any_agent.engine.base import InferenceEngine, RemoteEngine
+from any_agent.engine.model_fingerprint import ModelFingerprint
+from any_agent.runtime.named_registry import NamedRegistry
+
+EngineOpener: TypeAlias = Callable[..., RemoteEngine]
+"""Called with the engine's URL and :func:`open_engine`'s keyword arguments."""
+
+_SGLANG = "any_agent.engine.sglang.client.SGLangEngine"
+_KINDS: NamedRegistry[EngineOpener] = NamedRegistry(
+    # The embedded engine speaks SGLang's contract.
+    "kind of engine",
+    "engine.kind",
+    embedded=_SGLANG,
+    sglang=_SGLANG,
+)
+
+
+def register_engine(kind: str, opener: EngineOpener) -> EngineOpener:
+    """Let `engine.kind` name ``opener`` in this process; ValueError for a name that is in use.
+
+    Processes that the service starts know the kinds that are built in; for them `engine.kind` is
+    the opener's dotted name, ``package.module.opener``.
+    """
+    return _KINDS.register(kind, opener)
+
+
+def open_engine(
+    kind: str,
+    url: str,
+    *,
+    decode: Callable[[Sequence[int]], str],
+    shape: ModelFingerprint | None = None,
+    update_mode: Literal["resume", "in_place"] = "resume",
+    update_wait: float = 120.0,
+    request_timeout: float = 600.0,
+) -> RemoteEngine:
+    """Make the client of an engine that runs at ``url``; nothing is sent yet.
+
+    ``decode`` turns token ids into text; stop strings across a weight update need it. ``shape`` is
+    that of the model that the engine should have. Calls wait at most ``update_wait`` seconds for a
+    weight update, or for an engine that is away; ``request_timeout`` is in seconds without a byte.
+    Raises ConfigError, with the known kinds, for another kind.
+    """
+    return _KINDS.find(kind)(
+        url,
+        decode=decode,
+        shape=shape,
+        update_mode=update_mode,
+        update_wait=update_wait,
+        request_timeout=request_timeout,
+    )
+
+
+def load_engine_in_process(
+    path: str,
+    *,
+    device: str = "cpu",
+    dtype: str = "auto",
+    context_length: int | None = None,
+    weight_version: int = 0,
+) -> InferenceEngine:
+    """Load a checkpoint into an embedded engine of this process, an asynchronous context manager.
+
+    Raises StartupError for a model that cannot be served.
+    """
+    from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
+
+    options = EngineOptions(
+        device=device,
+        dtype=dtype,
+        context_length=context_length,
+        weight_version=str(weight_version),
+    )
+    return EmbeddedEngine.load(path, options)
