@@ -7,8 +7,8 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from any_agent.doctor.engine_probe import EngineProbe
 from any_agent.doctor.verdict import Check, Verdict
+from any_agent.engine.sglang.probe import EngineProbe
 
 LAW = Check("aborts")
 DO = (

@@ -16,8 +16,8 @@ from any_agent.doctor import (
 from any_agent.doctor import (
     input_ids as input,
 )
-from any_agent.doctor.engine_probe import guarded, probe_engine
-from any_agent.doctor.verdict import Check, Verdict
+from any_agent.doctor.verdict import Check, Verdict, guarded
+from any_agent.engine.sglang.probe import probe_engine
 from any_agent.errors import AnyAgentError
 from any_agent.rundir.layout import RunDir
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from any_agent.doctor.engine_probe import EngineProbe
 from any_agent.doctor.verdict import Check, Verdict
+from any_agent.engine.sglang.probe import EngineProbe
 from any_agent.errors import ConfigError, InvalidRequest
 
 LAW = Check("input")

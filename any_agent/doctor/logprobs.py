@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 
-from any_agent.doctor.engine_probe import EngineProbe, reported_version
 from any_agent.doctor.verdict import Check, Verdict
 from any_agent.doctor.weights import Forward, find_weights
+from any_agent.engine.sglang.probe import EngineProbe, reported_version
 from any_agent.rundir.layout import RunDir
 
 log = logging.getLogger(__name__)

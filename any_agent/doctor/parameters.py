@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
-from any_agent.doctor.engine_probe import EngineProbe
 from any_agent.doctor.verdict import Check, Verdict
+from any_agent.engine.sglang.probe import EngineProbe
 
 LAW = Check("parameters")
 DO = "is this an engine that speaks SGLang's native contract?"

@@ -19,11 +19,11 @@ from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.chat.load import RendererMismatch
 from any_agent.config import LOOPBACK, Config, load_config
 from any_agent.doctor.engine import engine_laws
-from any_agent.doctor.engine_probe import probe_engine
 from any_agent.doctor.report import as_json, as_text
 from any_agent.doctor.service import service_laws
 from any_agent.doctor.startup_check import chat_laws, template_kwargs
 from any_agent.doctor.verdict import Check, Verdict, broken
+from any_agent.engine.sglang.probe import probe_engine
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import SILENT_AFTER, Registry

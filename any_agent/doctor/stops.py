@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from any_agent.chat import ChatFormat
-from any_agent.doctor.engine_probe import EngineProbe
 from any_agent.doctor.verdict import Check, Verdict
+from any_agent.engine.sglang.probe import EngineProbe
 
 LAW = Check("stops")
 DO = "update the engine: this one ends outputs elsewhere than SGLang's contract says"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from any_agent.chat import ChatFormat
-from any_agent.doctor.engine_probe import EngineProbe, EngineReply
 from any_agent.doctor.verdict import Check, Verdict
+from any_agent.engine.sglang.probe import EngineProbe, EngineReply
 
 LAW = Check("tokenizer")
 DO = "start the engine with the tokenizer of model.path (SGLang: --tokenizer-path)"

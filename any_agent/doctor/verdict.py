@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+
+from any_agent.errors import AnyAgentError
 
 
 class CheckOutcome(StrEnum):
@@ -54,3 +56,16 @@ class Check:
 def broken(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """The failures."""
     return [verdict for verdict in verdicts if verdict.failed]
+
+
+async def guarded(
+    law: Check, case: str, do: str, verdicts: AsyncIterator[Verdict]
+) -> list[Verdict]:
+    """Collect the verdicts of a law; an engine's error is one more failure."""
+    out = []
+    try:
+        async for verdict in verdicts:
+            out.append(verdict)  # noqa: PERF401 - what came before an error counts
+    except AnyAgentError as error:
+        out.append(law.failed(case, error.message, do))
+    return out

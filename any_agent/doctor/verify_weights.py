@@ -16,10 +16,10 @@ from pathlib import Path
 
 from any_agent.auth.access import run_dir_of
 from any_agent.config import Config, load_resolved
-from any_agent.doctor.engine_probe import probe_engine, reported_version
 from any_agent.doctor.logprobs import LAW, OTHER_WEIGHTS, against_forward_pass
 from any_agent.doctor.verdict import Verdict
 from any_agent.doctor.weights import Forward, find_weights
+from any_agent.engine.sglang.probe import probe_engine, reported_version
 from any_agent.errors import AnyAgentError
 
 PROMPT = [3 + (31 * k) % 89 for k in range(48)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from any_agent.doctor.engine_probe import EngineProbe, reported_version
 from any_agent.doctor.verdict import Check, Verdict
+from any_agent.engine.sglang.probe import EngineProbe, reported_version
 
 LAW = Check("versions")
 DO = "restart the engine with the run's newest weights and their version (--weight-version)"

@@ -1,4 +1,4 @@
-"""One engine, asked directly: what it answers is kept as it came."""
+"""Direct questions to one engine, whose replies are returned as they came."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 import aiohttp
 import orjson
 
-from any_agent.doctor.verdict import Check, Verdict
-from any_agent.engine import SGLangEngine
+from any_agent.engine.sglang.client import SGLangEngine
 from any_agent.engine.sglang.requests import failure, generate_body, version_number
 from any_agent.engine.sglang.responses import ChunkReader, events
-from any_agent.errors import AnyAgentError, EngineUnavailable
+from any_agent.errors import EngineUnavailable
 from any_agent.types import GenerationChunk, GenerationHyperparameters, ModelRequest
 
 _TIMEOUT = 60.0
@@ -25,7 +24,7 @@ _TIMEOUT = 60.0
 
 @dataclass(frozen=True, slots=True)
 class EngineReply:
-    """What came back, as it was told."""
+    """One reply, as the engine sent it."""
 
     ids: list[int]
     logprobs: list[float]
@@ -37,7 +36,8 @@ class EngineReply:
 
 
 class EngineProbe:
-    """Made by :func:`probe_engine`. A question raises AnyAgentError, and ends in bounded time."""
+    """Questions to one engine; made by :func:`probe_engine`. Each raises AnyAgentError, and ends in
+    bounded time."""
 
     def __init__(self, engine: SGLangEngine, http: aiohttp.ClientSession) -> None:
         self.engine = engine
@@ -51,13 +51,13 @@ class EngineProbe:
         return await self.engine.info()
 
     async def server_info(self) -> dict[str, Any]:
-        """What it was started with; nothing where it does not tell."""
+        """Return what the engine was started with; {} if it does not report that."""
         with contextlib.suppress(EngineUnavailable):
             return await self.engine.server_info()
         return {}
 
     async def ask(self, ids: Sequence[int], *, strict: bool = True, **sampling: Any) -> EngineReply:
-        """A completion; ``sampling`` are fields of GenerationHyperparameters.
+        """Sample a completion; ``sampling`` are fields of GenerationHyperparameters.
 
         ``strict``: refuse what the service would refuse (EngineMismatch).
         """
@@ -85,7 +85,7 @@ class EngineProbe:
     async def stream(
         self, ids: Sequence[int], rid: str, **sampling: Any
     ) -> AsyncGenerator[GenerationChunk]:
-        """A completion's chunks as they come."""
+        """Sample a completion; yield its chunks as they come."""
         request = _request(ids, rid=rid, **sampling)
         reader = ChunkReader(request)
         with _bounded():
@@ -119,7 +119,7 @@ _JSON = {"Content-Type": "application/json"}
 async def probe_engine(
     url: str, decode: Callable[[Sequence[int]], str]
 ) -> AsyncIterator[EngineProbe]:
-    """Nothing is asked yet."""
+    """Connect to an engine; nothing is sent yet."""
     engine = SGLangEngine(url, decode=decode)
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT, sock_connect=5)
     try:
@@ -129,21 +129,8 @@ async def probe_engine(
         await engine.close()
 
 
-async def guarded(
-    law: Check, case: str, do: str, verdicts: AsyncIterator[Verdict]
-) -> list[Verdict]:
-    """All verdicts of a law; an engine that answers otherwise than it must is one more."""
-    out = []
-    try:
-        async for verdict in verdicts:
-            out.append(verdict)  # noqa: PERF401 - what came before an error counts
-    except AnyAgentError as error:
-        out.append(law.failed(case, error.message, do))
-    return out
-
-
 def reported_version(info: dict[str, Any]) -> int | None:
-    """None if it is no version."""
+    """Return the weight version of a `/model_info`; None if it is not a version."""
     told = info.get("weight_version")
     try:
         return version_number(told) if isinstance(told, str | int) else None
